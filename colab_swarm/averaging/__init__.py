@@ -1,0 +1,1 @@
+"""DeDLOC's averaging: groups, spans, the streaming reducer, one round."""

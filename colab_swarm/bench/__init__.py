@@ -1,0 +1,1 @@
+"""Every performance claim can be run again: ``python -m colab_swarm.bench NAME``."""

@@ -1,0 +1,69 @@
+"""The exception tree. The user's own mistake raises at once; a peer's fault becomes a result.
+
+    SwarmError
+    ├── PeerError             something a peer or the network did; services catch it, users rarely see it
+    │   ├── PeerUnreachable   no known address of the peer answered
+    │   ├── PeerLost          the link broke, or the stream was reset, before the talk was over
+    │   ├── PeerTimeout       the peer did not answer in time (also a TimeoutError)
+    │   ├── WrongPeer         somebody else answered at the peer's address
+    │   ├── CallRefused       the peer answered with an error: unknown message, limit, refusal, fault in its handler
+    │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
+    ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
+    ├── JoinError             no peer named in the invitation could be reached
+    └── StateError            a checkpoint or a peer's training state cannot be used
+"""
+
+from __future__ import annotations
+
+
+class SwarmError(Exception):
+    """Any error of this package that is not a plain ValueError or TypeError of the caller."""
+
+
+class PeerError(SwarmError, ConnectionError):
+    """A peer or the network failed; the text names the peer and what happened."""
+
+
+class PeerUnreachable(PeerError):
+    """No known address of the peer answered."""
+
+
+class PeerLost(PeerError):
+    """The link broke, or the stream was reset, before the talk was over."""
+
+
+class PeerTimeout(PeerError, TimeoutError):
+    """The peer did not answer in time."""
+
+
+class WrongPeer(PeerError):
+    """Somebody else answered at the peer's address."""
+
+
+class CallRefused(PeerError):
+    """The peer answered with an error.
+
+    Attributes:
+        code: ``unknown`` (no such message), ``invalid`` (undecodable), ``busy`` (a limit is reached),
+            ``refused`` (the handler said no) or ``failed`` (the handler has a fault).
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ProtocolError(PeerError):
+    """The peer broke the protocol; the link is closed."""
+
+
+class InviteError(SwarmError, ValueError):
+    """The invitation cannot be used; the text says why and what to do."""
+
+
+class JoinError(SwarmError, ConnectionError):
+    """No peer named in the invitation could be reached; the text says what was tried."""
+
+
+class StateError(SwarmError):
+    """A checkpoint or a peer's training state cannot be used; the text says why."""

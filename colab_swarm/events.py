@@ -1,0 +1,130 @@
+"""What happened, as frozen records. Dashboards, panels and tests read these; log lines are for people."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events; ``at`` is the emitting peer's monotonic clock, seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class PeerJoined(Event):
+    """A link to ``peer`` (hex id) is up."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
+class PeerLeft(Event):
+    """The last link to ``peer`` is gone."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundFinished(Event):
+    """An averaging round ended, for this peer.
+
+    Attributes:
+        step: global step the round belongs to.
+        group_size: members the round began with.
+        contributors: hex ids whose values are in this peer's result.
+        samples: sum of the contributors' weights.
+        spans_lost: spans whose reducer vanished (re-planned or not).
+        kept_local: values (count) for which no mean arrived.
+        sent_bytes, received_bytes: payload of this round at this peer.
+        seconds: wall seconds from begin to result.
+    """
+
+    step: int
+    group_size: int
+    contributors: tuple[str, ...]
+    samples: float
+    spans_lost: int
+    kept_local: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepFinished(Event):
+    """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if it told."""
+
+    step: int
+    samples: float
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class StateReceived(Event):
+    """This peer caught up to ``step`` by downloading ``size_bytes`` from ``donors`` (hex ids)."""
+
+    step: int
+    donors: tuple[str, ...]
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BatchDropped(Event):
+    """A micro-batch or contribution was left out; ``reason`` says why (for example a NaN gradient)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fault(Event):
+    """Something of ours failed and was contained: ``where`` names the door, ``text`` the error."""
+
+    where: str
+    text: str
+
+
+class EventLog:
+    """The last events of one peer, and who wants to hear of new ones. Safe from any thread."""
+
+    def __init__(self, *, capacity: int = 1000) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._listeners: list[Callable[[Event], None]] = []
+        self._lock = threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        """Record ``event`` and tell the listeners; a listener's fault is logged and contained."""
+        with self._lock:
+            self._events.append(event)
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("event listener failed on %s", event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener(event)`` on every new event, on the emitting thread; returns a function that ends it."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def stop() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return stop
+
+    def recent(self, kind: type[Event] = Event) -> list[Event]:
+        """The events of ``kind`` still held, oldest first."""
+        with self._lock:
+            return [event for event in self._events if isinstance(event, kind)]

@@ -1,0 +1,1 @@
+"""Bytes between peers: identity, encrypted links, calls and streams. Knows no torch."""

@@ -1,0 +1,62 @@
+"""Who a peer is: an Ed25519 key pair; the SHA-256 of the public key is the peer's id."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from colab_swarm.net.peers import PeerId
+
+
+def id_of(public_key: bytes) -> PeerId:
+    """The id that belongs to an Ed25519 public key (32 bytes)."""
+    return PeerId(hashlib.sha256(public_key).digest())
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether ``signature`` (64 bytes) over ``data`` was made by the owner of ``public_key`` (32 bytes)."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class Identity:
+    """An Ed25519 key pair. ``seed`` (32 bytes) makes it reproducible; without it, it is random."""
+
+    def __init__(self, seed: bytes | None = None) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(seed) if seed else Ed25519PrivateKey.generate()
+        self.public_key = self._key.public_key().public_bytes_raw()
+        self.id = id_of(self.public_key)
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 signature over ``data`` (64 bytes)."""
+        return self._key.sign(data)
+
+    @classmethod
+    def load_or_create(cls, path: str | Path) -> Identity:
+        """Read the key saved at ``path``, or make one and save it there, readable by its owner only.
+
+        Raises:
+            ValueError: the file is there but is not a saved identity.
+        """
+        path = Path(path)
+        try:
+            seed = path.read_bytes()
+        except FileNotFoundError:
+            identity = cls()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(identity._key.private_bytes_raw())
+            return identity
+        if len(seed) != 32:
+            raise ValueError(f"{path} is not a saved identity (32 bytes expected, {len(seed)} found); delete it to make a new one")
+        return cls(seed)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.id.hex()[:8]})"

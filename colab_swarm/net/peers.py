@@ -1,0 +1,182 @@
+"""What a service sees of the network: messages, calls and streams to peers, named by their id.
+
+Real links (`colab_swarm.net.node`) and the simulator (`colab_swarm.sim`) both implement `Peers`, so everything
+above runs unchanged on either. Rules that hold for both:
+
+- A *call* is one message there and one back. A *stream* carries any number of items both ways; an item is a small
+  message with an optional raw payload. Items arrive whole and in order or the stream fails with `PeerLost`.
+- A stream that ends early is an error: `receive` raises `StreamEnded` only after the peer said `end()`.
+- A handler's `Refusal` travels to the caller as `CallRefused(code="refused")`; any other exception as
+  ``failed``. A call whose caller gave up or vanished is cancelled in the handler.
+- Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NewType, Protocol, Self, TypeAlias, TypeVar
+
+import msgspec
+
+from colab_swarm.errors import PeerError
+
+PeerId = NewType("PeerId", bytes)
+"""SHA-256 of the peer's Ed25519 public key: 32 bytes."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Largest raw payload of one stream item. Hot items are best at 64 KiB: one frame, no copy."""
+MAX_MESSAGE_BYTES = 1 << 18
+"""Largest encoded message of a call or a stream item."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""
+
+
+class Contact(Message):
+    """How to reach a peer: its id and dial addresses like ``ws://203.0.113.7:4500``; none if it cannot be dialled."""
+
+    id: PeerId
+    addresses: tuple[str, ...] = ()
+
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
+
+
+class Refusal(Exception):
+    """Raised by a handler to answer a call with ``CallRefused(code="refused", text)``."""
+
+
+class StreamEnded(PeerError):
+    """The peer ended its side of the stream in good order and nothing more will come."""
+
+
+@dataclass(frozen=True)
+class LinkStatistics:
+    """Totals of all links to one peer, or of all peers.
+
+    Attributes:
+        sent_bytes, received_bytes: bytes on the wire.
+        rtt_s: median of the last round-trip times, seconds; None if never measured.
+        upload_bps, download_bps: peak rate seen over a busy second, bits per second; None if never busy.
+        links: links open now.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rtt_s: float | None = None
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    links: int = 0
+
+
+class Stream(Protocol):
+    """One conversation with a peer. Use as an async context manager: leaving by an exception resets it."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        """Send one item; waits while the peer has not made room. The payload may be reused after return.
+
+        Raises:
+            PeerLost: the link broke or the peer reset the stream.
+            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`.
+        """
+
+    async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
+        """Wait for the next item and decode it as ``kind``.
+
+        Raises:
+            StreamEnded: the peer ended its side.
+            PeerLost: the link broke or the peer reset the stream.
+            ProtocolError: the item is not a valid ``kind``; the stream is reset.
+        """
+
+    async def end(self) -> None:
+        """Say that nothing more will be sent. Receiving goes on."""
+
+    def reset(self, reason: str = "") -> None:
+        """Drop the stream both ways; the peer's `receive` and `send` raise `PeerLost`. Idempotent."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End our side after a normal exit, reset after an exception or cancellation."""
+
+
+CallHandler: TypeAlias = Callable[[PeerId, Any], Awaitable[Message]]
+StreamHandler: TypeAlias = Callable[[Any, Stream], Awaitable[None]]
+
+
+class Peers(Protocol):
+    """The network as one peer sees it."""
+
+    @property
+    def id(self) -> PeerId: ...
+
+    @property
+    def contact(self) -> Contact:
+        """How others reach this peer; no addresses in client mode."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 signature by this peer's key (64 bytes)."""
+
+    @property
+    def public_key(self) -> bytes:
+        """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
+
+    def time(self) -> float:
+        """Swarm time: seconds since the epoch, own clock corrected by the median offset of the linked peers."""
+
+    def learn(self, contact: Contact) -> None:
+        """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
+
+    def contact_of(self, peer: PeerId) -> Contact:
+        """What is known of the peer's addresses; an empty contact if nothing."""
+
+    async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
+        """Send ``message``, wait for the peer's reply of type ``reply``.
+
+        Raises:
+            PeerUnreachable, PeerLost, PeerTimeout, WrongPeer, CallRefused, ProtocolError: all are `PeerError`.
+        """
+
+    async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
+        """Open a stream; ``opening`` chooses the handler there. ``timeout_s`` bounds the dialling only.
+
+        Raises:
+            PeerUnreachable, WrongPeer, PeerTimeout. A refused opening shows as `CallRefused` on the first receive.
+        """
+
+    def serve(self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]]) -> None:
+        """Answer calls of type ``kind`` with ``await handler(peer, message)``."""
+
+    def serve_stream(self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]]) -> None:
+        """Run ``await handler(opening, stream)`` for each stream opened with ``kind``; it owns the stream."""
+
+    def unserve(self, kind: type[Message]) -> None:
+        """Stop answering ``kind``."""
+
+    def linked(self) -> frozenset[PeerId]:
+        """Peers with an open link now."""
+
+    def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
+        """Of one peer, or of all."""
+
+    def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
+        """Call ``listener(peer)`` when the last link to a peer is gone; returns a function that ends it."""
+
+    async def close(self) -> None:
+        """Cancel handlers, close all links. Idempotent."""
+
+
+def short(peer: PeerId) -> str:
+    """First 8 hex digits, for people."""
+    return peer.hex()[:8]

@@ -1,0 +1,1 @@
+"""Virtual time, a simulated network and scripted faults: learn and test without a swarm."""

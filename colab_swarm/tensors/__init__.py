@@ -1,0 +1,1 @@
+"""Tensors on the wire: codecs, flat vectors, chunks."""

@@ -1,0 +1,1 @@
+"""Collaborative training: progress, optimizer, state sharing, checkpoints, LAMB."""
