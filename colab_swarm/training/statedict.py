@@ -1,0 +1,210 @@
+"""Training state as named tensors plus a plain skeleton, for checkpoints and for the wire; never pickle.
+
+`flatten` takes anything an optimizer, a scheduler or a user may hold as state: None, bool, int, float, str,
+bytes, tensors, and lists, tuples and dicts of these. Tensors go into a dictionary; the rest, the *skeleton*,
+is made of None, bool, int, float, str, list and of dictionaries with exactly one entry, which stand for what
+JSON cannot say:
+
+    {"tensor": name}   {"bytes": base64}   {"int": hex, beyond 64 bits}   {"float": "nan" | "inf" | "-inf"}
+    {"tuple": [item, …]}   {"dict": [[key, value], …]}
+
+A skeleton and its tensors may come from a stranger: `unflatten` checks all of it before anybody uses it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from colab_swarm.errors import StateError
+
+MAX_DEPTH = 32
+MAX_NODES = 1_000_000
+MAX_SKELETON_BYTES = 64 << 20
+MAX_INT_DIGITS = 1024
+DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+"""Tensor types that may be part of a state."""
+
+
+def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Split a state into named tensors and a skeleton that `encode_skeleton` can write.
+
+    Tensors are detached, on the CPU and contiguous; where they were so already they share the state's memory:
+    clone what must stay still. Tensors that are one memory (tied weights) get one name. A name is the path to
+    the tensor, such as ``optimizer/state/0/exp_avg``.
+
+    Raises:
+        TypeError: part of the state is of a kind not listed above; the text says where.
+        ValueError: the state is nested deeper than `MAX_DEPTH` or has more than `MAX_NODES` parts.
+    """
+    flattener = _Flattener()
+    skeleton = flattener.split(state, "", 0)
+    return flattener.tensors, skeleton
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
+    """The state that `flatten` split; the tensors are used as they are, not copied.
+
+    Raises:
+        StateError: the skeleton is not one, or does not name exactly these tensors.
+    """
+    joiner = _Joiner(tensors)
+    state = joiner.join(skeleton, 0)
+    if unused := tensors.keys() - joiner.used:
+        raise StateError(
+            f"state holds {len(unused)} tensors that its skeleton does not name, such as {min(unused)!r}"
+        )
+    return state
+
+
+def encode_skeleton(skeleton: Any) -> bytes:
+    """A skeleton as JSON."""
+    return msgspec.json.encode(skeleton)
+
+
+def decode_skeleton(data: bytes | bytearray | memoryview) -> Any:
+    """Read what `encode_skeleton` wrote. Only `unflatten` tells whether it is a skeleton.
+
+    Raises:
+        StateError: it is over `MAX_SKELETON_BYTES` or not JSON.
+    """
+    if len(data) > MAX_SKELETON_BYTES:
+        raise StateError(f"state skeleton has {len(data)} bytes; {MAX_SKELETON_BYTES} are allowed")
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise StateError(f"state skeleton cannot be read: {error}") from error
+
+
+class _Flattener:
+    """One pass of `flatten`; invariant: every tensor has one name, every memory one tensor."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+        self._nodes = 0
+
+    def split(self, state: Any, path: str, depth: int) -> Any:
+        self._nodes += 1
+        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise ValueError(
+                f"state is too deep or too large at {path!r}: {MAX_DEPTH} levels, {MAX_NODES} parts"
+            )
+        match state:
+            case torch.Tensor():
+                return {"tensor": self._name(state, path)}
+            case list():
+                return [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
+            case tuple():
+                return {"tuple": [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]}
+            case Mapping():
+                return {"dict": [self._pair(key, value, path, depth + 1) for key, value in state.items()]}
+        return _scalar(state, path)
+
+    def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
+        if not isinstance(key, str | int | float | bytes | None):
+            raise TypeError(
+                f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
+            )
+        step = key if isinstance(key, str) else repr(key)
+        return [_scalar(key, path), self.split(value, f"{path}/{step}" if path else step, depth)]
+
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+            raise TypeError(f"state has a {kind} at {path!r}, which cannot be saved")
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        known = self._names.get(memory) if tensor.numel() else None
+        if known:
+            return known
+        name = path or "tensor"
+        while name in self.tensors:  # keys 0 and "0", or "a/b" and "a" -> "b", lead to one path
+            name += "'"
+        self.tensors[name] = tensor.detach().cpu().contiguous()
+        self._names[memory] = name
+        return name
+
+
+def _scalar(value: Any, path: str) -> Any:
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str(value)
+        case int():
+            number = int(value)
+            return number if -(1 << 63) <= number < 1 << 63 else {"int": hex(number)}
+        case float():
+            return float(value) if math.isfinite(value) else {"float": str(float(value))}
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
+    raise TypeError(
+        f"state has a {type(value).__name__} at {path!r}, which cannot be saved without pickle: convert it"
+    )
+
+
+class _Joiner:
+    """One pass of `unflatten`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.used: set[str] = set()
+        self._tensors = tensors
+        self._nodes = 0
+
+    def join(self, skeleton: Any, depth: int) -> Any:
+        self._nodes += 1
+        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise StateError(
+                f"state skeleton is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts"
+            )
+        match skeleton:
+            case None | bool() | int() | float() | str():
+                return skeleton
+            case list():
+                return [self.join(item, depth + 1) for item in skeleton]
+            case {"tensor": str(name)} if len(skeleton) == 1:
+                return self._tensor(name)
+            case {"tuple": list(items)} if len(skeleton) == 1:
+                return tuple(self.join(item, depth + 1) for item in items)
+            case {"dict": list(pairs)} if len(skeleton) == 1:
+                return self._dictionary(pairs, depth + 1)
+        return _unusual_scalar(skeleton)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise StateError(f"state skeleton names a tensor {name[:80]!r} that is not there")
+        self.used.add(name)
+        return self._tensors[name]
+
+    def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise StateError("state skeleton has a dictionary entry that is not a pair")
+            key = self.join(pair[0], depth)
+            if not isinstance(key, str | int | float | bytes | None) or key in found:
+                raise StateError("state skeleton has a dictionary key that is repeated or not a plain value")
+            found[key] = self.join(pair[1], depth)
+        return found
+
+
+def _unusual_scalar(skeleton: Any) -> Any:
+    try:
+        match skeleton:
+            case {"bytes": str(text)} if len(skeleton) == 1:
+                return base64.b64decode(text, validate=True)
+            case {"int": str(digits)} if len(skeleton) == 1 and len(digits) <= MAX_INT_DIGITS:
+                return int(digits, 16)
+            case {"float": "nan" | "inf" | "-inf" as word} if len(skeleton) == 1:
+                return float(word)
+    except ValueError as error:
+        raise StateError(f"state skeleton has a garbled value: {error}") from error
+    raise StateError(f"state skeleton has a {type(skeleton).__name__} of unknown meaning")

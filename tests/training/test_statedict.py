@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.errors import StateError
+from colab_swarm.training.statedict import (
+    DTYPES,
+    MAX_DEPTH,
+    decode_skeleton,
+    encode_skeleton,
+    flatten,
+    unflatten,
+)
+
+shapes = st.lists(st.integers(0, 3), max_size=3)
+tensors = st.builds(
+    lambda shape, dtype: torch.randint(0, 2, shape).to(dtype),
+    shapes,
+    st.sampled_from(sorted(DTYPES, key=str)),
+)
+keys = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=4)
+)
+scalars = keys | st.just(math.nan)
+states = st.recursive(
+    scalars | tensors,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+skeletons = st.recursive(
+    keys.filter(lambda key: not isinstance(key, bytes)),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["tensor", "bytes", "int", "float", "tuple", "dict", "?"]),
+            inner | st.text(alphabet="0x-aZ=", max_size=6),
+            max_size=2,
+        )
+    ),
+    max_leaves=10,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value, type and order."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return repr(a) == repr(b)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(states)
+def test_any_state_comes_back_as_it_was_through_json(state: Any) -> None:
+    named, skeleton = flatten(state)
+    assert same(unflatten(named, decode_skeleton(encode_skeleton(skeleton))), state)
+
+
+@settings(max_examples=150, deadline=None)
+@given(skeletons, st.dictionaries(st.sampled_from(["a", "", "0"]), st.just(torch.zeros(1)), max_size=2))
+def test_a_strangers_skeleton_gives_a_state_or_a_state_error(
+    skeleton: Any, named: dict[str, torch.Tensor]
+) -> None:
+    try:
+        state = unflatten(named, skeleton)
+    except StateError:
+        return
+    again = unflatten(*flatten(state))
+    assert same(again, state)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":0x,dictensor', max_size=60).map(str.encode))
+def test_garbled_bytes_give_a_state_or_a_state_error(data: bytes) -> None:
+    try:
+        unflatten({}, decode_skeleton(data))
+    except StateError as error:
+        assert str(error)
+
+
+@pytest.mark.slow
+def test_an_optimizer_state_keeps_names_that_people_can_read() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    named, _ = flatten({"optimizer": optimizer.state_dict()})
+    assert set(named) == {f"optimizer/state/0/{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_paths_that_look_alike_get_different_names() -> None:
+    state = {0: torch.zeros(1), "0": torch.ones(1), "a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}
+    named, skeleton = flatten(state)
+    assert len(named) == 4
+    assert same(unflatten(named, skeleton), state)
+
+
+def test_tied_weights_are_sent_once_and_stay_tied() -> None:
+    weight = torch.arange(6.0)
+    named, skeleton = flatten(
+        OrderedDict(embedding=weight.view(2, 3), decoder=weight.view(2, 3), row=weight[:3])
+    )
+    assert set(named) == {"embedding", "row"}
+    state = unflatten(named, skeleton)
+    assert state["embedding"] is state["decoder"]
+
+
+def test_a_state_that_only_pickle_could_save_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"set at 'groups/0/names'"):
+        flatten({"groups": [{"names": {1, 2}}]})
+    with pytest.raises(TypeError, match="sparse"):
+        flatten({"gradient": torch.eye(2).to_sparse()})
+    with pytest.raises(TypeError, match="tuple as a key"):
+        flatten({(1, 2): 3})
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(ValueError, match="too deep"):
+        flatten(state)
+
+
+@pytest.mark.parametrize(
+    ("skeleton", "reason"),
+    [
+        ({"tensor": "missing"}, "not there"),
+        ({"tensor": "a", "tuple": []}, "unknown meaning"),
+        ({"pickle": "gASV"}, "unknown meaning"),
+        ({"bytes": "?"}, "garbled"),
+        ({"int": "0x"}, "garbled"),
+        ({"int": "1" * 5000}, "unknown meaning"),
+        ({"dict": [["a"]]}, "not a pair"),
+        ({"dict": [[[], 1]]}, "not a plain value"),
+        ({"dict": [["a", 1], ["a", 2]]}, "repeated"),
+        (1, "does not name"),
+    ],
+)
+def test_a_bad_skeleton_is_refused_with_its_reason(skeleton: Any, reason: str) -> None:
+    with pytest.raises(StateError, match=reason):
+        unflatten({"a": torch.zeros(1)}, skeleton)
+
+
+def test_a_skeleton_nested_without_end_is_refused() -> None:
+    with pytest.raises(StateError, match="too deep"):
+        unflatten({}, decode_skeleton(b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2)))
+    with pytest.raises(StateError, match="cannot be read"):
+        decode_skeleton(b"[" * 1_000_000)
