@@ -1,0 +1,213 @@
+"""A simulated link: reliable, ordered, as slow as its peers' connections, and how it breaks.
+
+A message leaves through its sender's upload pipe (first in, first out), travels for the pair's latency
+and enters through the receiver's download pipe; its first bit may enter before its last one leaves. A lost
+message costs a retransmission. While the two are partitioned, messages wait at the far end: TCP repeats them
+after the partition heals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from colab_swarm.errors import PeerError, PeerLost
+from colab_swarm.net.peers import LinkStatistics, Message
+from colab_swarm.sim.profiles import HostProfile, NetworkProfile
+
+OVERHEAD_BYTES = 100
+"""Headers of TCP/IP, WebSocket, frame and seal."""
+RETRANSMISSION_S = 0.2
+BUSY_BYTES = 1 << 16
+"""A second that moved less says nothing about a connection's rate."""
+
+
+class Pipe:
+    """One direction of a peer's connection: transfers follow each other."""
+
+    def __init__(self, rate_bps: float) -> None:
+        self.rate_bps = rate_bps
+        self.slowness = 1.0
+        self.free_at = 0.0
+        self.total_bytes = 0
+        self.peak_bps: float | None = None
+        self._second, self._second_bytes = -1, 0
+
+    def transfer(self, size_bytes: int, now: float) -> tuple[float, float]:
+        """Queue ``size_bytes``; returns when its first and its last bit pass."""
+        begin = max(now, self.free_at)
+        self.free_at = begin + size_bytes * 8 * self.slowness / self.rate_bps
+        self._measure(size_bytes, int(self.free_at))
+        return begin, self.free_at
+
+    def _measure(self, size_bytes: int, second: int) -> None:
+        self.total_bytes += size_bytes
+        if second != self._second:
+            self._second, self._second_bytes = second, 0
+        self._second_bytes += size_bytes
+        if self._second_bytes >= BUSY_BYTES:
+            self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
+
+
+class Connection:
+    """How one peer is connected to the world."""
+
+    def __init__(self, name: str, host: HostProfile) -> None:
+        self.name = name
+        self.upload = Pipe(host.upload_bps)
+        self.download = Pipe(host.download_bps)
+
+    @property
+    def slowness(self) -> float:
+        """1 undisturbed; a fault multiplies transfer times and latency by it."""
+        return self.upload.slowness
+
+    def slow(self, factor: float) -> None:
+        """Make both directions ``factor`` times slower than their profile."""
+        self.upload.slowness = self.download.slowness = factor
+
+
+class Breakable(Protocol):
+    """Whoever waits for something to come over a link."""
+
+    def fail(self, error: PeerError) -> None:
+        """The link broke."""
+
+
+class World(Protocol):
+    """What a link needs to know of its network."""
+
+    profile: NetworkProfile
+    rng: random.Random
+    loss: float
+
+    def separated(self, one: str, other: str) -> bool:
+        """Whether a partition lies between two peers."""
+
+    def delivering(self, message: Message, sender: str, receiver: str) -> None:
+        """Called just before ``message`` is handed over; scripted faults may fire."""
+
+
+@dataclass
+class _Lane:
+    """One direction of a link: what is on its way, in order."""
+
+    sender: Connection
+    receiver: Connection
+    in_flight: deque[tuple[Message | None, Callable[[], None]]] = field(default_factory=deque)
+    arrival_at: float = 0.0
+    held_up: int = 0
+    sent_bytes: int = 0
+
+
+class Link:
+    """The link between two peers; both hold the same object. Latency 0 is a peer's link to itself."""
+
+    def __init__(self, world: World, ends: tuple[Connection, Connection], *, latency_s: float) -> None:
+        self.ends = ends
+        self.latency_s = latency_s
+        self.alive = True
+        self.guests: dict[Breakable, None] = {}  # a set would fail them in an order that no seed decides
+        self._world = world
+        self._loop = asyncio.get_running_loop()
+        self._lanes = {end: _Lane(end, other) for end, other in (ends, ends[::-1])}
+
+    def other(self, end: Connection) -> Connection:
+        """The opposite end."""
+        return self._lanes[end].receiver
+
+    @property
+    def rtt_s(self) -> float:
+        """Round-trip time without jitter."""
+        return 2 * self.latency_s * max(end.slowness for end in self.ends)
+
+    def carry(
+        self,
+        sender: Connection,
+        size_bytes: int,
+        deliver: Callable[[], None],
+        *,
+        message: Message | None = None,
+    ) -> None:
+        """Bring ``size_bytes`` to the other end, then ``deliver()``; never, if the link breaks first.
+
+        Scripted faults see ``message``; without one it is a control frame of the link.
+
+        Raises:
+            PeerLost: the link is already broken.
+        """
+        lane = self._lanes[sender]
+        if not self.alive:
+            raise PeerLost(f"the link to {lane.receiver.name} is broken")
+        size_bytes += OVERHEAD_BYTES
+        lane.sent_bytes += size_bytes
+        lane.in_flight.append((message, deliver))
+        first_bit_at, last_bit_at = sender.upload.transfer(size_bytes, self._loop.time())
+        delay_s = self._delay_s()
+        lane.arrival_at = max(lane.arrival_at, first_bit_at + delay_s)
+        self._loop.call_at(lane.arrival_at, self._arrive, lane, size_bytes, last_bit_at + delay_s)
+
+    def _delay_s(self) -> float:
+        """One-way delay of the next message, seconds."""
+        if not self.latency_s:
+            return 0.0
+        world = self._world
+        delay_s = self.rtt_s / 2
+        if world.profile.jitter_s:
+            delay_s += world.rng.expovariate(1 / world.profile.jitter_s)
+        while world.loss and world.rng.random() < world.loss:
+            delay_s += max(RETRANSMISSION_S, self.rtt_s)
+        return delay_s
+
+    def _arrive(self, lane: _Lane, size_bytes: int, last_bit_at: float) -> None:
+        """The first bit is at the receiver's door."""
+        if self.alive:
+            _, passed_at = lane.receiver.download.transfer(size_bytes, self._loop.time())
+            self._loop.call_at(max(passed_at, last_bit_at), self._deliver, lane)
+
+    def _deliver(self, lane: _Lane) -> None:
+        """The next message is in: timers say when, the lane says which."""
+        if not self.alive:
+            return
+        if self._world.separated(lane.sender.name, lane.receiver.name):
+            lane.held_up += 1
+            return
+        message, deliver = lane.in_flight.popleft()
+        if message is not None:
+            self._world.delivering(message, lane.sender.name, lane.receiver.name)
+        if self.alive:  # a scripted fault may just have broken it
+            deliver()
+
+    def resume(self) -> None:
+        """Deliver what a healed partition had held up."""
+        for lane in self._lanes.values():
+            held_up, lane.held_up = lane.held_up, 0
+            for _ in range(held_up):
+                self._deliver(lane)
+
+    def cut(self) -> None:
+        """Break the link: what is on its way is lost. Nobody is told yet."""
+        self.alive = False
+        for lane in self._lanes.values():
+            lane.in_flight.clear()
+
+    def fail_guests(self, text: str) -> None:
+        """Tell whoever waits for something from this link that it broke."""
+        guests, self.guests = self.guests, {}
+        for guest in guests:
+            guest.fail(PeerLost(text))
+
+    def statistics(self, end: Connection) -> LinkStatistics:
+        """As seen from ``end``; rates are totals of its whole connection."""
+        return LinkStatistics(
+            sent_bytes=self._lanes[end].sent_bytes,
+            received_bytes=self._lanes[self.other(end)].sent_bytes,
+            rtt_s=self.rtt_s,
+            upload_bps=end.upload.peak_bps,
+            download_bps=end.download.peak_bps,
+            links=int(self.alive),
+        )

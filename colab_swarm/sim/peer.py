@@ -1,0 +1,351 @@
+"""One peer of a simulated network: the `Peers` interface without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from colab_swarm.errors import (
+    CallRefused,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WrongPeer,
+)
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Stream, short
+from colab_swarm.sim.link import Connection, Link
+from colab_swarm.sim.profiles import HostProfile
+from colab_swarm.sim.stream import SimStream, decode, encode
+
+if TYPE_CHECKING:
+    from colab_swarm.sim.network import SimNetwork
+
+logger = logging.getLogger(__name__)
+
+DIAL_ROUND_TRIPS = 3
+"""TCP, the WebSocket upgrade and the first two messages of Noise XX."""
+REDIAL_S = 1.0
+"""A dial that meets silence tries again after this long."""
+DOWN_S = 0.01
+"""What a crashed peer's own calls take to fail: never 0, so that a loop of retries cannot stop the clock."""
+
+
+class _Question:
+    """A call between being asked and answered."""
+
+    def __init__(self) -> None:
+        self.reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.answering: asyncio.Task[None] | None = None
+
+    def answer(self, body: bytes) -> None:
+        """The reply is in."""
+        if not self.reply.done():
+            self.reply.set_result(body)
+
+    def fail(self, error: PeerError) -> None:
+        """There will be no reply."""
+        self.cancel()
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+    def cancel(self) -> None:
+        """Nobody waits for the reply any more."""
+        if self.answering is not None:
+            self.answering.cancel()
+
+
+class SimPeers:
+    """What one simulated peer sees of the network. Made by `SimNetwork.peer`."""
+
+    def __init__(
+        self, network: SimNetwork, name: str, *, identity: Identity, listen: bool, host: HostProfile
+    ) -> None:
+        self.name = name
+        self.listen = listen
+        self.up = True
+        self.connection = Connection(name, host)
+        self._network = network
+        self._identity = identity
+        self._links: dict[PeerId, Link] = {}
+        self._contacts: dict[PeerId, Contact] = {}
+        self._calls: dict[str, tuple[type[Any], Callable[[PeerId, Any], Awaitable[Message]]]] = {}
+        self._streams: dict[str, tuple[type[Any], Callable[[Any, Stream], Awaitable[None]]]] = {}
+        self._listeners: list[Callable[[PeerId], None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
+
+    @property
+    def id(self) -> PeerId:
+        """SHA-256 of the public key."""
+        return self._identity.id
+
+    @property
+    def public_key(self) -> bytes:
+        """Ed25519, 32 bytes; the network's seed and the name decide it."""
+        return self._identity.public_key
+
+    @property
+    def contact(self) -> Contact:
+        """Dialled as ``sim://name``; no address in client mode."""
+        return Contact(self.id, (f"sim://{self.name}",) if self.listen else ())
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 signature by this peer's key."""
+        return self._identity.sign(data)
+
+    def time(self) -> float:
+        """The simulation's wall clock as this peer knows it: skewed, and corrected by its links' median."""
+        own = self._network.skew_of(self.id)
+        others = [self._network.skew_of(peer) for peer in self.linked()]
+        return self._network.wall_time() + own + statistics.median([0.0, *(skew - own for skew in others)])
+
+    def learn(self, contact: Contact) -> None:
+        """Remember where a peer can be dialled."""
+        if contact.addresses:
+            self._contacts[contact.id] = contact
+
+    def contact_of(self, peer: PeerId) -> Contact:
+        """What is known of the peer's addresses."""
+        return self._contacts.get(peer, Contact(peer))
+
+    def linked(self) -> frozenset[PeerId]:
+        """Peers with an open link now."""
+        return frozenset(self._links) - {self.id}
+
+    def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
+        """Of the open link to one peer, or of this peer's whole connection since it was made."""
+        if peer is not None:
+            link = self._links.get(peer)
+            return link.statistics(self._end_of(link)) if link else LinkStatistics()
+        up, down = self.connection.upload, self.connection.download
+        rtts = [self._links[peer].rtt_s for peer in self.linked()]
+        return LinkStatistics(
+            up.total_bytes,
+            down.total_bytes,
+            statistics.median(rtts) if rtts else None,
+            up.peak_bps,
+            down.peak_bps,
+            len(rtts),
+        )
+
+    def serve(self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]]) -> None:
+        """Answer calls of type ``kind``."""
+        self._calls[kind.__name__] = kind, handler
+
+    def serve_stream(self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]]) -> None:
+        """Run the handler for each stream opened with ``kind``."""
+        self._streams[kind.__name__] = kind, handler
+
+    def unserve(self, kind: type[Message]) -> None:
+        """Stop answering ``kind``."""
+        self._calls.pop(kind.__name__, None)
+        self._streams.pop(kind.__name__, None)
+
+    def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
+        """Call ``listener(peer)`` when the link to a peer is gone."""
+        self._listeners.append(listener)
+
+        def stop() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return stop
+
+    async def close(self) -> None:
+        """Leave: handlers are cancelled, others lose their links to this peer."""
+        tasks = list(self._tasks - {asyncio.current_task()})
+        self.go_down(f"{self.name} left")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- calls
+
+    async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
+        """Send ``message``, wait for the reply."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._dial(peer)
+                return decode(await self._ask(link, peer, message), reply)
+        except TimeoutError as error:
+            text = f"{short(peer)} did not answer {type(message).__name__} within {timeout_s} s"
+            raise PeerTimeout(text) from error
+
+    async def _ask(self, link: Link, peer: PeerId, message: Message) -> bytes:
+        body, question, end = encode(message), _Question(), self._end_of(link)
+        other = self._network.peer_of(peer)
+        asked = partial(other._on_call, self.id, link, question, (type(message).__name__, body))
+        link.guests[question] = None
+        try:
+            link.carry(end, len(body), asked, message=message)
+            return await question.reply
+        except asyncio.CancelledError:
+            if link.alive:
+                link.carry(end, 0, question.cancel)
+            raise
+        finally:
+            link.guests.pop(question, None)
+
+    def _on_call(
+        self, caller: PeerId, link: Link, question: _Question, named_body: tuple[str, bytes]
+    ) -> None:
+        question.answering = self._spawn(self._answer(caller, link, question, *named_body))
+
+    async def _answer(self, caller: PeerId, link: Link, question: _Question, name: str, body: bytes) -> None:
+        end = link.other(self._network.peer_of(caller)._end_of(link))
+        try:
+            reply = await self._handle(caller, name, body)
+            encoded = encode(reply)
+        except CallRefused as refusal:
+            if link.alive:
+                link.carry(end, len(str(refusal)), partial(question.fail, refusal))
+        else:
+            if link.alive:
+                link.carry(end, len(encoded), partial(question.answer, encoded), message=reply)
+
+    async def _handle(self, caller: PeerId, name: str, body: bytes) -> Message:
+        """Run the handler; whatever goes wrong becomes `CallRefused`."""
+        if name not in self._calls:
+            raise CallRefused("unknown", f"{self.name} does not serve {name}")
+        kind, handler = self._calls[name]
+        try:
+            message = decode(body, kind)
+        except ProtocolError as error:
+            raise CallRefused("invalid", str(error)) from error
+        try:
+            return await handler(caller, message)
+        except Exception as error:
+            raise self._refusal(name, error) from error
+
+    def _refusal(self, name: str, error: Exception) -> CallRefused:
+        """The door where a handler's fault stops."""
+        if isinstance(error, Refusal):
+            return CallRefused("refused", str(error))
+        logger.exception("%s: the handler of %s failed", self.name, name)
+        return CallRefused("failed", f"{name} failed at {self.name}: {error!r}")
+
+    # -- streams
+
+    async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
+        """Open a stream."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._dial(peer)
+        except TimeoutError as error:
+            raise PeerTimeout(f"{short(peer)} could not be dialled within {timeout_s} s") from error
+        body, end, other = encode(opening), self._end_of(link), self._network.peer_of(peer)
+        near, far = SimStream(link, end, peer), SimStream(link, link.other(end), self.id)
+        near.twin, far.twin = far, near
+        opened = partial(other._on_stream, far, type(opening).__name__, body)
+        link.carry(end, len(body), opened, message=opening)
+        return near
+
+    def _on_stream(self, stream: SimStream, name: str, body: bytes) -> None:
+        self._spawn(self._converse(stream, name, body))
+
+    async def _converse(self, stream: SimStream, name: str, body: bytes) -> None:
+        """Run the stream's handler; its fault refuses the stream."""
+        if name not in self._streams:
+            stream.refuse(CallRefused("unknown", f"{self.name} does not serve {name}"))
+            return
+        kind, handler = self._streams[name]
+        try:
+            opening = decode(body, kind)
+        except ProtocolError as error:
+            stream.refuse(CallRefused("invalid", str(error)))
+            return
+        try:
+            await handler(opening, stream)
+            await stream.end()
+        except asyncio.CancelledError:
+            stream.reset("its handler was cancelled")
+            raise
+        except PeerError as error:
+            stream.reset(str(error))  # the peer's own fault, or the network's: nothing to report
+        except Exception as error:
+            stream.refuse(self._refusal(name, error))
+
+    # -- links
+
+    async def _dial(self, peer: PeerId) -> Link:
+        """The link to ``peer``, opened if need be."""
+        if not self.up:
+            await asyncio.sleep(DOWN_S)
+            raise PeerLost(f"{self.name} is down")
+        if peer not in self._links:
+            if peer == self.id:
+                self._links[peer] = self._network.link(self, self)
+            else:
+                await self._open(peer)
+        return self._links[peer]
+
+    async def _open(self, peer: PeerId) -> None:
+        addresses = self.contact_of(peer).addresses
+        if not addresses:
+            raise PeerUnreachable(f"no address of {short(peer)} is known")
+        other = self._network.dialled(addresses[0])
+        if other is None:
+            raise PeerUnreachable(f"nobody answers at {addresses[0]}")
+        rtt_s = 2 * self._network.latency_s(self, other)
+        await asyncio.sleep(rtt_s)
+        while self._network.separated(self.name, other.name):
+            await asyncio.sleep(REDIAL_S)
+        if not (other.up and other.listen):
+            raise PeerUnreachable(f"nobody answers at {addresses[0]}")
+        await asyncio.sleep(rtt_s * (DIAL_ROUND_TRIPS - 1))
+        if other.id != peer:
+            raise WrongPeer(f"{short(other.id)} answers at {addresses[0]}, not {short(peer)}")
+        if not (self.up and other.up):
+            raise PeerUnreachable(f"{other.name} vanished while being dialled")
+        if peer not in self._links:  # it may have dialled us meanwhile
+            self._links[peer] = other._links[self.id] = self._network.link(self, other)
+            self.learn(other.contact)
+            other.learn(self.contact)
+
+    def _end_of(self, link: Link) -> Connection:
+        """Our end; a link to ourselves has two of its own, so that it takes no bandwidth."""
+        return self.connection if self.connection in link.ends else link.ends[0]
+
+    def forget(self, peer: PeerId, link: Link) -> None:
+        """``link`` is broken: do not use it any more."""
+        if self._links.get(peer) is link:
+            del self._links[peer]
+
+    def tell_lost(self, peer: PeerId) -> None:
+        """Tell the listeners that ``peer`` is gone, unless there is a new link already."""
+        if peer not in self._links:
+            for listener in tuple(self._listeners):
+                listener(peer)
+
+    def go_down(self, reason: str) -> None:
+        """Stop at once: handlers are cancelled, every link breaks."""
+        self.up = False
+        for task in self._tasks - {_current_task()}:
+            task.cancel()
+        for peer, link in list(self._links.items()):
+            self._network.break_link(self, self._network.peer_of(peer), link, reason)
+
+    def links(self) -> list[tuple[PeerId, Link]]:
+        """The open links, each with who is at its other end."""
+        return list(self._links.items())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    """The running task; a fault may also fire from a timer, where there is none."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

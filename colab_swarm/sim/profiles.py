@@ -1,0 +1,92 @@
+"""What networks look like: latency, bandwidth and loss by name, and how peers come and go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MEGABIT = 1e6
+GIGABIT = 1e9
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """Bandwidth of one peer's connection, bits per second; infinite if not given."""
+
+    upload_bps: float = math.inf
+    download_bps: float = math.inf
+
+
+@dataclass(frozen=True)
+class NetworkProfile:
+    """A kind of network.
+
+    Attributes:
+        name: what people call it.
+        latency_s: mean one-way delay over all pairs of peers.
+        spread: relative spread of a pair's own delay around that mean (sigma of a log-normal).
+        jitter_s: mean of the exponential part of the delay, drawn for each message; part of ``latency_s``.
+        loss: share of messages that need a retransmission: a reliable carrier turns loss into delay.
+        hosts: bandwidths, given to the peers in the order they are made, over and over.
+    """
+
+    name: str
+    latency_s: float
+    spread: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    hosts: tuple[HostProfile, ...] = (HostProfile(),)
+
+
+def _symmetric(megabits: float) -> HostProfile:
+    return HostProfile(megabits * MEGABIT, megabits * MEGABIT)
+
+
+LAN = NetworkProfile("lan", 0.0003, jitter_s=0.0001, hosts=(HostProfile(GIGABIT, GIGABIT),))
+HOME = NetworkProfile(
+    "home", 0.03, spread=0.5, jitter_s=0.005, loss=0.005, hosts=(HostProfile(20 * MEGABIT, 100 * MEGABIT),)
+)
+DEDLOC16 = NetworkProfile(
+    "dedloc16",
+    0.03,
+    spread=0.3,
+    jitter_s=0.003,
+    hosts=(_symmetric(200),) * 4 + (_symmetric(100),) * 8 + (_symmetric(50),) * 4,
+)
+"""The heterogeneous collaboration of DeDLOC's ALBERT experiment: 4 x 200, 8 x 100, 4 x 50 Mb/s."""
+PAPER_CLOUD = NetworkProfile("paper_cloud", 0.0925, spread=0.3, jitter_s=0.01, hosts=(_symmetric(100),))
+"""The cloud of the decentralized mixture-of-experts paper: mean latency 92.5 ms."""
+
+PROFILES = {profile.name: profile for profile in (LAN, HOME, DEDLOC16, PAPER_CLOUD)}
+
+
+@dataclass(frozen=True)
+class ChurnEvent:
+    """``peer`` comes (``online``) or vanishes at ``at`` seconds."""
+
+    at: float
+    peer: str
+    online: bool
+
+
+@dataclass(frozen=True)
+class ChurnProfile:
+    """Peers stay and stay away for exponentially distributed times with these means."""
+
+    mean_session_s: float
+    mean_absence_s: float
+
+    def events(self, peers: Iterable[str], *, until_s: float, rng: random.Random) -> list[ChurnEvent]:
+        """All comings and goings before ``until_s``, in order of time; every peer begins online."""
+        events: list[ChurnEvent] = []
+        for peer in peers:
+            at, online = 0.0, True
+            while True:
+                at += rng.expovariate(1 / (self.mean_session_s if online else self.mean_absence_s))
+                if at >= until_s:
+                    break
+                online = not online
+                events.append(ChurnEvent(at, peer, online))
+        return sorted(events, key=lambda event: event.at)

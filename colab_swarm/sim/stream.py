@@ -1,0 +1,183 @@
+"""A stream over a simulated link, with the same credit, limits and endings as a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from colab_swarm.errors import PeerError, PeerLost, ProtocolError
+from colab_swarm.net.peers import (
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Buffer,
+    M,
+    Message,
+    PeerId,
+    StreamEnded,
+)
+from colab_swarm.sim.link import Connection, Link
+
+WINDOW_BYTES = 4 * MAX_PAYLOAD_BYTES
+"""Bytes a sender may be ahead of the receiver's reading."""
+CREDIT_BYTES = WINDOW_BYTES // 4
+"""The receiver tells how much it read after each such amount."""
+
+
+@cache
+def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def encode(message: Message) -> bytes:
+    """The message as it would be on the wire.
+
+    Raises:
+        ValueError: it is over `MAX_MESSAGE_BYTES`.
+    """
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} takes {len(body)} bytes, limit {MAX_MESSAGE_BYTES}")
+    return body
+
+
+def decode(body: bytes, kind: type[M]) -> M:
+    """Read a message of type ``kind`` from the wire.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        message: M = _decoder(kind).decode(body)
+        return message
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a valid {kind.__name__}: {error}") from error
+
+
+class SimStream:
+    """One end of a stream; ``twin`` is the other."""
+
+    twin: SimStream
+
+    def __init__(self, link: Link, end: Connection, peer: PeerId) -> None:
+        self._link, self._end, self._peer = link, end, peer
+        self._inbox: deque[tuple[bytes, bytes]] = deque()
+        self._error: PeerError | None = None
+        self._ended = self._peer_ended = False
+        self._unread_bytes = 0  # sent by us and not yet known to be read
+        self._read_bytes = 0  # read by us and not yet told
+        self._waiting: list[asyncio.Future[None]] = []
+        link.guests[self] = None
+
+    @property
+    def peer(self) -> PeerId:
+        """Who is at the other end."""
+        return self._peer
+
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        """Send one item; waits while the receiver has more than `WINDOW_BYTES` to read."""
+        body, data = encode(message), bytes(payload)
+        if len(data) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"payload of {len(data)} bytes, limit {MAX_PAYLOAD_BYTES}")
+        if self._ended:
+            raise RuntimeError("send() after end()")
+        size_bytes = len(body) + len(data)
+        while self._error is None and self._unread_bytes + size_bytes > WINDOW_BYTES:
+            await self._wait()
+        self._check()
+        self._unread_bytes += size_bytes
+        self._link.carry(self._end, size_bytes, partial(self.twin._on_item, body, data), message=message)
+
+    async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
+        """Wait for the next item."""
+        while not self._inbox:
+            self._check()
+            if self._peer_ended:
+                raise StreamEnded(f"{self._link.other(self._end).name} ended the stream")
+            await self._wait()
+        body, data = self._inbox.popleft()
+        self._give_credit(len(body) + len(data))
+        try:
+            return decode(body, kind), memoryview(data)
+        except ProtocolError as error:
+            self.reset(str(error))
+            raise
+
+    async def end(self) -> None:
+        """Say that nothing more will be sent; nothing happens if the stream is over."""
+        if self._error is None and not self._ended:
+            self._ended = True
+            self._link.carry(self._end, 0, self.twin._on_end)
+            self._leave_if_over()
+
+    def reset(self, reason: str = "") -> None:
+        """Drop the stream both ways."""
+        self.refuse(PeerLost(f"{self._end.name} reset the stream: {reason}"))
+
+    def refuse(self, error: PeerError) -> None:
+        """Drop the stream; the other end fails with ``error``."""
+        if self._error is None and self._link.alive:
+            self._link.carry(self._end, 0, partial(self.twin.fail, error))
+        self.fail(PeerLost(str(error)))
+
+    def fail(self, error: PeerError) -> None:
+        """Everything from now on raises ``error``, if nothing went wrong before."""
+        if self._error is None:
+            self._error = error
+            self._inbox.clear()
+            self._link.guests.pop(self, None)
+            self._wake()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.end()
+        else:
+            self.reset(kind.__name__)
+
+    def _on_item(self, body: bytes, data: bytes) -> None:
+        if self._error is None:
+            self._inbox.append((body, data))
+            self._wake()
+
+    def _on_end(self) -> None:
+        self._peer_ended = True
+        self._leave_if_over()
+        self._wake()
+
+    def _on_credit(self, read_bytes: int) -> None:
+        self._unread_bytes -= read_bytes
+        self._wake()
+
+    def _give_credit(self, read_bytes: int) -> None:
+        self._read_bytes += read_bytes
+        if self._read_bytes >= CREDIT_BYTES and self._link.alive:
+            self._link.carry(self._end, 0, partial(self.twin._on_credit, self._read_bytes))
+            self._read_bytes = 0
+
+    def _leave_if_over(self) -> None:
+        if self._ended and self._peer_ended:
+            self._link.guests.pop(self, None)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        await waiting
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
