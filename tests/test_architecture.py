@@ -9,19 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events"},
+    {"errors", "events", "snapshot", "runtime"},
     {"tensors", "net"},
     {"dht"},
     {"averaging", "moe", "workunits"},
     {"elastic", "training"},
     {"recipes"},
-    {"sim", "runtime"},
-    {"invite", "swarm"},
-    {"widgets", "cli", "bench", "__init__"},
+    {"sim"},
+    {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
+    {"swarm", "simulation"},
+    {"cli", "demo", "bench", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht"}
-SIM_USERS = {"sim", "swarm", "bench"}
+SIM_USERS = {"sim", "simulation", "bench"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
 MODULES = sorted(ROOT.rglob("*.py"))
 

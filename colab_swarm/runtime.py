@@ -1,0 +1,88 @@
+"""The one background thread and its event loop; blocking calls into it.
+
+A task on Jupyter's own loop gets no time while a cell is busy, so every coroutine of the package runs on a thread
+of its own (DESIGN 3.1). Rules: all threads are daemons (a non-daemon thread makes a kernel restart skip atexit);
+the host's signal handlers and its loop are never touched; blocking calls are short waits, so that an interrupt is
+seen at once on every platform, and an interrupt cancels the coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any, ClassVar, Protocol, TypeVar
+
+T = TypeVar("T")
+POLL_S = 0.2
+
+
+class Runs(Protocol):
+    """Whoever runs our coroutines: the background thread, or a simulation on virtual time."""
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run ``coroutine``, wait for its result; an interrupt cancels it and is raised."""
+
+
+class Runtime:
+    """One daemon thread with its own event loop."""
+
+    _shared: ClassVar[Runtime | None] = None
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        # never asyncio.run or get_event_loop: somebody may have applied nest_asyncio in this kernel
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="colab-swarm", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> Runtime:
+        """The runtime of this process, started on first use."""
+        with cls._shared_lock:
+            if cls._shared is None or not cls._shared._thread.is_alive():
+                cls._shared = cls()
+            return cls._shared
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run ``coroutine`` on the runtime thread and wait for its result.
+
+        Raises:
+            RuntimeError: called from the runtime thread itself, where waiting would never end.
+            KeyboardInterrupt: the user interrupted; the coroutine is cancelled and has ended.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("a blocking call from the runtime thread would never end: `await` the coroutine instead")
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise RuntimeError("the runtime thread has stopped (a fork of the process?): restart the kernel")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return _wait(future)
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop the loop and join the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
+def _wait(future: Future[T]) -> T:
+    """Wait in short steps: a wait without timeout cannot be interrupted on Windows."""
+    while True:
+        try:
+            return future.result(POLL_S)
+        except NotYet:
+            if future.done():  # the coroutine itself raised a TimeoutError
+                return future.result()

@@ -1,0 +1,118 @@
+"""Peers' ordinary, blocking code on virtual time: threads that take strict turns with one virtual event loop.
+
+Each simulated peer runs the user's training function in a thread of its own. At any moment exactly one of all threads
+runs: the loop's, or one peer's. A peer's thread runs from the answer to its last blocking call until its next one,
+while virtual time stands still; so a run depends on its seeds alone, as if there were no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from colab_swarm.sim.clock import VirtualTimeLoop
+
+T = TypeVar("T")
+
+
+class SimulationStopped(BaseException):
+    """Raised in a peer's thread when the simulation is closed under it; not an Exception, so that it unwinds."""
+
+
+class _Turn:
+    """Whose turn it is between the loop and one peer's thread."""
+
+    def __init__(self) -> None:
+        self._answer = threading.Semaphore(0)
+        self._parked = threading.Semaphore(0)
+        self.wanted: Coroutine[Any, Any, Any] | None = None
+        self.future: asyncio.Task[Any] | None = None
+        self.stopped = False
+
+    def ask(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """On the peer's thread: hand ``coroutine`` to the loop and wait until it is done."""
+        self.wanted = coroutine
+        self._parked.release()
+        self._answer.acquire()
+        if self.stopped or self.future is None:
+            coroutine.close()
+            raise SimulationStopped
+        return self.future
+
+    def finish(self) -> None:
+        """On the peer's thread: it ends."""
+        self.wanted = None
+        self._parked.release()
+
+    def give(self) -> Coroutine[Any, Any, Any] | None:
+        """On the loop's thread: let the peer run; returns what it wants next, None if it ended."""
+        self._answer.release()
+        return self.next_wish()
+
+    def next_wish(self) -> Coroutine[Any, Any, Any] | None:
+        """On the loop's thread: wait until the peer asks or ends."""
+        self._parked.acquire()
+        return self.wanted
+
+
+class SimRuntime:
+    """Runs coroutines on virtual time, for the thread that made it and for the peers' threads it starts."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualTimeLoop()
+        self._turns: dict[int, _Turn] = {}
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run ``coroutine`` on virtual time and return its result."""
+        turn = self._turns.get(threading.get_ident())
+        if turn is None:
+            return self.loop.run_until_complete(coroutine)
+        result: T = turn.ask(coroutine).result()
+        return result
+
+    async def run_thread(self, work: Callable[[], T], name: str) -> T:
+        """Run blocking ``work`` in a thread that takes turns with the loop; its error is raised here."""
+        turn = _Turn()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def body() -> None:
+            self._turns[threading.get_ident()] = turn
+            try:
+                results.append(work())
+            except BaseException as error:  # carried over to the awaiting task, SimulationStopped included
+                errors.append(error)
+            finally:
+                del self._turns[threading.get_ident()]
+                turn.finish()
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+        await self._take_turns(turn)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    async def _take_turns(self, turn: _Turn) -> None:
+        wish = turn.next_wish()
+        try:
+            while wish is not None:
+                turn.future = asyncio.ensure_future(wish)
+                await asyncio.wait([turn.future])
+                wish = turn.give()
+        except asyncio.CancelledError:
+            if turn.future is not None:
+                turn.future.cancel()
+            turn.stopped = True
+            while wish is not None:
+                wish = turn.give()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, let the peers' threads unwind and close the loop."""
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.close()

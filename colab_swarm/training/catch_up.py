@@ -1,0 +1,116 @@
+"""How a newcomer, or a peer that fell behind, gets level with a swarm that does not wait.
+
+While the snapshot of step s is on its way, the newcomer already takes part in rounds with weight 0 and keeps their
+means; then it applies the means of the rounds s, s+1, … in order and is level with everybody, however long the
+download took. Its way of taking part cannot hold anybody up: it sends nothing and reduces nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_swarm.errors import StateError
+from colab_swarm.net.peers import PeerId
+from colab_swarm.training.progress import LINEAGE_BYTES, Branch
+from colab_swarm.training.state import Snapshot
+
+Values = NDArray[np.float32]
+ATTEMPTS = 5
+PAUSE_S = 1.0
+
+
+def next_lineage(lineage: bytes, values: Values) -> bytes:
+    """Digest of the history after applying ``values``; equal on all peers that got the same mean."""
+    digest = hashlib.sha256(lineage)
+    digest.update(memoryview(values).cast("B"))
+    return digest.digest()[:LINEAGE_BYTES]
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """A state to load and the means of the rounds since, in order; no snapshot if this peer is the origin."""
+
+    snapshot: Snapshot | None
+    means: tuple[Values, ...] = ()
+
+
+class Follows(Protocol):
+    """What catching up needs of the collaboration."""
+
+    async def refresh(self) -> Branch: ...
+    def donors(self, branch: Branch) -> list[PeerId]: ...
+    async def download(self, donors: list[PeerId]) -> Snapshot: ...
+    async def wait_called(self) -> None: ...
+    def take_call(self) -> tuple[int, bytes]: ...
+    async def follow_round(self, step: int, lineage: bytes) -> Values | None: ...
+    def level_with(self, step: int, lineage: bytes) -> None: ...
+
+
+class CatchUp:
+    """One attempt to get level; ``room`` is how many means fit in memory."""
+
+    def __init__(self, collaboration: Follows, *, room: int) -> None:
+        self._collaboration = collaboration
+        self._room = room
+        self._means: dict[int, Values] = {}
+        self._between_rounds = asyncio.Lock()
+
+    async def run(self) -> CaughtUp:
+        """Download the state and get level.
+
+        Raises:
+            StateError: there is a branch, but nobody on it could give its state in time.
+        """
+        follower = asyncio.create_task(self._follow(), name="follow rounds")
+        try:
+            return await self._run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+    async def _run(self) -> CaughtUp:
+        reasons: dict[str, None] = {}
+        for attempt in range(ATTEMPTS):
+            branch = await self._collaboration.refresh()
+            donors = self._collaboration.donors(branch)
+            if not donors:
+                return CaughtUp(None)
+            try:
+                snapshot = await self._collaboration.download(donors)
+                async with self._between_rounds:
+                    return await self._join_up(snapshot)
+            except StateError as error:
+                reasons[str(error)] = None
+                await asyncio.sleep(PAUSE_S * attempt)
+        raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _join_up(self, snapshot: Snapshot) -> CaughtUp:
+        """Put the means after the snapshot in order. Runs between two rounds, so that none slips through."""
+        step, lineage = snapshot.manifest.step, snapshot.manifest.lineage
+        means: list[Values] = []
+        while (mean := self._means.get(step)) is not None:
+            means.append(mean)
+            step, lineage = step + 1, next_lineage(lineage, mean)
+        branch = await self._collaboration.refresh()
+        missed = branch.step > step or any(followed > step for followed in self._means)
+        if missed or (branch.step == step and branch.lineage != lineage):
+            raise StateError("the swarm moved on during the download")
+        self._collaboration.level_with(step, lineage)
+        return CaughtUp(snapshot, tuple(means))
+
+    async def _follow(self) -> None:
+        while True:
+            await self._collaboration.wait_called()
+            async with self._between_rounds:
+                step, lineage = self._collaboration.take_call()
+                mean = await self._collaboration.follow_round(step, lineage)
+            if mean is not None:
+                self._means[step] = mean
+            while len(self._means) > self._room:
+                del self._means[min(self._means)]

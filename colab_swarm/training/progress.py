@@ -1,0 +1,154 @@
+"""How far the swarm is: who trains on which branch, how many samples are in, when the batch is full.
+
+A pure core over the peers' progress records. The rules that keep a swarm together:
+
+- Two peers hold equal parameters exactly when their *lineages* are equal: the lineage is a digest chained over the
+  initial parameters and every averaged gradient applied since.
+- The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that
+  step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
+  downloading the state; so one liar, one clock or one lucky minority never moves the swarm.
+- The batch is full when the samples that peers on the branch have reported reach the target (DeDLOC, section 3.1:
+  accumulation at one's own pace, one step per target batch).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from colab_swarm.net.peers import Message, PeerId
+
+LINEAGE_BYTES = 16
+READS_OF_GRACE = 5
+"""Reads of the records for which news from a round outweighs a peer's own, older record."""
+
+
+class ProgressRecord(Message):
+    """What a peer tells the swarm, signed, under its own subkey.
+
+    Attributes:
+        step: updates applied to its parameters.
+        lineage: digest of its parameters' history.
+        samples: accumulated for the next step.
+        samples_per_s: its own speed.
+        syncing: it has no state yet; it takes part with weight 0 and reduces nothing.
+        reduces: others can reach it, and it takes a share of the averaging.
+        name: for people.
+        addresses: where it can be dialled.
+        loss: mean loss of the samples, if told.
+    """
+
+    step: int
+    lineage: bytes
+    samples: float
+    samples_per_s: float
+    syncing: bool
+    reduces: bool
+    name: str
+    addresses: tuple[str, ...] = ()
+    loss: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.samples, self.samples_per_s)
+        if self.step < 0 or any(not 0 <= number < 1e12 for number in numbers) or len(self.lineage) > LINEAGE_BYTES:
+            raise ValueError("progress record out of range")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where the swarm is; ``peers`` train there now."""
+
+    step: int
+    lineage: bytes
+    peers: frozenset[PeerId]
+
+
+class Progress:
+    """The swarm's progress as this peer knows it."""
+
+    def __init__(self, me: PeerId, own: ProgressRecord, *, target_batch_size: float) -> None:
+        self.me = me
+        self.own = own
+        self.target_batch_size = target_batch_size
+        self._others: dict[PeerId, ProgressRecord] = {}
+        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
+
+    @property
+    def records(self) -> Mapping[PeerId, ProgressRecord]:
+        """All live records, the own one included."""
+        return {self.me: self.own, **self._others}
+
+    def on_records(self, records: Mapping[PeerId, ProgressRecord]) -> None:
+        """Take the live records just read. What a round taught us outlives a few reads of an older record."""
+        fresh = {peer: record for peer, record in records.items() if peer != self.me}
+        for peer, (learnt, reads_left) in list(self._learnt.items()):
+            if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
+                del self._learnt[peer]
+            else:
+                self._learnt[peer] = (learnt, reads_left - 1)
+                fresh[peer] = learnt
+        self._others = fresh
+
+    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes) -> None:
+        """A round of ``members`` ended and took them to ``step``: no need to wait for their records."""
+        for peer in members:
+            known = self._others.get(peer)
+            if known is not None and not known.syncing and known.step < step:
+                learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
+                self._others[peer] = learnt
+                self._learnt[peer] = (learnt, READS_OF_GRACE)
+
+    def on_lost(self, peer: PeerId) -> None:
+        """The peer vanished: it does not count until its next record."""
+        self._others.pop(peer, None)
+
+    def branch(self) -> Branch:
+        """The swarm's branch; the own one while nobody else trains."""
+        trainers = {peer: record for peer, record in self.records.items() if not record.syncing}
+        if not trainers:
+            return Branch(self.own.step, self.own.lineage, frozenset())
+        for step in sorted({record.step for record in trainers.values()}, reverse=True):
+            if 2 * sum(record.step >= step for record in trainers.values()) >= len(trainers):
+                break
+        votes = Counter(record.lineage for record in trainers.values() if record.step == step)
+        lineage = min(votes, key=lambda digest: (-votes[digest], digest))
+        there = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
+        return Branch(step, lineage, frozenset(there))
+
+    @property
+    def behind(self) -> bool:
+        """This peer is not on the branch, and not merely ahead of a swarm that is about to follow."""
+        branch = self.branch()
+        return self.own.step < branch.step or (self.own.step == branch.step and self.own.lineage != branch.lineage)
+
+    def samples(self) -> float:
+        """Samples accumulated by all peers on the own branch for the next step."""
+        return sum(r.samples for r in self.records.values() if self._on_own_branch(r))
+
+    def samples_per_s(self) -> float:
+        """Speed of all training peers together."""
+        return sum(r.samples_per_s for r in self.records.values() if not r.syncing)
+
+    def seconds_to_batch(self) -> float:
+        """Estimate of when the batch is full; infinite while no speed is known."""
+        missing = max(0.0, self.target_batch_size - self.samples())
+        speed = self.samples_per_s()
+        return 0.0 if missing == 0 else missing / speed if speed > 0 else float("inf")
+
+    @property
+    def batch_full(self) -> bool:
+        """The target batch is in: time for a round."""
+        return self.samples() >= self.target_batch_size
+
+    def participants(self, step: int, lineage: bytes) -> list[PeerId]:
+        """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""
+        members = (
+            peer for peer, r in self.records.items() if r.syncing or (r.step == step and r.lineage == lineage)
+        )
+        return sorted(members)
+
+    def _on_own_branch(self, record: ProgressRecord) -> bool:
+        return not record.syncing and record.step == self.own.step and record.lineage == self.own.lineage

@@ -1,0 +1,93 @@
+"""The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.net.peers import PeerId
+from colab_swarm.training.progress import Progress, ProgressRecord
+
+ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
+
+
+def record(step: int = 0, lineage: bytes = b"same", samples: float = 0.0, **rest: object) -> ProgressRecord:
+    base = ProgressRecord(step, lineage, samples, 1.0, syncing=False, reduces=True, name="x")
+    return msgspec.structs.replace(base, **rest)
+
+
+def progress(own: ProgressRecord, others: dict[PeerId, ProgressRecord] | None = None) -> Progress:
+    made = Progress(ALICE, own, target_batch_size=100)
+    made.on_records(others or {})
+    return made
+
+
+def test_alone_the_own_state_is_the_branch() -> None:
+    alone = progress(record(3))
+    assert alone.branch().peers == {ALICE} and not alone.behind
+
+
+def test_a_minority_ahead_does_not_move_the_swarm() -> None:
+    swarm = progress(record(5), {BOB: record(5), CAROL: record(5), DAVE: record(99, b"liar")})
+    assert swarm.branch().step == 5 and not swarm.behind
+
+
+def test_half_the_peers_ahead_move_the_swarm_and_the_rest_is_behind() -> None:
+    swarm = progress(record(5), {BOB: record(6), CAROL: record(5), DAVE: record(6)})
+    assert swarm.branch().peers == {BOB, DAVE} and swarm.behind
+
+
+def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smaller_digest() -> None:
+    most = progress(record(5, b"b"), {BOB: record(5, b"b"), CAROL: record(5, b"a")})
+    assert most.branch().lineage == b"b"
+    tie = progress(record(5, b"b"), {BOB: record(5, b"a")})
+    assert tie.branch().lineage == b"a" and tie.behind
+
+
+def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
+    others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000), DAVE: record(0, samples=9, syncing=True)}
+    swarm = progress(record(0, samples=59), others)
+    assert swarm.samples() == 99 and not swarm.batch_full
+    swarm.own = record(0, samples=60)
+    assert swarm.batch_full and swarm.seconds_to_batch() == 0
+
+
+def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
+    old = {BOB: record(0, samples=50)}
+    swarm = progress(record(1, b"new"), old)
+    swarm.on_round([ALICE, BOB], 1, b"new")
+    swarm.on_records(old)
+    assert swarm.records[BOB].step == 1 and swarm.records[BOB].samples == 0
+    for _ in range(10):
+        swarm.on_records(old)
+    assert swarm.records[BOB].step == 0
+
+
+def test_a_lost_peer_counts_again_with_its_next_record() -> None:
+    swarm = progress(record(), {BOB: record(samples=10)})
+    swarm.on_lost(BOB)
+    assert BOB not in swarm.records
+    swarm.on_records({BOB: record(samples=10)})
+    assert swarm.samples() == 10
+
+
+def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
+    swarm = progress(record(5), {BOB: record(5), CAROL: record(4), DAVE: record(0, b"", syncing=True)})
+    assert swarm.participants(5, b"same") == [ALICE, BOB, DAVE]
+
+
+@pytest.mark.parametrize("bad", [{"samples": -1.0}, {"samples": float("nan")}, {"step": -1}, {"samples_per_s": 1e13}])
+def test_a_record_out_of_range_is_refused(bad: dict[str, float]) -> None:
+    wire = msgspec.msgpack.encode(msgspec.structs.asdict(record()) | bad)
+    fields = msgspec.msgpack.decode(wire)
+    with pytest.raises((msgspec.ValidationError, ValueError)):
+        ProgressRecord(**fields)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b"])), min_size=1, max_size=8))
+def test_whatever_the_records_somebody_is_on_the_branch(states: list[tuple[int, bytes]]) -> None:
+    others = {PeerId(bytes([n]) * 32): record(*state) for n, state in enumerate(states)}
+    branch = progress(record(*states[0]), others).branch()
+    assert branch.peers and all(others[p].step == branch.step for p in branch.peers if p in others and p != ALICE)

@@ -1,0 +1,153 @@
+"""State sharing on the simulated network: several donors, and what they may do wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import StateError
+from colab_swarm.net.peers import Message
+from colab_swarm.sim.clock import run_virtual
+from colab_swarm.sim.network import SimNetwork
+from colab_swarm.sim.peer import SimPeers
+from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
+from colab_swarm.training.state import ChunkOf, FetchChunks, Manifest, Snapshot, StateSharing
+
+SIZE_BYTES = 5_000_000
+BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
+
+
+def snapshot(step: int = 7, blob: np.ndarray = BLOB) -> Snapshot:
+    return Snapshot.of(step=step, lineage=b"lineage", skeleton=b"skeleton", blob=blob)
+
+
+class Scene:
+    """A newcomer and donors that share ``provided``."""
+
+    def __init__(self, donors: dict[str, Snapshot], profile: NetworkProfile = LAN) -> None:
+        self.network = SimNetwork(profile, seed=1)
+        self.taken = 0
+        self.donors = {name: self.network.peer(name) for name in donors}
+        self.shares = {name: StateSharing(peers, "run", self.provider(donors[name])) for name, peers in self.donors.items()}
+        self.newcomer: SimPeers = self.network.peer("newcomer")
+        self.network.introduce()
+        self.sharing = StateSharing(self.newcomer, "run", self.provider(None))
+
+    def provider(self, made: Snapshot | None) -> Callable[[], Awaitable[Snapshot]]:
+        async def provide() -> Snapshot:
+            self.taken += 1
+            if made is None:
+                raise StateError("nothing here yet")
+            return made
+
+        return provide
+
+    async def download(self, *names: str) -> Snapshot:
+        return await self.sharing.download([self.donors[name].id for name in names or self.donors])
+
+
+def test_a_state_arrives_whole_from_several_donors() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot(), "bob": snapshot(), "carol": snapshot()}, HOME)
+        got = await scene.download()
+        assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
+        assert set(got.donors) == {peers.id for peers in scene.donors.values()}
+
+    run_virtual(scenario())
+
+
+def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
+        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="bob").crash("bob")
+        got = await scene.download()
+        assert np.array_equal(got.blob, BLOB)
+        assert [fault.name for fault in scene.network.fired] == ["crash"]
+
+    run_virtual(scenario())
+
+
+def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> None:
+    async def scenario() -> None:
+        lie = snapshot()
+        scene = Scene({"alice": snapshot(), "mallory": Snapshot(lie.manifest, np.zeros_like(BLOB))})
+        got = await scene.download()
+        assert np.array_equal(got.blob, BLOB)
+        assert got.donors == (scene.donors["alice"].id,)
+
+    run_virtual(scenario())
+
+
+def test_all_donors_lost_is_a_clear_error() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()}, HOME)
+        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk == 3).crash("alice")
+        with pytest.raises(StateError, match="chunks of the state could not be fetched"):
+            await scene.download()
+        assert scene.network.fired
+
+    run_virtual(scenario())
+
+
+def test_a_donor_on_another_step_is_left_out() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot(7), "bob": snapshot(8)})
+        got = await scene.download("alice", "bob")
+        assert got.manifest.step == 7 and got.donors == (scene.donors["alice"].id,)
+
+    run_virtual(scenario())
+
+
+def test_newcomers_share_one_copy_until_the_state_moves_on() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()})
+        await scene.download()
+        await scene.download()
+        assert scene.taken == 1
+        scene.shares["alice"].outdate()
+        await scene.download()
+        assert scene.taken == 2
+
+    run_virtual(scenario())
+
+
+def test_a_donor_without_a_state_says_so() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()})
+        with pytest.raises(StateError, match="nothing here yet"):
+            await scene.shares["alice"].download([scene.newcomer.id])
+
+    run_virtual(scenario())
+
+
+def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()})
+        root = (await scene.download()).manifest.root
+        stream = await scene.newcomer.stream(scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5)
+        with pytest.raises(ConnectionError, match="no chunk"):
+            await stream.receive(ChunkOf)
+
+    run_virtual(scenario())
+
+
+@given(st.integers(-5, 2**40), st.integers(-5, 2**21), st.binary(max_size=100))
+def test_a_manifest_that_does_not_add_up_is_refused(size: int, chunk: int, digests: bytes) -> None:
+    fields: list[object] = [1, b"l", b"s", size, chunk, digests]
+    try:
+        manifest = msgspec.convert(fields, Manifest)
+    except (msgspec.ValidationError, ValueError):
+        return
+    assert len(manifest.digests) == 32 * manifest.chunks
+
+
+def test_digests_are_those_of_the_bytes() -> None:
+    manifest = snapshot().manifest
+    first = hashlib.sha256(BLOB[manifest.span(0)].tobytes()).digest()
+    assert manifest.digests[:32] == first and isinstance(manifest, Message)
