@@ -1,0 +1,248 @@
+"""One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
+
+Each member opens one stream to each reducer, so that outgoing connections are enough: contributions go up,
+means come back as they are ready, all reducers at once. Nothing is done per chunk that can be done per
+stream: no tasks, no timers, no copies. A lost reducer's span is recovered afterwards (`recovery`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.ledger import Ledger
+from colab_swarm.averaging.reducer import SpanReducer
+from colab_swarm.averaging.settings import AveragingSettings
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
+from colab_swarm.tensors.codecs import Floats, codec_of
+
+logger = logging.getLogger(__name__)
+
+REDUCER_PATIENCE = 2.5
+"""A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
+OWN_CHUNKS_AT_ONCE = 8
+
+
+class ReduceSpan(Message, frozen=True):
+    """Opens the stream from a member to a reducer: chunks of contributions up, chunks of means back."""
+
+    round_id: bytes
+
+
+class Chunk(Message, frozen=True):
+    """Chunk ``index`` of a span.
+
+    The payload is a contribution or, if ``averaged``, a mean (empty: there is none).
+    ``missing``: members of positive weight that are not in the mean.
+    """
+
+    index: int
+    averaged: bool = False
+    missing: tuple[int, ...] = ()
+
+
+class RoundPing(Message, frozen=True):
+    """Are you alive? Answered with the same."""
+
+    round_id: bytes
+
+
+class Exchange:
+    """The state of one round at one member, and its talks with the other members.
+
+    Args:
+        values: float32, flat; means replace it in place.
+        sums: float32 memory for the own span.
+    """
+
+    def __init__(
+        self, peers: Peers, group: Group, values: Floats, sums: Floats, *, settings: AveragingSettings
+    ) -> None:
+        me = group.index_of(peers.id)
+        assert me is not None
+        self.group, self.me, self.settings, self.peers = group, me, settings, peers
+        self.ledger = Ledger(group, values)
+        self.reducer = SpanReducer(self.ledger.chunks[me], [member.weight for member in group.members], sums)
+        self.settled = [asyncio.Event() for _ in group.members]
+        """Per reducer: what could be got from it is here."""
+        self.final = [asyncio.Event() for _ in group.members]
+        """Per reducer: what could be got of its span from anybody is here."""
+        self.lost: set[int] = set()
+        """Reducers that were lost before all of their means were here."""
+        self.sums = sums
+        self.sent_bytes = self.received_bytes = 0
+        self.serving = 0
+        self._codec, self._mean_codec = codec_of(group.codec), codec_of(group.mean_codec)
+        longest = max((chunk.numel for chunks in self.ledger.chunks for chunk in chunks), default=0)
+        self._scratch = np.empty(longest, np.float32)
+        self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order they were finished
+        self._more_means = asyncio.Event()
+        self._streaming: set[int] = set()
+        self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
+        self._limits: dict[int, asyncio.Timeout] = {}
+        self._publish(self.reducer.start())
+
+    def member(self, index: int) -> Member:
+        """The member at ``index``."""
+        return self.group.members[index]
+
+    # --- as a member ----------------------------------------------------------------------------------------
+
+    async def contribute_own(self) -> None:
+        """Give the own contribution to the own reducer, leaving the loop to others in between."""
+        for index, chunk in enumerate(self.ledger.chunks[self.me]):
+            self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
+            if index % OWN_CHUNKS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    async def talk_to(self, reducer: int) -> None:
+        """Contribute to one reducer and place its means, as far as it lives."""
+        opening, peer = ReduceSpan(self.group.round_id), self.member(reducer).id
+        try:
+            async with asyncio.timeout(None) as self._limits[reducer]:
+                stream = await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s)
+                async with stream:
+                    upload = asyncio.create_task(self._contribute(stream, reducer))
+                    try:
+                        await self._collect(stream, reducer)
+                    finally:
+                        upload.cancel()
+        except (PeerError, TimeoutError, ValueError) as error:
+            logger.info("reducer %s is lost: %s", short(peer), error)
+        finally:
+            del self._limits[reducer]
+            self.settled[reducer].set()
+
+    async def _contribute(self, stream: Stream, reducer: int) -> None:
+        chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
+        values, encode = self.ledger.values, self._codec.encode
+        try:
+            for index, chunk in enumerate(chunks):
+                payload = encode(values[chunk.start : chunk.stop])
+                await stream.send(Chunk(index), payload)
+                self.sent_bytes += len(payload)
+            await stream.end()
+        except PeerError as error:  # `_collect` sees the same and acts on it
+            logger.debug("contribution to span %d broke off: %s", reducer, error)
+
+    async def _collect(self, stream: Stream, reducer: int) -> None:
+        clock = asyncio.get_running_loop().time
+        for _ in self.ledger.chunks[reducer]:
+            message, payload = await stream.receive(Chunk)
+            self._heard_at[reducer] = clock()
+            self.received_bytes += len(payload)
+            mean = None
+            if len(payload):
+                numel = self.ledger.chunk(reducer, message.index).numel
+                mean = self._mean_codec.decode(payload, numel, scratch=self._scratch)
+            if not self.ledger.place(reducer, message.index, mean, message.missing):
+                raise ValueError(f"chunk {message.index} came twice")
+
+    # --- as a reducer ---------------------------------------------------------------------------------------
+
+    async def serve(self, stream: Stream, member: int) -> None:
+        """Take a member's contributions and return the means to it."""
+        self._streaming.add(member)
+        returning = asyncio.create_task(self._return_means(stream))
+        try:
+            await self._take_all(stream, member)
+            await returning
+        finally:
+            returning.cancel()
+            self.drop(member, "its stream is over")
+
+    async def _take_all(self, stream: Stream, member: int) -> None:
+        clock, chunks = asyncio.get_running_loop().time, self.ledger.chunks[self.me]
+        try:
+            while True:
+                message, payload = await stream.receive(Chunk)
+                self._heard_at[member] = clock()
+                self.received_bytes += len(payload)
+                try:
+                    numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
+                    values = self._codec.decode(payload, numel, scratch=self._scratch)
+                except ValueError as error:
+                    self.drop(member, str(error))
+                else:
+                    self._take(member, message.index, values)
+        except StreamEnded:
+            self.drop(member, "it ended before its last chunk")
+
+    async def _return_means(self, stream: Stream) -> None:
+        try:
+            for sent in range(len(self.ledger.chunks[self.me])):
+                while sent == len(self._means):
+                    await self._more_means.wait()
+                message, payload = self._means[sent]
+                await stream.send(message, payload)
+                self.sent_bytes += len(payload)
+            await stream.end()
+        except PeerError as error:
+            logger.debug("means for %s broke off: %s", short(stream.peer), error)
+
+    def _take(self, member: int, index: int, values: Floats) -> None:
+        try:
+            if self.reducer.on_chunk(member, index, values):
+                self._publish([index])
+        except ValueError as error:
+            self.drop(member, str(error))
+
+    def drop(self, member: int, reason: str) -> None:
+        """Go on without the chunks that ``member`` did not deliver."""
+        if self.reducer.unfinished and member in self.reducer.awaited():
+            logger.info("contributor %s is out: %s", short(self.member(member).id), reason)
+            self._publish(self.reducer.drop(member))
+
+    def _publish(self, finished: list[int]) -> None:
+        """Place finished means in the own values and let them go out, as the codec made them."""
+        for index in finished:
+            mean, missing = self.reducer.mean(index), self.reducer.missing(index)
+            payload: Buffer = b""
+            if mean is not None:
+                payload = self._mean_codec.encode(mean)
+                mean = self._mean_codec.decode(payload, len(mean), scratch=self._scratch)
+            self.ledger.place(self.me, index, mean, missing)
+            self._means.append((Chunk(index, True, missing), payload))
+        self._more_means.set()
+        self._more_means.clear()
+        if not self.reducer.unfinished:
+            self.settled[self.me].set()
+            self.final[self.me].set()
+
+    # --- who is silent --------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Give up on members and reducers that make no progress; ask after members that never came."""
+        while True:
+            await asyncio.sleep(self.settings.probe_s)
+            now = asyncio.get_running_loop().time()
+            for reducer, limit in self._limits.items():
+                if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
+                    limit.reschedule(now)
+            for member in self.reducer.awaited():
+                if member != self.me and now - self._heard_at[member] > self.settings.patience_s:
+                    self.drop(member, f"silent for {self.settings.patience_s} s")
+            await asyncio.gather(*map(self._probe, self._absent()))
+
+    def _absent(self) -> list[int]:
+        """Awaited members that never opened a stream, have no link and could be dialled."""
+        absent = [m for m in self.reducer.awaited() if m != self.me and m not in self._streaming]
+        linked = self.peers.linked()
+        return [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
+
+    async def _probe(self, member: int) -> None:
+        ping, peer = RoundPing(self.group.round_id), self.member(member).id
+        try:
+            await self.peers.call(peer, ping, RoundPing, timeout_s=self.settings.dial_timeout_s)
+        except PeerError as error:
+            self.drop(member, str(error))
+
+    def on_lost(self, peer: PeerId) -> None:
+        """A link is gone: who cannot be dialled and had no stream yet will not come."""
+        member = self.group.index_of(peer)
+        if member is not None and not self.member(member).addresses and member not in self._streaming:
+            self.drop(member, "its link is lost")

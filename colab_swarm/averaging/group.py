@@ -1,0 +1,272 @@
+"""How peers become a group: the messages, the shares, and the pure core that decides when a group is formed.
+
+One candidate is the *organizer* of a step: candidates are ranked by SHA-256 of (prefix, step, peer id) and
+the first that is alive and willing organizes, so nobody negotiates. It opens a `Gathering`, calls the
+candidates it knows, and closes when everyone who is coming has joined, at the latest when waiting longer
+would be unfair to the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from colab_swarm.averaging.partition import Span, plan_spans
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import Contact, Message, PeerId, short
+from colab_swarm.tensors.codecs import CODECS
+
+RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
+
+
+class RoundRefused(PeerError):
+    """This peer has no part in the round.
+
+    Attributes:
+        reason: ``late`` (formed without us), ``resync`` (the others are on another step or lineage),
+            ``invalid`` (the ticket is nonsense), ``unreachable`` (no organizer in time).
+    """
+
+    def __init__(self, reason: RefusalReason, text: str) -> None:
+        super().__init__(text)
+        self.reason: RefusalReason = reason
+
+
+class Ticket(Message, frozen=True):
+    """What a peer brings to a round.
+
+    ``weight`` (usually samples) may be 0: the peer only receives. ``lineage`` and ``schema`` are digests of
+    the training history and of the vector's layout: all members have the same. ``reduces``: accepts
+    connections.
+    """
+
+    prefix: str
+    step: int
+    lineage: bytes
+    weight: float
+    numel: int
+    schema: bytes
+    reduces: bool = True
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    codec: str = "float32"
+    mean_codec: str = "float32"
+
+
+class Member(Message, frozen=True):
+    """One member of a group; ``share`` is its part of the reducing, relative to the others'."""
+
+    id: PeerId
+    addresses: tuple[str, ...]
+    weight: float
+    share: float
+
+
+class Group(Message, frozen=True):
+    """Who averages what with whom; members are sorted by id, ``round_id`` has 16 bytes."""
+
+    round_id: bytes
+    step: int
+    lineage: bytes
+    members: tuple[Member, ...]
+    numel: int
+    codec: str = "float32"
+    mean_codec: str = "float32"
+
+    def index_of(self, peer: PeerId) -> int | None:
+        """Position of a peer among the members; None if it is none."""
+        return next((index for index, member in enumerate(self.members) if member.id == peer), None)
+
+    def spans(self) -> list[Span]:
+        """The span each member reduces, in member order.
+
+        Raises:
+            ValueError: the shares make no sense.
+        """
+        return plan_spans(self.numel, [member.share for member in self.members])
+
+    def check(self) -> None:
+        """Refuse a group that no honest organizer forms.
+
+        Raises:
+            ValueError: the group is not valid; says why.
+        """
+        ids = [member.id for member in self.members]
+        if len(self.round_id) != 16 or self.numel < 0 or ids != sorted(set(ids)):
+            raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
+        if {self.codec, self.mean_codec} - CODECS.keys():
+            raise ValueError(f"unknown codec {self.codec!r} or {self.mean_codec!r}")
+        if not all(valid_weight(member.weight) for member in self.members):
+            raise ValueError("a member has a weight that is negative, not finite or too large")
+        self.spans()
+
+
+class JoinRound(Message, frozen=True):
+    """To the organizer: here I am. Answered when the group is formed."""
+
+    ticket: Ticket
+    contact: Contact
+
+
+class Joined(Message, frozen=True):
+    """The organizer's answer: the group, or who organizes instead, or why not."""
+
+    group: Group | None = None
+    organizer: Contact | None = None
+    reason: RefusalReason | None = None
+    text: str = ""
+
+
+class RoundCall(Message, frozen=True):
+    """From an organizer (or somebody looking for one): a round begins, are you coming?"""
+
+    prefix: str
+    step: int
+    lineage: bytes
+
+
+class Coming(Message, frozen=True):
+    """Ready in so many seconds; None: not coming. ``group``: the step has its group already."""
+
+    ready_in_s: float | None = None
+    group: Group | None = None
+
+
+class Strategy(Protocol):
+    """Decides who reduces how much."""
+
+    def __call__(self, tickets: Sequence[Ticket]) -> Sequence[float]:
+        """Relative share per ticket, >= 0; at least one is > 0 if any ticket reduces."""
+
+
+def equal_shares(tickets: Sequence[Ticket]) -> Sequence[float]:
+    """Everyone who accepts connections reduces the same share."""
+    return [float(ticket.reduces) for ticket in tickets]
+
+
+def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
+    """The peers in the order in which they would organize the round of ``step``: the same for everyone."""
+    seed = prefix.encode() + step.to_bytes(8, "big", signed=True)
+    return sorted(set(peers), key=lambda peer: hashlib.sha256(seed + peer).digest())
+
+
+@dataclass(frozen=True)
+class GatheringSettings:
+    """How long an organizer waits.
+
+    Attributes:
+        window_s: for candidates that could not be called but may come by themselves.
+        slack_s: beyond the time a candidate said it would need.
+        max_window_s: in any case.
+        call_timeout_s: for the answer to a call.
+    """
+
+    window_s: float = 2.0
+    slack_s: float = 1.0
+    max_window_s: float = 60.0
+    call_timeout_s: float = 2.0
+
+
+MAX_WEIGHT = 1e9
+
+
+def valid_weight(weight: float) -> bool:
+    """Whether a weight is finite, not negative and below 10^9."""
+    return math.isfinite(weight) and 0 <= weight < MAX_WEIGHT
+
+
+class Gathering:
+    """Who is coming to one round. Pure: time is an argument, `closes_at` says when to look again.
+
+    Args:
+        terms: the first ticket; all others must agree with its step, lineage, schema, length and codecs.
+    """
+
+    def __init__(self, terms: Ticket, *, now: float, settings: GatheringSettings) -> None:
+        self._terms, self._settings, self._opened_at = terms, settings, now
+        self._awaited: dict[PeerId, float] = {}  # until when
+        self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
+
+    @property
+    def terms(self) -> Ticket:
+        """The ticket that opened the gathering."""
+        return self._terms
+
+    @property
+    def joined(self) -> frozenset[PeerId]:
+        """Who is here."""
+        return frozenset(self._joined)
+
+    def on_called(self, peer: PeerId, *, now: float) -> None:
+        """A candidate is being asked: wait for its answer."""
+        self._await(peer, now + self._settings.call_timeout_s)
+
+    def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
+        """A candidate said it will be here in ``ready_in_s``."""
+        self._await(peer, now + max(0.0, ready_in_s) + self._settings.slack_s)
+
+    def on_silent(self, peer: PeerId) -> None:
+        """A candidate cannot be called but may come by itself (client mode): it has the window."""
+        self._await(peer, self._opened_at + self._settings.window_s)
+
+    def on_declined(self, peer: PeerId) -> None:
+        """A candidate is not coming, or cannot be reached; if it is here already, it stays."""
+        self._awaited.pop(peer, None)
+
+    def on_lost(self, peer: PeerId) -> None:
+        """Who was here gave up."""
+        self._awaited.pop(peer, None)
+        self._joined.pop(peer, None)
+
+    def on_join(self, ticket: Ticket, contact: Contact) -> tuple[RefusalReason, str] | None:
+        """Take a peer in, or say why not."""
+        if not valid_weight(ticket.weight):
+            return "invalid", f"weight {ticket.weight} is not in [0, 10^9)"
+        mine, theirs = self._terms, ticket
+        if (mine.step, mine.lineage) != (theirs.step, theirs.lineage):
+            return "resync", f"step {theirs.step} here is of another lineage: load the state from a peer"
+        if (mine.numel, mine.schema, mine.codec, mine.mean_codec) != (
+            theirs.numel,
+            theirs.schema,
+            theirs.codec,
+            theirs.mean_codec,
+        ):
+            return "invalid", f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
+        self._awaited.pop(contact.id, None)
+        self._joined[contact.id] = (ticket, contact)
+        return None
+
+    def closes_at(self) -> float:
+        """When the gathering closes if nothing else happens; in the past or now: close it."""
+        latest = max(self._awaited.values(), default=-math.inf)
+        return min(latest, self._opened_at + self._settings.max_window_s)
+
+    def form(self, round_id: bytes, strategy: Strategy) -> Group:
+        """The group of those who are here.
+
+        Raises:
+            ValueError: nobody is here, or several are but none accepts connections.
+        """
+        here = sorted(self._joined.items())
+        alone = len(here) == 1
+        members = tuple(
+            Member(peer, contact.addresses, ticket.weight, 1.0 if alone else share)
+            for (peer, (ticket, contact)), share in zip(
+                here, strategy([ticket for _, (ticket, _) in here]), strict=True
+            )
+        )
+        t = self._terms
+        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec)
+        group.check()
+        return group
+
+    def _await(self, peer: PeerId, until: float) -> None:
+        if peer not in self._joined:
+            self._awaited[peer] = until
+
+    def __repr__(self) -> str:
+        waiting = ", ".join(map(short, self._awaited)) or "nobody"
+        return f"Gathering(step {self._terms.step}: {len(self._joined)} here, waiting for {waiting})"

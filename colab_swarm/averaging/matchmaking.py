@@ -1,0 +1,292 @@
+"""Finding the group of a round: ask the organizer, or be it.
+
+Everyone who has a group hands it out to its fellow members, and answers an organizer's call with it: a group
+that was formed survives the loss of its organizer. Organizers whose views differ are sorted out by rank: who
+is asked but knows a live candidate before itself redirects there, so redirections only ever lead up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import struct
+from collections.abc import Callable, Sequence
+
+from colab_swarm.averaging.group import (
+    Coming,
+    Gathering,
+    GatheringSettings,
+    Group,
+    Joined,
+    JoinRound,
+    RoundCall,
+    RoundRefused,
+    Strategy,
+    Ticket,
+    equal_shares,
+    rank,
+    valid_weight,
+)
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import Contact, PeerId, Peers, short
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_GROUPS = 4
+RETRY_S = 0.25
+
+
+class Matchmaker:
+    """Forms groups among the peers of one collaboration.
+
+    Args:
+        prefix: name of the collaboration; one matchmaker per peer.
+        expected: ``expected(step, lineage)``: peers believed to take part, this one included or not.
+        on_called: ``on_called(step, lineage)``: in how many seconds this peer joins; None: it will not.
+            Returns at once.
+        strategy: who reduces how much.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        prefix: str,
+        *,
+        expected: Callable[[int, bytes], Sequence[PeerId]],
+        on_called: Callable[[int, bytes], float | None],
+        strategy: Strategy = equal_shares,
+        settings: GatheringSettings | None = None,
+    ) -> None:
+        self._peers = peers
+        self._prefix = prefix
+        self._expected = expected
+        self._on_called = on_called
+        self._strategy = strategy
+        self._settings = settings or GatheringSettings()
+        self._groups: dict[int, Group] = {}
+        self._leading: dict[int, _Leading] = {}
+        peers.serve(JoinRound, self._serve_join)
+        peers.serve(RoundCall, self._serve_call)
+
+    def close(self) -> None:
+        """Organize nothing more."""
+        self._peers.unserve(JoinRound)
+        self._peers.unserve(RoundCall)
+        for leading in self._leading.values():
+            leading.task.cancel()
+
+    async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
+        """The group of the ticket's step; the same at all its members.
+
+        Args:
+            candidates: peers believed live at this step; oneself need not be among them.
+            deadline: loop time.
+
+        Raises:
+            RoundRefused: this peer has no part in the round; see its ``reason``.
+        """
+        if not valid_weight(ticket.weight):
+            raise RoundRefused("invalid", f"weight {ticket.weight} is not in [0, 10^9)")
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    for organizer in self._rank(ticket.step, candidates):
+                        if group := await self._ask(organizer, ticket, hops=len(candidates)):
+                            return self._accept(group, ticket)
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            text = f"no organizer of step {ticket.step} among {len(candidates)} candidates answered in time"
+            raise RoundRefused("unreachable", text) from None
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    def _rank(self, step: int, candidates: Sequence[PeerId]) -> list[PeerId]:
+        """Candidates that can be dialled, in order, this peer included if it can; alone if nobody can."""
+        me = self._peers.contact
+        reachable = [peer for peer in candidates if peer != me.id and self._peers.contact_of(peer).addresses]
+        return rank(self._prefix, step, [*reachable, me.id] if me.addresses or not reachable else reachable)
+
+    async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
+        """Join at ``organizer`` or where it points; None if there is no group to be had from it."""
+        try:
+            joined = await self._join_at(organizer, ticket)
+        except PeerError as error:
+            logger.debug("organizer %s of step %d is out: %s", short(organizer), ticket.step, error)
+            return None
+        if joined.group is not None:
+            return joined.group
+        if joined.reason is not None and joined.reason != "unreachable":
+            raise RoundRefused(joined.reason, f"{short(organizer)}: {joined.text}")
+        if joined.organizer is None or hops <= 0 or joined.organizer.id == self._peers.id:
+            return None
+        self._peers.learn(joined.organizer)
+        return await self._ask(joined.organizer.id, ticket, hops=hops - 1)
+
+    async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
+        message = JoinRound(ticket, self._peers.contact)
+        if organizer == self._peers.id:
+            return await self._serve_join(organizer, message)
+        if organizer not in self._peers.linked():  # a long call to a silent address would eat the deadline
+            answer = await self._call(organizer, ticket)
+            if answer.ready_in_s is None:
+                return Joined(answer.group)
+        patience_s = 2 * (self._settings.max_window_s + self._settings.call_timeout_s)
+        return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
+
+    async def _call(self, peer: PeerId, terms: Ticket) -> Coming:
+        message = RoundCall(self._prefix, terms.step, terms.lineage)
+        return await self._peers.call(peer, message, Coming, timeout_s=self._settings.call_timeout_s)
+
+    def _accept(self, group: Group, ticket: Ticket) -> Group:
+        try:
+            group.check()
+        except ValueError as error:
+            raise RoundRefused("invalid", f"the organizer sent a group that is none: {error}") from error
+        me = group.index_of(self._peers.id)
+        if me is None:
+            raise RoundRefused("late", f"the group of step {ticket.step} was formed without us")
+        if (group.step, group.lineage, group.numel) != (ticket.step, ticket.lineage, ticket.numel):
+            raise RoundRefused("resync", f"the group of step {ticket.step} is of another lineage")
+        for member in group.members:
+            if member.addresses and member.id != self._peers.id:
+                self._peers.learn(Contact(member.id, member.addresses))
+        self._remember(group)
+        return group
+
+    def _remember(self, group: Group) -> None:
+        self._groups[group.step] = group
+        while len(self._groups) > REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    # --- being asked ----------------------------------------------------------------------------------------
+
+    async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
+        if call.prefix != self._prefix:
+            return Coming()
+        group = self._groups.get(call.step)
+        if group is not None:
+            return Coming(None, group) if group.lineage == call.lineage else Coming()
+        return Coming(self._on_called(call.step, call.lineage))
+
+    async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
+        ticket, contact = message.ticket, message.contact
+        if ticket.prefix != self._prefix or contact.id != peer:
+            return Joined(reason="invalid", text=f"this is {self._prefix!r}, and a ticket is personal")
+        if group := self._groups.get(ticket.step):
+            return _hand_out(group, peer)
+        leading = self._leading.get(ticket.step)
+        if leading is None:
+            ready_in_s = self._on_called(ticket.step, ticket.lineage)
+            if ready_in_s is None:
+                return Joined(reason="unreachable", text="not at this step")
+            leading = self._lead(ticket, ready_in_s)
+        if refusal := leading.gathering.on_join(ticket, contact):
+            return Joined(reason=refusal[0], text=refusal[1])
+        leading.changed.set()
+        return await self._outcome(leading, peer)
+
+    async def _outcome(self, leading: _Leading, peer: PeerId) -> Joined:
+        try:
+            outcome = await asyncio.shield(leading.task)
+        except asyncio.CancelledError:  # the caller gave up; whoever is gone is not waited for
+            if not leading.task.done():
+                leading.gathering.on_lost(peer)
+                leading.changed.set()
+            raise
+        if isinstance(outcome, Contact):
+            return Joined(organizer=outcome)
+        return (
+            _hand_out(outcome, peer)
+            if outcome
+            else Joined(reason="unreachable", text="nobody here can reduce")
+        )
+
+    # --- organizing -----------------------------------------------------------------------------------------
+
+    def _lead(self, terms: Ticket, ready_in_s: float) -> _Leading:
+        now = asyncio.get_running_loop().time()
+        gathering = Gathering(terms, now=now, settings=self._settings)
+        gathering.on_coming(self._peers.id, ready_in_s, now=now)
+        leading = _Leading(gathering)
+        self._leading[terms.step] = leading
+        leading.task = asyncio.create_task(self._organize(leading), name=f"organize step {terms.step}")
+        return leading
+
+    async def _organize(self, leading: _Leading) -> Group | Contact | None:
+        """Form the group, or find it or its organizer elsewhere; None if no group is possible."""
+        terms, me = leading.gathering.terms, self._peers.id
+        candidates = [peer for peer in self._expected(terms.step, terms.lineage) if peer != me]
+        calls = [asyncio.create_task(self._invite(leading, peer)) for peer in candidates]
+        try:
+            await self._wait_closing(leading)
+            group = leading.elsewhere or leading.gathering.form(self._round_id(terms), self._strategy)
+        except ValueError as error:
+            logger.info("no group for step %d: %s", terms.step, error)
+            return None
+        finally:
+            for call in calls:
+                call.cancel()
+            del self._leading[terms.step]
+        if isinstance(group, Group):
+            self._remember(group)
+        return group
+
+    async def _invite(self, leading: _Leading, peer: PeerId) -> None:
+        """Call one candidate and tell the gathering what came of it."""
+        gathering, terms, clock = leading.gathering, leading.gathering.terms, asyncio.get_running_loop()
+        gathering.on_called(peer, now=clock.time())
+        try:
+            answer = await self._call(peer, terms)
+        except PeerError:
+            dialable = bool(self._peers.contact_of(peer).addresses)
+            (gathering.on_declined if dialable else gathering.on_silent)(peer)
+        else:
+            self._on_answer(leading, peer, answer)
+        leading.changed.set()
+
+    def _on_answer(self, leading: _Leading, peer: PeerId, answer: Coming) -> None:
+        contact, terms = self._peers.contact_of(peer), leading.gathering.terms
+        if answer.group is not None:
+            leading.elsewhere = answer.group
+        elif answer.ready_in_s is None:
+            leading.gathering.on_declined(peer)
+        elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
+            leading.elsewhere = contact
+        else:
+            now = asyncio.get_running_loop().time()
+            leading.gathering.on_coming(peer, answer.ready_in_s, now=now)
+
+    async def _wait_closing(self, leading: _Leading) -> None:
+        """Return when the gathering is to be closed, or somebody else has the group."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0)  # let the calls begin, so that everyone called is awaited
+        while leading.elsewhere is None and (closes_at := leading.gathering.closes_at()) > loop.time():
+            leading.changed.clear()
+            try:
+                async with asyncio.timeout_at(closes_at):
+                    await leading.changed.wait()
+            except TimeoutError:
+                pass
+
+    def _round_id(self, terms: Ticket) -> bytes:
+        now = struct.pack("<d", asyncio.get_running_loop().time())
+        seed = f"{self._prefix}|{terms.step}|".encode() + terms.lineage + self._peers.id + now
+        return hashlib.sha256(seed).digest()[:16]
+
+
+class _Leading:
+    """One round this peer organizes."""
+
+    task: asyncio.Task[Group | Contact | None]
+
+    def __init__(self, gathering: Gathering) -> None:
+        self.gathering = gathering
+        self.changed = asyncio.Event()
+        self.elsewhere: Group | Contact | None = None
+
+
+def _hand_out(group: Group, peer: PeerId) -> Joined:
+    if group.index_of(peer) is None:
+        return Joined(reason="late", text=f"the group of step {group.step} was formed without you")
+    return Joined(group)

@@ -1,0 +1,234 @@
+"""Averaging rounds: a group's vectors become their weighted mean, whatever single peers do (DESIGN 3.9)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from colab_swarm.averaging.exchange import Exchange, ReduceSpan, RoundPing
+from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.partition import Span
+from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
+from colab_swarm.averaging.settings import AveragingSettings
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import PeerId, Peers, Refusal, Stream
+from colab_swarm.tensors.codecs import Floats
+
+__all__ = ["Averager", "AveragingSettings", "RoundResult"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What became of a round at this member.
+
+    Attributes:
+        group: who was to take part.
+        contributors: members whose values are in every mean that arrived here.
+        spans_lost: spans whose reducer was lost before all of its means were here, recovered or not.
+        kept_local: values for which no mean arrived: they are still this member's own.
+        sent_bytes, received_bytes: payload.
+        seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
+    """
+
+    group: Group
+    contributors: tuple[PeerId, ...]
+    spans_lost: tuple[Span, ...]
+    kept_local: tuple[Span, ...]
+    sent_bytes: int
+    received_bytes: int
+    seconds: dict[str, float]
+
+
+class Averager:
+    """Takes part in averaging rounds, as member and as reducer. Rounds may overlap.
+
+    The last finished round is kept (a copy of its values) so that its other members can still recover from
+    here.
+    """
+
+    def __init__(self, peers: Peers, settings: AveragingSettings | None = None) -> None:
+        self._peers = peers
+        self._settings = settings or AveragingSettings()
+        self._rounds: dict[bytes, Exchange] = {}
+        self._finished: Exchange | None = None
+        self._begun = asyncio.Event()
+        self._spare: list[Floats] = []
+        peers.serve_stream(ReduceSpan, self._serve_reduce)
+        peers.serve_stream(RecallSpan, self._serve_recall)
+        peers.serve(RoundPing, self._serve_ping)
+
+    async def close(self) -> None:
+        """Serve nobody any more."""
+        for kind in (ReduceSpan, RecallSpan, RoundPing):
+            self._peers.unserve(kind)
+
+    async def average(self, group: Group, values: Floats) -> RoundResult:
+        """Replace ``values`` by the group's weighted mean; members end with the same bits.
+
+        Args:
+            group: from the matchmaker; this peer is a member.
+            values: float32, contiguous, one-dimensional, ``group.numel`` long. Not to be touched meanwhile.
+
+        Returns:
+            What was reached before the deadline; a peer's fault shows there and is never raised.
+
+        Raises:
+            ValueError: this peer is no member, or the vector does not fit.
+        """
+        me = group.index_of(self._peers.id)
+        if me is None or values.shape != (group.numel,) or values.dtype != np.float32:
+            raise ValueError(
+                f"a member's {group.numel} float32 values are needed, got {values.dtype}{values.shape}"
+            )
+        if not values.flags.c_contiguous or group.round_id in self._rounds:
+            raise ValueError("the vector must be contiguous, and a round is averaged once")
+        exchange = Exchange(
+            self._peers, group, values, self._memory(group.spans()[me].numel), settings=self._settings
+        )
+        self._rounds[group.round_id] = exchange
+        self._begun.set()
+        self._begun.clear()
+        try:
+            return await self._run(exchange)
+        finally:
+            self._finish(exchange)
+
+    async def _run(self, exchange: Exchange) -> RoundResult:
+        clock = asyncio.get_running_loop().time
+        begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
+        exchanged: list[float] = []
+        try:
+            async with asyncio.timeout(self._settings.round_timeout_s), asyncio.TaskGroup() as tasks:
+                tasks.create_task(exchange.contribute_own())
+                count = len(exchange.group.members)
+                for reducer in ((exchange.me + step) % count for step in range(1, count)):
+                    tasks.create_task(_obtain(exchange, reducer, exchanged))
+                watch = tasks.create_task(exchange.watch())
+                for final in exchange.final:
+                    await final.wait()
+                watch.cancel()
+        except TimeoutError:
+            logger.warning(
+                "round of step %d ran into its limit of %g s",
+                exchange.group.step,
+                self._settings.round_timeout_s,
+            )
+        finally:
+            stop_listening()
+            for event in (*exchange.settled, *exchange.final):
+                event.set()
+        total_s = clock() - begun
+        exchange_s = max(exchanged, default=clock()) - begun
+        seconds = {"exchange": exchange_s, "recovery": total_s - exchange_s, "total": total_s}
+        return _result(exchange, seconds)
+
+    # --- what finished rounds leave behind ------------------------------------------------------------------
+
+    def _finish(self, exchange: Exchange) -> None:
+        """Keep a copy of the round's values, which the caller may change now, and forget the round before."""
+        if self._finished is not None:
+            self._forget(self._finished)
+        kept = self._memory(exchange.group.numel if len(exchange.group.members) > 1 else 0)
+        if len(kept):
+            np.copyto(kept, exchange.ledger.values)
+        exchange.ledger.values = kept
+        self._finished = exchange
+
+    def _forget(self, exchange: Exchange) -> None:
+        del self._rounds[exchange.group.round_id]
+        if not exchange.serving:  # page faults in fresh memory cost more than the sums
+            self._spare = [exchange.ledger.values, exchange.sums]
+
+    def _memory(self, numel: int) -> Floats:
+        for index, spare in enumerate(self._spare):
+            if len(spare) == numel:
+                return self._spare.pop(index)
+        return np.empty(numel, np.float32)
+
+    # --- serving --------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[Exchange, int]]:
+        """The round and the peer's place in it; waits a little, as others may get the group before us."""
+        try:
+            async with asyncio.timeout(self._settings.patience_s):
+                while round_id not in self._rounds:
+                    await self._begun.wait()
+        except TimeoutError:
+            raise Refusal("no such round here") from None
+        exchange = self._rounds[round_id]
+        member = exchange.group.index_of(peer)
+        if member is None:
+            raise Refusal("the group of this round was formed without you")
+        exchange.serving += 1
+        try:
+            async with asyncio.timeout(self._settings.round_timeout_s):
+                yield exchange, member
+        finally:
+            exchange.serving -= 1
+
+    async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
+        try:
+            async with stream, self._round_for(opening.round_id, stream.peer) as (exchange, member):
+                await exchange.serve(stream, member)
+        except (PeerError, TimeoutError) as error:
+            logger.debug("contribution ended: %s", error)
+
+    async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
+        try:
+            async with stream, self._round_for(opening.round_id, stream.peer) as (exchange, _):
+                await serve_recall(exchange, opening, stream)
+        except (PeerError, TimeoutError) as error:
+            logger.debug("recall ended: %s", error)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+
+    async def _serve_ping(self, peer: PeerId, ping: RoundPing) -> RoundPing:
+        return ping
+
+
+async def _obtain(exchange: Exchange, reducer: int, exchanged: list[float]) -> None:
+    """Get one reducer's means: from it, or by recovery."""
+    if exchange.ledger.chunks[reducer]:
+        await exchange.talk_to(reducer)
+        exchanged.append(asyncio.get_running_loop().time())
+        if exchange.ledger.lacking(reducer):
+            exchange.lost.add(reducer)
+            await recover(exchange, reducer)
+    exchange.settled[reducer].set()
+    exchange.final[reducer].set()
+
+
+def _result(exchange: Exchange, seconds: dict[str, float]) -> RoundResult:
+    group, incomplete = exchange.group, exchange.ledger.incomplete()
+    spans = group.spans()
+    contributors = tuple(
+        member.id
+        for index, member in enumerate(group.members)
+        if member.weight > 0 and index not in incomplete
+    )
+    result = RoundResult(
+        group=group,
+        contributors=contributors,
+        spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
+        kept_local=exchange.ledger.kept_local(),
+        sent_bytes=exchange.sent_bytes,
+        received_bytes=exchange.received_bytes,
+        seconds=seconds,
+    )
+    logger.info(
+        "round of step %d: %d of %d contributed, %d spans lost, %.2f s",
+        group.step,
+        len(contributors),
+        len(group.members),
+        len(result.spans_lost),
+        seconds["total"],
+    )
+    return result

@@ -1,0 +1,81 @@
+"""The gradients or values of a list of parameters as one flat float32 vector on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from colab_swarm.tensors.codecs import Floats
+
+
+class FlatVector:
+    """Where each parameter lies in the flat vector; any device and floating dtype will do.
+
+    Attributes:
+        numel: values in all parameters together.
+        schema: 16-byte digest of the shapes and dtypes in order; peers of another model have another.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters: Sequence[torch.Tensor] = list(parameters)
+        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in self._parameters]
+        self.numel = sum(parameter.numel() for parameter in self._parameters)
+        self.schema = hashlib.sha256(repr(layout).encode()).digest()[:16]
+
+    def accumulate(self, total: Floats, weight: float) -> bool:
+        """``total += weight * gradients``; a parameter without gradient counts as zero.
+
+        Returns:
+            False, with ``total`` unchanged, if a gradient is not finite.
+        """
+        if not self._gradients_finite():
+            return False
+        for parameter, part in self._parts(total):
+            if parameter.grad is not None:
+                part.add_(parameter.grad.detach().to(part), alpha=weight)
+        return True
+
+    def to_gradients(self, values: Floats) -> None:
+        """Set every parameter's gradient from the flat vector."""
+        for parameter, part in self._parts(values):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.detach().copy_(part)
+
+    def from_parameters(self, values: Floats) -> None:
+        """Copy the parameters into the flat vector."""
+        for parameter, part in self._parts(values):
+            part.copy_(parameter.detach())
+
+    def to_parameters(self, values: Floats) -> None:
+        """Set the parameters from the flat vector."""
+        for parameter, part in self._parts(values):
+            parameter.detach().copy_(part)
+
+    def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter with its part of the vector, a view in its shape.
+
+        Raises:
+            ValueError: the vector has another length.
+        """
+        if values.shape != (self.numel,):
+            raise ValueError(f"a flat vector of {self.numel} values is needed, got shape {values.shape}")
+        flat = torch.from_numpy(values)
+        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
+        return ((p, part.view(p.shape)) for p, part in zip(self._parameters, parts, strict=True))
+
+    def _gradients_finite(self) -> bool:
+        """One synchronization with the device, however many parameters there are."""
+        gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return True
+        # A NaN or an infinity shows in the largest magnitude.
+        return bool(
+            torch.stack(
+                [torch.linalg.vector_norm(g, float("inf")).float().cpu() for g in gradients if g.numel()]
+            )
+            .isfinite()
+            .all()
+        )
