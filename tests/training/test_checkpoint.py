@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from colab_swarm.errors import StateError
+from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.lamb import Lamb
+from tests.training.test_statedict import same, states
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "lamb": lambda parameters: Lamb(parameters, lr=0.01, weight_decay=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+class Trainer:
+    """A small model with a buffer, its optimizer and a scheduler, trained on a fixed stream of batches."""
+
+    def __init__(self, optimizer: str) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+            self.optimizer.zero_grad()
+            self.model(batch).pow(3).mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+@contextlib.contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """Let the operating system refuse to write files beyond a size, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(tmp_path: Path, optimizer: str) -> None:
+    unbroken, broken, resumed = Trainer(optimizer), Trainer(optimizer), Trainer(optimizer)
+    unbroken.train(range(10))
+    broken.train(range(5))
+    save_checkpoint(tmp_path / "c", broken.state())
+    resumed.resume(load_checkpoint(tmp_path / "c"))
+    resumed.train(range(5, 10))
+    assert same(resumed.state(), unbroken.state())
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states)
+def test_any_state_comes_back_from_disk_as_it_was(tmp_path: Path, state: Any) -> None:
+    save_checkpoint(tmp_path / "c", state)
+    assert same(load_checkpoint(tmp_path / "c"), state)
+
+
+def test_random_states_of_python_and_torch_come_back(tmp_path: Path) -> None:
+    rng, generator = random.Random(7), torch.Generator().manual_seed(7)
+    state = {"python": rng.getstate(), "torch": generator.get_state(), "lineage": b"\x00\xff"}
+    save_checkpoint(tmp_path / "c", state)
+    expected = rng.random(), torch.rand(1, generator=generator).item()
+    loaded = load_checkpoint(tmp_path / "c")
+    rng.setstate(loaded["python"])
+    generator.set_state(loaded["torch"])
+    assert (rng.random(), torch.rand(1, generator=generator).item()) == expected
+    assert loaded["lineage"] == b"\x00\xff"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, {"w": torch.ones(10)})
+    before = path.read_bytes()
+    with (
+        file_size_limit(50_000),
+        pytest.raises(StateError, match=r"c\.safetensors .* bytes are free") as caught,
+    ):
+        save_checkpoint(path, {"w": torch.ones(100_000)})
+    assert isinstance(caught.value.__cause__, OSError), "the fault did not come from the operating system"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_checkpoint_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    save_checkpoint(whole, {"w": torch.arange(20.0), "lr": 0.1})
+    data = whole.read_bytes()
+    for size in range(0, len(data), 7):
+        cut.write_bytes(data[:size])
+        with pytest.raises(StateError, match="cut"):
+            load_checkpoint(cut)
+
+
+def test_a_checkpoint_with_any_byte_garbled_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, {"w": torch.arange(20.0), "lr": 0.1})
+    data = path.read_bytes()
+    for place in range(0, len(data), 3):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x04]) + data[place + 1 :])
+        with pytest.raises(StateError):
+            load_checkpoint(path)
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(2)}, tmp_path / "other")
+    with pytest.raises(StateError, match="not a checkpoint of this version"):
+        load_checkpoint(tmp_path / "other")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        load_checkpoint(tmp_path / "nothing")
+
+
+def test_a_checkpoint_can_be_read_by_plain_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    flags = torch.tensor([True, False, True])
+    save_checkpoint(tmp_path / "c", {"model": {"flags": flags, "w": torch.arange(4.0)}})
+    assert same(load_file(tmp_path / "c")["model/w"], torch.arange(4.0))
+    assert same(load_file(tmp_path / "c")["model/flags"], flags)
+
+
+def test_a_folder_keeps_the_newest_and_skips_the_unreadable(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run", keep=2)
+    assert folder.latest() is None
+    for step in (9, 10, 11):
+        folder.save(step, {"step": step})
+    newest, older = folder.paths()
+    assert (newest.name, older.name) == ("step-000000000011.safetensors", "step-000000000010.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert folder.latest() == {"step": 10}
+
+
+def test_a_folder_sweeps_up_after_a_process_killed_while_saving(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    (tmp_path / "step-000000000001.safetensors.partial").write_bytes(b"half")
+    path = folder.save(2, {})
+    assert list(tmp_path.iterdir()) == [path]
