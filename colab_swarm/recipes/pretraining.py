@@ -1,0 +1,140 @@
+"""Endless batches for masked language modelling with sentence-order prediction (ALBERT, Lan et al. 2020).
+
+Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``: two
+consecutive pieces of text, swapped with probability one half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from colab_swarm.recipes.text import BlockSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MASKED = 0.15
+SHUFFLE_WINDOWS = 1024
+MIN_WINDOW = 8
+IGNORED = -100
+"""The label that the loss of `transformers` leaves out."""
+
+
+def peer_seed(seed: int, peer: bytes) -> int:
+    """A seed of the peer's own that is the same in every process, unlike ``hash()``."""
+    return int.from_bytes(
+        hashlib.blake2b(peer, digest_size=7, salt=seed.to_bytes(16, "big", signed=True)).digest()
+    )
+
+
+class PretrainingBatches:
+    """An endless iterator of batches, ready for ``model(**batch)``.
+
+    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` of
+    shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped.
+
+    Args:
+        blocks: where the text comes from.
+        tokenizer: with pad, cls, sep and mask tokens.
+        batch_size: B.
+        sequence_length: L.
+        seed: for the order of the text, the swaps and the masks; see `peer_seed`.
+
+    Raises:
+        ValueError: a size is too small.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockSource,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+    ) -> None:
+        if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
+            least = f"at least 1 and {MIN_WINDOW + 3} are needed"
+            raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self._blocks = blocks
+        self._rng = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._specials = torch.tensor(tokenizer.all_special_ids)
+        self._windows = self._shuffled_windows()
+
+    def __iter__(self) -> PretrainingBatches:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        swaps = [self._rng.random() < 0.5 for _ in range(self.batch_size)]
+        samples = [self._sample(next(self._windows), swap) for swap in swaps]
+        input_ids = torch.full((self.batch_size, self.sequence_length), self.tokenizer.pad_token_id)
+        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+        for row, (tokens, second) in enumerate(samples):
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+            attention_mask[row, : len(tokens)] = 1
+            token_type_ids[row, second : len(tokens)] = 1
+        masked, labels = self._mask(input_ids)
+        return {
+            "input_ids": masked,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "labels": labels,
+            "sentence_order_label": torch.tensor(swaps, dtype=torch.int64),
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"PretrainingBatches({self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens)"
+        )
+
+    def _sample(self, window: list[int], swap: bool) -> tuple[list[int], int]:
+        """The tokens of a sample, and where its second part begins."""
+        cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
+        first, second = (window[cut:], window[:cut]) if swap else (window[:cut], window[cut:])
+        cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        return [cls, *first, sep, *second, sep], len(first) + 2
+
+    def _mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Hide 15 % of each sample's tokens, one at least: 80 % masked, 10 % replaced, 10 % shown."""
+        chance = torch.rand(input_ids.shape, generator=self._generator)
+        chance[torch.isin(input_ids, self._specials)] = 2.0
+        count = (MASKED * (chance < 2).sum(dim=1)).round().clamp(min=1)
+        hidden = chance.argsort(dim=1).argsort(dim=1) < count[:, None]
+        labels = input_ids.where(hidden, IGNORED)
+        fate = torch.rand(input_ids.shape, generator=self._generator)
+        noise = torch.randint(len(self.tokenizer), input_ids.shape, generator=self._generator)
+        masked = input_ids.where(~(hidden & (fate < 0.8)), self.tokenizer.mask_token_id)
+        return masked.where(~(hidden & (fate >= 0.9)), noise), labels
+
+    def _shuffled_windows(self) -> Iterator[list[int]]:
+        """Windows in random order: the text's blocks are shuffled, and the windows of many blocks again."""
+        held: list[list[int]] = []
+        for window in self._endless_windows():
+            held.append(window)
+            if len(held) >= SHUFFLE_WINDOWS:
+                place = self._rng.randrange(len(held))
+                held[place], held[-1] = held[-1], held[place]
+                yield held.pop()
+
+    def _endless_windows(self) -> Iterator[list[int]]:
+        size = self.sequence_length - 3
+        while True:
+            found = False
+            for block in self._blocks(self._rng):
+                tokens = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
+                for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
+                    found = True
+                    yield tokens[start : start + size]
+            if not found:
+                raise ValueError("the text is empty, or an iterator that has run dry: give a list of strings")
