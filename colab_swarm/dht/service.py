@@ -1,0 +1,402 @@
+"""The DHT as its users see it: store and get, over the peers nearest to a key.
+
+Who is asked. A record is stored at the ``replicas`` (5) peers nearest to its key, this peer included if it
+can be dialled, and read from the nearest ``read_replicas`` (3), so that a reader meets every write that
+missed at most two of its replicas. Readers merge what they get, subkey by subkey; nothing is cached on the
+way, so that whoever writes its progress each second is seen in the next second. A peer that knows the whole
+swarm, or who stored under the key lately, stores without looking up first: the replies name peers nearer
+still, if there are any.
+
+Who is known. Each query carries its asker's contact. Only peers that spoke to us, or answered, enter the
+routing table; peers in client mode look up and store but are never asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from colab_swarm.dht.lookup import Lookup, Patience
+from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
+from colab_swarm.dht.records import ID_BYTES, Inspector, Limits, Record, owner_of, write_record
+from colab_swarm.dht.routing import RoutingTable, distance
+from colab_swarm.dht.storage import Storage
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, Refusal, short
+
+logger = logging.getLogger(__name__)
+
+REPLICAS_REMEMBERED = 1000
+MAX_ADDRESS_CHARS = 800
+"""Of all addresses in one contact: a reply carries 20 contacts."""
+RECORDS_AT_ONCE = 16
+SKEW_S = 60.0
+"""Clocks further apart than this are reported."""
+
+
+@dataclass(frozen=True)
+class DHTSettings:
+    """How a DHT behaves.
+
+    Attributes:
+        bucket_size: contacts per bucket and in a reply (Kademlia's k).
+        replicas: peers that hold a record.
+        read_replicas: peers a reader hears.
+        parallel: queries in flight while looking up (Kademlia's alpha).
+        timeout_s: of one query; a silent peer costs less, see `Lookup`.
+        refresh_s: how often quiet buckets are looked up.
+        republish_s: how often held records are stored again at who is nearest by then.
+        limits: what this peer holds for others.
+    """
+
+    bucket_size: int = 20
+    replicas: int = 5
+    read_replicas: int = 3
+    parallel: int = 3
+    timeout_s: float = 5.0
+    refresh_s: float = 600.0
+    republish_s: float = 600.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A value read from the DHT; ``expires_at`` in this peer's swarm time, ``owner`` if it is signed."""
+
+    value: Any
+    expires_at: float
+    owner: PeerId | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a read found and took: ``hops`` queries in a row until the first record, ``calls`` in all."""
+
+    found: dict[bytes, Found]
+    hops: int | None
+    calls: int
+
+
+class DHT:
+    """One peer's part in the distributed hash table."""
+
+    def __init__(self, peers: Peers, settings: DHTSettings, rng: random.Random) -> None:
+        self.settings = settings
+        self.table = RoutingTable(peers.id, bucket_size=self.settings.bucket_size)
+        self.skews: dict[PeerId, float] = {}
+        self._peers = peers
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self._inspector = Inspector(self.settings.limits)
+        self._storage = Storage(self._inspector)
+        self._patience = Patience()
+        self._replicas: dict[bytes, list[Contact]] = {}
+        self._last_version = 0
+        self._background: set[asyncio.Task[None]] = set()
+        peers.serve(FindPeers, self._on_find_peers)
+        peers.serve(FindValue, self._on_find_value)
+        peers.serve(Store, self._on_store)
+
+    # -- what users call
+
+    async def bootstrap(self, contacts: Iterable[Contact]) -> int:
+        """Get to know the swarm through ``contacts``; returns how many peers answered."""
+        lookup = self._lookup(self._peers.id, width=self.settings.bucket_size, seeds=contacts)
+        await self._search(lookup, partial(self._ask_peers, self._peers.id))
+        return len(lookup.nearest(self.settings.bucket_size))
+
+    async def store(
+        self, key: str | bytes, value: Any, *, subkey: bytes | None = None, ttl_s: float, signed: bool = False
+    ) -> int:
+        """Store ``value`` for ``ttl_s`` seconds; returns how many peers took it.
+
+        Args:
+            key: any text or bytes.
+            value: whatever msgspec encodes to msgpack.
+            subkey: values under one key live side by side under their subkeys; a later value replaces one
+                under the same subkey. The id of a peer (32 bytes) is that peer's own: it needs ``signed``.
+            ttl_s: life of the record, seconds.
+            signed: sign it, so that nobody else can replace it.
+
+        Raises:
+            ValueError: the value is too large, or the subkey belongs to another peer.
+        """
+        self._last_version = max(self._last_version + 1, int(self._peers.time() * 1e6))
+        record = write_record(
+            self._peers,
+            key_id(key),
+            msgspec.msgpack.encode(value),
+            subkey=subkey or b"",
+            ttl_s=ttl_s,
+            version=self._last_version,
+            signed=signed,
+        )
+        fault = self._inspector.fault_of(key_id(key), record, swarm_time=self._peers.time())
+        if fault is not None:
+            raise ValueError(f"cannot store under {key!r}: {fault}")
+        return await self._store(key_id(key), (record,))
+
+    async def get(self, key: str | bytes) -> dict[bytes, Found]:
+        """All live values under ``key``, by subkey; empty if there are none."""
+        return (await self.read(key)).found
+
+    async def read(self, key: str | bytes) -> Reading:
+        """Like `get`, and tells what it took."""
+        id = key_id(key)
+        merged = Storage(self._inspector)
+        first: list[PeerId] = []
+        lookup = self._lookup(id, width=self.settings.read_replicas)
+        ask = partial(self._ask_value, id, merged, first)
+        await self._search(lookup, ask)
+        if not first:  # perhaps the nearest have just joined
+            lookup.widen(self.settings.replicas + self.settings.read_replicas)
+            await self._search(lookup, ask)
+        swarm_time = self._peers.time()
+        found = {
+            record.subkey: Found(
+                msgspec.msgpack.decode(record.value), swarm_time + record.ttl_s, owner_of(record)
+            )
+            for record in merged.get(id, now=self._loop.time())
+        }
+        return Reading(found, lookup.hops(first[0]) if first else None, lookup.calls)
+
+    async def find_peer(self, peer: PeerId) -> Contact | None:
+        """Where ``peer`` can be dialled; None if nobody near it knows."""
+        known = self._peers.contact_of(peer)
+        if known.addresses:
+            return known
+        lookup = self._lookup(peer, width=self.settings.parallel)
+        await self._search(lookup, partial(self._ask_peers, peer))
+        return lookup.known(peer)
+
+    def start(self) -> None:
+        """Keep the routing table fresh and the held records where they belong, until `stop`."""
+        self._spawn(self._every(self.settings.refresh_s, self._refresh))
+        self._spawn(self._every(self.settings.republish_s, self._republish))
+
+    async def stop(self) -> None:
+        """End the background work and serve no more."""
+        for kind in (FindPeers, FindValue, Store):
+            self._peers.unserve(kind)
+        tasks = list(self._background)
+        self.vanish()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def vanish(self) -> None:
+        """End the background work without a goodbye, as a crash would."""
+        for task in self._background:
+            task.cancel()
+
+    # -- conversations
+
+    def _lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
+        if seeds is None:
+            seeds = [*self.table.nearest(target, self.settings.bucket_size), *self._myself()]
+        others = (contact for contact in seeds if contact.addresses)
+        parallel = max(self.settings.parallel, width if width <= self.settings.replicas else 0)
+        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
+
+    def _myself(self) -> tuple[Contact, ...]:
+        """This peer as a candidate, if others can dial it."""
+        contact = self._peers.contact
+        return (contact,) if contact.addresses else ()
+
+    async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
+        """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named."""
+        asked: dict[asyncio.Future[Iterable[Contact]], PeerId] = {}
+        now = self._loop.time
+        try:
+            while not lookup.done(now()):
+                for contact in lookup.next_queries(now()):
+                    asked[asyncio.ensure_future(ask(contact))] = contact.id
+                wake_at = lookup.wake_at(now())
+                timeout_s = None if wake_at is None else wake_at - now() + 0.001
+                await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for query in [query for query in asked if query.done()]:
+                    self._take_answer(lookup, asked.pop(query), query)
+            for peer in lookup.slow(now()):
+                self.table.failed(peer)
+        finally:
+            for query in asked:
+                query.cancel()
+
+    @staticmethod
+    def _take_answer(lookup: Lookup, peer: PeerId, query: asyncio.Future[Iterable[Contact]]) -> None:
+        try:
+            lookup.on_reply(peer, query.result())
+        except PeerError as error:
+            logger.debug("%s does not answer: %s", short(peer), error)
+            lookup.on_failure(peer)
+
+    async def _call(self, contact: Contact, message: Message, reply: type[R]) -> R:
+        self._peers.learn(contact)
+        asked_at = self._loop.time()
+        try:
+            answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
+        except PeerError:
+            self.table.failed(contact.id)
+            raise
+        self._patience.learn(self._loop.time() - asked_at)
+        self._saw(contact)
+        return answer
+
+    async def _ask_peers(self, target: bytes, contact: Contact) -> Iterable[Contact]:
+        if contact.id == self._peers.id:
+            return ()
+        return (await self._call(contact, FindPeers(target, self._peers.contact), FoundPeers)).contacts
+
+    async def _ask_value(
+        self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
+    ) -> Iterable[Contact]:
+        """Merge what a peer holds under ``key``; the first peers to hold anything are noted in ``first``."""
+        contacts: Iterable[Contact] = ()
+        if contact.id == self._peers.id:
+            records = self._storage.get(key, now=self._loop.time())
+        else:
+            answer = await self._call(contact, FindValue(key, self._peers.contact), FoundValue)
+            records, contacts = answer.records, answer.contacts
+        refusals = await self._put(merged, key, records)
+        if "" in refusals:
+            first.append(contact.id)
+        return contacts
+
+    async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
+        """Store at the nearest peers; returns how many took all."""
+        width = self.settings.replicas
+        seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._myself()]
+        if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
+            lookup = self._lookup(key, width=width)
+            await self._search(lookup, partial(self._ask_peers, key))
+            seeds = lookup.nearest(width)
+        taken: list[tuple[str, ...]] = []
+        lookup = self._lookup(key, width=width, seeds=seeds)
+        await self._search(lookup, partial(self._ask_store, key, records, taken))
+        self._remember(key, lookup.nearest(width))
+        refused = {text for refusals in taken for text in refusals if text}
+        if refused:
+            logger.warning("records were refused: %s", "; ".join(sorted(refused)))
+        return sum(not any(refusals) for refusals in taken)
+
+    async def _ask_store(
+        self, key: bytes, records: tuple[Record, ...], taken: list[tuple[str, ...]], contact: Contact
+    ) -> Iterable[Contact]:
+        if contact.id == self._peers.id:
+            taken.append(await self._put(self._storage, key, records))
+            return ()
+        message = Store(key, records, self._peers.contact, self._peers.time())
+        answer = await self._call(contact, message, Stored)
+        taken.append(answer.refusals)
+        return answer.contacts
+
+    def _remember(self, key: bytes, nearest: list[Contact]) -> None:
+        self._replicas.pop(key, None)
+        self._replicas[key] = nearest
+        if len(self._replicas) > REPLICAS_REMEMBERED:
+            del self._replicas[next(iter(self._replicas))]
+
+    async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
+        """Put all records; checking signatures in bulk lets others run in between."""
+        refusals = []
+        for i, record in enumerate(records):
+            refusal = storage.put(key, record, now=self._loop.time(), swarm_time=self._peers.time())
+            refusals.append(refusal or "")
+            if i % RECORDS_AT_ONCE == RECORDS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return tuple(refusals)
+
+    # -- what others ask
+
+    async def _on_find_peers(self, caller: PeerId, message: FindPeers) -> FoundPeers:
+        return FoundPeers(self._nearest_for(caller, message.target, message.asker))
+
+    async def _on_find_value(self, caller: PeerId, message: FindValue) -> FoundValue:
+        contacts = self._nearest_for(caller, message.key, message.asker)
+        return FoundValue(self._storage.get(message.key, now=self._loop.time()), contacts)
+
+    async def _on_store(self, caller: PeerId, message: Store) -> Stored:
+        contacts = self._nearest_for(caller, message.key, message.asker)
+        self._note_skew(caller, message.at - self._peers.time())
+        return Stored(await self._put(self._storage, message.key, message.records), contacts)
+
+    def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
+        """Learn the asker's contact and answer with the peers nearest to ``target``."""
+        if len(target) != ID_BYTES:
+            raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(target)}")
+        if asker.id != caller:
+            raise Refusal("the asker's contact is not its own")
+        if sum(map(len, asker.addresses)) <= MAX_ADDRESS_CHARS:
+            self._peers.learn(asker)
+            self._saw(asker)
+        return tuple(self.table.nearest(target, self.settings.bucket_size))
+
+    def _note_skew(self, peer: PeerId, skew_s: float) -> None:
+        if abs(skew_s) < SKEW_S:
+            self.skews.pop(peer, None)
+            return
+        if peer not in self.skews:
+            logger.warning("the clock of %s is %.0f s off; records tolerate it", short(peer), skew_s)
+        self.skews[peer] = skew_s
+
+    # -- upkeep
+
+    def _saw(self, contact: Contact) -> None:
+        if self.table.saw(contact, self._loop.time()) and self._background:
+            self._spawn(self._hand_over(contact))
+
+    async def _hand_over(self, newcomer: Contact) -> None:
+        """Give a new peer the records it is among the nearest for; one holder of each does so."""
+        for key in list(self._storage):
+            nearest = self.table.nearest(key, self.settings.replicas)
+            if newcomer in nearest and self._nearest_to(key, but=newcomer):
+                records = self._storage.get(key, now=self._loop.time())
+                with contextlib.suppress(PeerError):
+                    await self._ask_store(key, records, [], newcomer)
+            await asyncio.sleep(0)
+
+    def _nearest_to(self, key: bytes, *, but: Contact | None = None) -> bool:
+        """Whether no other known peer, ``but`` this one, is nearer to ``key``."""
+        others = (contact for contact in self.table.nearest(key, 2) if contact != but)
+        mine = distance(self._peers.id, key)
+        return all(mine < distance(contact.id, key) for contact in others)
+
+    async def _refresh(self) -> None:
+        """Look up ourselves and an id in each quiet bucket."""
+        older_than_s = self.settings.refresh_s
+        stale = self.table.refresh_targets(self._loop.time(), older_than_s=older_than_s, rng=self._rng)
+        for target in [self._peers.id, *stale]:
+            lookup = self._lookup(target, width=self.settings.bucket_size)
+            await self._search(lookup, partial(self._ask_peers, target))
+
+    async def _republish(self) -> None:
+        """Store again what we are the nearest holder of: peers have come and gone."""
+        for key in list(self._storage):
+            records = self._storage.get(key, now=self._loop.time())
+            if records and self._nearest_to(key):
+                await self._store(key, records)
+
+    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(period_s * self._rng.uniform(0.5, 1.5))
+            try:
+                await work()
+            except Exception:
+                logger.exception("upkeep of the DHT failed")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def key_id(key: str | bytes) -> bytes:
+    """Where a key lies among the peers' ids: its SHA-256."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
