@@ -102,7 +102,7 @@ class SimNetwork:
 
     def _crash(self, peer: str) -> None:
         if self._names[peer].up:
-            self._names[peer].go_down(f"{peer} crashed")
+            self._names[peer].crash()
 
     def _restart(self, peer: str) -> None:
         self._names[peer].up = True

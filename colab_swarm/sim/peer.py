@@ -78,6 +78,7 @@ class SimPeers:
         self._calls: dict[str, tuple[type[Any], Callable[[PeerId, Any], Awaitable[Message]]]] = {}
         self._streams: dict[str, tuple[type[Any], Callable[[Any, Stream], Awaitable[None]]]] = {}
         self._listeners: list[Callable[[PeerId], None]] = []
+        self._mourners: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -335,6 +336,16 @@ class SimPeers:
     def links(self) -> list[tuple[PeerId, Link]]:
         """The open links, each with who is at its other end."""
         return list(self._links.items())
+
+    def when_down(self, listener: Callable[[], None]) -> None:
+        """Call ``listener()`` when this peer crashes, so that what else runs in its name can end too."""
+        self._mourners.append(listener)
+
+    def crash(self) -> None:
+        """The process dies."""
+        self.go_down(f"{self.name} crashed")
+        for listener in self._mourners:
+            listener()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
