@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""
 
 
-class Contact(Message):
+class Contact(Message, frozen=True):
     """How to reach a peer: its id and dial addresses like ``ws://203.0.113.7:4500``; none if it cannot be dialled."""
 
     id: PeerId

@@ -1,0 +1,60 @@
+"""What a link stands on: a carrier of whole messages, a cipher, and the bounds of its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from colab_swarm.net.budget import RateMeter, TokenBucket
+
+
+class Receiver(Protocol):
+    """Who gets what a carrier receives."""
+
+    def on_message(self, data: memoryview) -> None:
+        """One message; the memory is only valid during the call."""
+
+    def on_writable(self, writable: bool) -> None:
+        """The send buffer filled up, or has room again."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection is gone; comes once, last."""
+
+
+class Carrier(Protocol):
+    """Carries whole messages; `colab_swarm.net.websocket.WebSocket` is one."""
+
+    @property
+    def backlog_bytes(self) -> int: ...
+    def send(self, data: bytes) -> int: ...
+    def close(self, reason: str = "") -> None: ...
+    def abort(self, reason: str = "") -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    async def wait_closed(self) -> None: ...
+
+
+class Cipher(Protocol):
+    """Both directions' keys; `colab_swarm.net.noise.Keys` is one."""
+
+    def seal(self, plaintext: bytes) -> bytes: ...
+    def open(self, ciphertext: memoryview) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class LinkLimits:
+    """Counts per link: streams the peer may have open, calls that may be pending each way."""
+
+    max_streams: int = 256
+    max_calls: int = 1024
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Where a link's bytes are counted and what bounds them: totals of the peer and of the node, token buckets."""
+
+    sent: Sequence[RateMeter] = ()
+    received: Sequence[RateMeter] = ()
+    upload: Sequence[TokenBucket] = ()
+    download: Sequence[TokenBucket] = ()

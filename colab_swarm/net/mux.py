@@ -1,0 +1,305 @@
+"""Many calls and streams over one ordered link. Free of I/O: verbs queue frames, `take` packs them.
+
+Rules:
+- The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
+- A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may overdraw it by
+  itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and one item.
+- Both ends may send on a stream until they said END; it is over after both ENDs or one RESET.
+- What arrives late for a call or stream that is over is dropped; what names one that never was breaks the protocol.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.net.frames import Frame, FrameReader, Kind, encode, to_packets
+from colab_swarm.net.peers import Buffer, Message
+
+STREAM_WINDOW_BYTES = 1 << 21
+ITEM_OVERHEAD_BYTES = 64
+MAX_TEXT_CHARS = 1000
+MAX_PING_BYTES = 32
+MAX_CREDIT_BYTES = 1 << 31
+_U32 = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Opening(Message, frozen=True):
+    """What begins a call or a stream: the name of the message's type, and the message."""
+
+    name: str
+    body: msgspec.Raw
+
+
+class Failure(Message, frozen=True):
+    """Why a call failed or a stream was reset; the codes are those of `CallRefused`, and ``reset``."""
+
+    code: str
+    text: str
+
+
+@dataclass(slots=True)
+class Flow:
+    """One stream's bookkeeping, in bytes.
+
+    Attributes:
+        credit: what may still be sent; negative when the last item overdrew it.
+        window: what the peer may still send.
+        consumed: taken by the application but not yet granted anew.
+        sent_end, got_end: which END has passed.
+    """
+
+    credit: int = STREAM_WINDOW_BYTES
+    window: int = STREAM_WINDOW_BYTES
+    consumed: int = 0
+    sent_end: bool = False
+    got_end: bool = False
+
+
+def item_cost(message: Buffer, payload: Buffer) -> int:
+    """What an item takes from the credit; empty items cost too, so that their number is bounded."""
+    return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
+
+
+class Mux:
+    """One end of a link.
+
+    Args:
+        initiator: whether this end dialled.
+        max_streams: streams the peer may have open; more are reset as ``busy``.
+        max_calls: calls of the peer that may be pending; more are refused as ``busy``.
+    """
+
+    def __init__(self, *, initiator: bool, max_streams: int, max_calls: int) -> None:
+        self._next_id = 1 if initiator else 2
+        self._last_theirs = 0 if initiator else -1
+        self._max_streams, self._max_calls = max_streams, max_calls
+        self._reader = FrameReader()
+        self._queue: list[bytes] = []
+        self._streams: dict[int, Flow] = {}
+        self._calls: set[int] = set()
+        self._serving: set[int] = set()
+        self.leaving = False
+        self.peer_leaving = False
+
+    def __repr__(self) -> str:
+        return f"Mux(calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self._streams)})"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is going on: no call, no stream, either way."""
+        return not (self._calls or self._serving or self._streams)
+
+    @property
+    def queued(self) -> bool:
+        """Whether `take` has something to give."""
+        return bool(self._queue)
+
+    def knows_stream(self, id: int) -> bool:
+        """Whether the stream is still open, at least one way."""
+        return id in self._streams
+
+    def take(self) -> list[bytes]:
+        """The queued frames as packets to seal and send, in order."""
+        if not self._queue:
+            return []
+        frames, self._queue = self._queue, []
+        return to_packets(frames)
+
+    def call(self, opening: bytes) -> int:
+        """Queue a call (an encoded `Opening`); returns its number."""
+        id = self._new_id()
+        self._calls.add(id)
+        self._queue.append(encode(Kind.CALL, id, opening))
+        return id
+
+    def cancel(self, id: int) -> None:
+        """Give up a call: the peer's handler is cancelled, a late reply dropped."""
+        if id in self._calls:
+            self._calls.remove(id)
+            self._queue.append(encode(Kind.CANCEL, id))
+
+    def reply(self, id: int, body: bytes) -> None:
+        """Answer a call of the peer; nothing if it was cancelled meanwhile."""
+        if id in self._serving:
+            self._serving.remove(id)
+            self._queue.append(encode(Kind.REPLY, id, body))
+
+    def fail(self, id: int, code: str, text: str) -> None:
+        """Answer a call of the peer with an error; nothing if it was cancelled meanwhile."""
+        if id in self._serving:
+            self._serving.remove(id)
+            self._queue.append(encode(Kind.ERROR, id, _failure(code, text)))
+
+    def open(self, opening: bytes) -> int:
+        """Open a stream (with an encoded `Opening`); returns its number."""
+        id = self._new_id()
+        self._streams[id] = Flow()
+        self._queue.append(encode(Kind.OPEN, id, opening))
+        return id
+
+    def may_send(self, id: int) -> bool:
+        """Whether an item may be sent now: the stream is there and has credit."""
+        flow = self._streams.get(id)
+        return flow is not None and flow.credit > 0
+
+    def send(self, id: int, message: bytes, payload: Buffer) -> None:
+        """Queue an item; check `may_send` first."""
+        flow = self._streams[id]
+        assert flow.credit > 0 and not flow.sent_end
+        flow.credit -= item_cost(message, payload)
+        self._queue.append(encode(Kind.ITEM, id, message, payload))
+
+    def consumed(self, id: int, cost: int) -> None:
+        """The application took an item of this cost: the peer may send as much again (told in half windows)."""
+        flow = self._streams.get(id)
+        if flow is None or flow.got_end:
+            return
+        flow.consumed += cost
+        if flow.consumed >= STREAM_WINDOW_BYTES // 2:
+            self._queue.append(encode(Kind.CREDIT, id, _U32.pack(flow.consumed)))
+            flow.window += flow.consumed
+            flow.consumed = 0
+
+    def end(self, id: int) -> None:
+        """Say that nothing more will be sent on the stream. Idempotent."""
+        flow = self._streams.get(id)
+        if flow is not None and not flow.sent_end:
+            flow.sent_end = True
+            self._queue.append(encode(Kind.END, id))
+            self._forget_if_over(id, flow)
+
+    def reset(self, id: int, code: str = "reset", text: str = "") -> None:
+        """Drop the stream both ways. Idempotent."""
+        if self._streams.pop(id, None) is not None:
+            self._queue.append(encode(Kind.RESET, id, _failure(code, text)))
+
+    def ping(self, token: bytes) -> None:
+        """Ask for a PONG that carries ``token``."""
+        self._queue.append(encode(Kind.PING, 0, token))
+
+    def leave(self) -> None:
+        """Say that this end starts nothing new, and wants the link closed when all is done. Idempotent."""
+        if not self.leaving:
+            self.leaving = True
+            self._queue.append(encode(Kind.LEAVING, 0))
+
+    def on_packet(self, packet: Buffer) -> list[Frame]:
+        """Take a packet from the peer; returns the frames that concern the application.
+
+        Raises:
+            ProtocolError: the peer broke the rules; close the link.
+        """
+        return [frame for frame in self._reader.read(packet) if self._admit(frame)]
+
+    def _admit(self, frame: Frame) -> bool:
+        kind, id = frame.kind, frame.id
+        if kind is Kind.ITEM:
+            return self._on_item(frame)
+        if kind is Kind.CALL or kind is Kind.OPEN:
+            return self._on_opening(frame)
+        if kind is Kind.REPLY or kind is Kind.ERROR:
+            return self._remove(self._calls, id)
+        if kind is Kind.CANCEL:
+            return self._remove(self._serving, id)
+        if kind is Kind.PING:
+            if len(frame.message) > MAX_PING_BYTES:
+                raise ProtocolError(f"a ping of {len(frame.message)} bytes")
+            self._queue.append(encode(Kind.PONG, 0, frame.message))
+            return False
+        if kind is Kind.PONG:
+            return True
+        if kind is Kind.LEAVING:
+            self.peer_leaving = True
+            return True
+        return self._on_stream_control(frame)
+
+    def _on_opening(self, frame: Frame) -> bool:
+        id = frame.id
+        if id <= self._last_theirs or (id - self._next_id) % 2 == 0:
+            raise ProtocolError(f"{frame.kind.name} with number {id} after {self._last_theirs}")
+        self._last_theirs = id
+        if frame.kind is Kind.CALL:
+            if len(self._serving) >= self._max_calls:
+                text = f"{self._max_calls} calls are pending on this link"
+                self._queue.append(encode(Kind.ERROR, id, _failure("busy", text)))
+                return False
+            self._serving.add(id)
+        elif len(self._streams) >= self._max_streams:
+            text = f"{self._max_streams} streams are open on this link"
+            self._queue.append(encode(Kind.RESET, id, _failure("busy", text)))
+            return False
+        else:
+            self._streams[id] = Flow()
+        return True
+
+    def _on_item(self, frame: Frame) -> bool:
+        flow = self._flow(frame)
+        if flow is None:
+            return False
+        if flow.got_end or flow.window <= 0:
+            raise ProtocolError(
+                f"an item on stream {frame.id} {'after its end' if flow.got_end else 'without credit'}"
+            )
+        flow.window -= item_cost(frame.message, frame.payload)
+        return True
+
+    def _on_stream_control(self, frame: Frame) -> bool:
+        flow = self._flow(frame)
+        if flow is None:
+            return False
+        if frame.kind is Kind.RESET:
+            del self._streams[frame.id]
+        elif frame.kind is Kind.END:
+            if flow.got_end:
+                raise ProtocolError(f"a second end of stream {frame.id}")
+            flow.got_end = True
+            self._forget_if_over(frame.id, flow)
+        else:
+            if len(frame.message) != _U32.size:
+                raise ProtocolError("a credit frame of the wrong size")
+            flow.credit += _U32.unpack(frame.message)[0]
+            if flow.credit > MAX_CREDIT_BYTES:
+                raise ProtocolError(f"stream {frame.id} got credit for {flow.credit} bytes")
+        return True
+
+    def _flow(self, frame: Frame) -> Flow | None:
+        """The stream a frame names; None if it is over."""
+        flow = self._streams.get(frame.id)
+        if flow is None:
+            self._require_known(frame.id)
+        return flow
+
+    def _remove(self, pending: set[int], id: int) -> bool:
+        if id in pending:
+            pending.remove(id)
+            return True
+        self._require_known(id)
+        return False
+
+    def _require_known(self, id: int) -> None:
+        ours = (id - self._next_id) % 2 == 0
+        if not 0 < id <= (self._next_id - 1 if ours else self._last_theirs):
+            raise ProtocolError(f"a frame names call or stream {id}, which never was")
+
+    def _forget_if_over(self, id: int, flow: Flow) -> None:
+        if flow.sent_end and flow.got_end:
+            del self._streams[id]
+
+    def _new_id(self) -> int:
+        id = self._next_id
+        self._next_id += 2
+        return id
+
+
+def encode_opening(message: Message) -> bytes:
+    """An encoded `Opening` for this message."""
+    return _encoder.encode((type(message).__name__, message))
+
+
+def _failure(code: str, text: str) -> bytes:
+    return _encoder.encode((code, text[:MAX_TEXT_CHARS]))

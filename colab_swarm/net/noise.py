@@ -1,0 +1,203 @@
+"""The Noise XX handshake (revision 34 of the Noise specification), free of I/O.
+
+    -> e                  each token in turn: e, s send a public key;
+    <- e, ee, s, es       ee, es, se mix a Diffie-Hellman result into the keys.
+    -> s, se              What follows the tokens is the payload, encrypted as soon as there is a key.
+
+After three messages both ends have the same ``hash`` and a key for each direction. Names are the specification's:
+``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key and nonce.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal, TypeAlias
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.net.peers import Buffer
+
+Suite: TypeAlias = Literal["AESGCM", "ChaChaPoly"]
+KEY_BYTES = 32
+TAG_BYTES = 16
+MAX_HANDSHAKE_BYTES = 8192
+PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
+
+
+class CipherState:
+    """One direction's key and counter; every message gets the next nonce, so none can be repeated or dropped."""
+
+    def __init__(self, suite: Suite, key: bytes) -> None:
+        self._aead = AESGCM(key) if suite == "AESGCM" else ChaCha20Poly1305(key)
+        self._order: Literal["big", "little"] = "big" if suite == "AESGCM" else "little"
+        self._n = 0
+
+    def _nonce(self) -> bytes:
+        nonce = bytes(4) + self._n.to_bytes(8, self._order)
+        self._n += 1
+        return nonce
+
+    def encrypt(self, plaintext: Buffer, associated: bytes | None = None) -> bytes:
+        """Ciphertext and tag (16 bytes longer than ``plaintext``)."""
+        return self._aead.encrypt(self._nonce(), plaintext, associated)
+
+    def decrypt(self, ciphertext: Buffer, associated: bytes | None = None) -> bytes:
+        """The plaintext, in memory of its own.
+
+        Raises:
+            ProtocolError: garbled, replayed, out of order, or sealed with another key.
+        """
+        try:
+            return self._aead.decrypt(self._nonce(), ciphertext, associated)
+        except InvalidTag:
+            raise ProtocolError("a message does not decrypt: garbled, replayed or from another run") from None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a finished handshake leaves: a cipher for each direction."""
+
+    sending: CipherState
+    receiving: CipherState
+
+    def seal(self, plaintext: bytes) -> bytes:
+        """Encrypt the next packet to the other end."""
+        return self.sending.encrypt(plaintext)
+
+    def open(self, ciphertext: Buffer) -> bytes:
+        """Decrypt the next packet from the other end; raises `ProtocolError`."""
+        return self.receiving.decrypt(ciphertext)
+
+
+class Handshake:
+    """One end of a Noise XX handshake: call `write` and `read` in turn, the initiator writing first.
+
+    Args:
+        initiator: whether this end dialled.
+        static: this end's long-lived X25519 key.
+        prologue: what both ends must agree on beforehand; another prologue fails at the second message.
+        suite: the AEAD.
+        ephemeral: fixed ephemeral key, for test vectors only.
+    """
+
+    def __init__(
+        self,
+        *,
+        initiator: bool,
+        static: X25519PrivateKey,
+        prologue: bytes,
+        suite: Suite = "AESGCM",
+        ephemeral: X25519PrivateKey | None = None,
+    ) -> None:
+        self._initiator, self._suite = initiator, suite
+        self._keys = {"s": static, "e": ephemeral or X25519PrivateKey.generate()}
+        self._remote: dict[str, X25519PublicKey] = {}
+        self._turn = 0
+        name = f"Noise_XX_25519_{suite}_SHA256".encode()
+        self.hash = name.ljust(KEY_BYTES, b"\0") if len(name) <= KEY_BYTES else sha256(name).digest()
+        self._ck = self.hash
+        self._cipher: CipherState | None = None
+        self._mix_hash(prologue)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all three messages are through."""
+        return self._turn == len(PATTERN)
+
+    @property
+    def remote_static(self) -> bytes:
+        """The other end's static public key (32 bytes); known once it has been read."""
+        return self._remote["s"].public_bytes_raw()
+
+    def write(self, payload: bytes) -> bytes:
+        """This end's next message, carrying ``payload``."""
+        message = b""
+        for token in self._next_tokens(writing=True):
+            if token == "e":
+                public = self._keys["e"].public_key().public_bytes_raw()
+                self._mix_hash(public)
+                message += public
+            elif token == "s":
+                message += self._encrypt_and_hash(self._keys["s"].public_key().public_bytes_raw())
+            else:
+                self._mix_shared(token)
+        return message + self._encrypt_and_hash(payload)
+
+    def read(self, message: bytes) -> bytes:
+        """The payload of the other end's next message.
+
+        Raises:
+            ProtocolError: the message is truncated, oversized, garbled or made with another prologue.
+        """
+        if len(message) > MAX_HANDSHAKE_BYTES:
+            raise ProtocolError(f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}")
+        for token in self._next_tokens(writing=False):
+            if token in ("e", "s"):
+                size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
+                if len(message) < size:
+                    raise ProtocolError("a handshake message is truncated")
+                self._read_key(token, message[:size])
+                message = message[size:]
+            else:
+                self._mix_shared(token)
+        return self._decrypt_and_hash(message)
+
+    def split(self) -> Keys:
+        """The keys of the finished handshake."""
+        assert self.finished
+        first, second = _hkdf(self._ck, b"")
+        towards_responder, towards_initiator = (
+            CipherState(self._suite, first),
+            CipherState(self._suite, second),
+        )
+        if self._initiator:
+            return Keys(towards_responder, towards_initiator)
+        return Keys(towards_initiator, towards_responder)
+
+    def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
+        assert not self.finished and writing == (self._initiator == (self._turn % 2 == 0)), (
+            "not this end's turn"
+        )
+        self._turn += 1
+        return PATTERN[self._turn - 1]
+
+    def _read_key(self, token: str, data: bytes) -> None:
+        if token == "s":
+            data = self._decrypt_and_hash(data)
+        else:
+            self._mix_hash(data)
+        self._remote[token] = X25519PublicKey.from_public_bytes(data)
+
+    def _mix_shared(self, token: str) -> None:
+        """Token "es" is the initiator's e with the responder's s, "se" the other way round."""
+        mine, theirs = (token[0], token[1]) if self._initiator else (token[1], token[0])
+        try:
+            shared = self._keys[mine].exchange(self._remote[theirs])
+        except ValueError:  # a public key of small order
+            raise ProtocolError("the handshake carries an unusable public key") from None
+        self._ck, key = _hkdf(self._ck, shared)
+        self._cipher = CipherState(self._suite, key)
+
+    def _mix_hash(self, data: bytes) -> None:
+        self.hash = sha256(self.hash + data).digest()
+
+    def _encrypt_and_hash(self, plaintext: bytes) -> bytes:
+        data = self._cipher.encrypt(plaintext, self.hash) if self._cipher else plaintext
+        self._mix_hash(data)
+        return data
+
+    def _decrypt_and_hash(self, data: bytes) -> bytes:
+        plaintext = self._cipher.decrypt(data, self.hash) if self._cipher else data
+        self._mix_hash(data)
+        return plaintext
+
+
+def _hkdf(chaining_key: bytes, material: bytes) -> tuple[bytes, bytes]:
+    secret = hmac.digest(chaining_key, material, "sha256")
+    first = hmac.digest(secret, b"\x01", "sha256")
+    return first, hmac.digest(secret, first + b"\x02", "sha256")

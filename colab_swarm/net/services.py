@@ -1,0 +1,71 @@
+"""What a peer answers: handlers by the name of the message's class."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from colab_swarm.net.mux import Opening
+from colab_swarm.net.peers import Message
+
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+_opening_decoder = msgspec.msgpack.Decoder(Opening)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A handler, and the decoder of the message it takes."""
+
+    decoder: msgspec.msgpack.Decoder[Any]
+    handler: Handler
+
+
+class Unserved(Exception):
+    """No handler can take this opening.
+
+    Attributes:
+        code: ``unknown`` or ``invalid``, as in `CallRefused`.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Services:
+    """Handlers by the name of the message's class."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Service] = {}
+
+    def add(self, kind: type[Message], handler: Handler) -> None:
+        """Answer messages of ``kind``.
+
+        Raises:
+            ValueError: they are answered already.
+        """
+        if kind.__name__ in self._by_name:
+            raise ValueError(f"{kind.__name__} is served already; unserve it first")
+        self._by_name[kind.__name__] = Service(msgspec.msgpack.Decoder(kind), handler)
+
+    def remove(self, kind: type[Message]) -> None:
+        """Stop answering ``kind``."""
+        self._by_name.pop(kind.__name__, None)
+
+    def find(self, encoded: memoryview) -> tuple[Handler, Any]:
+        """The handler that takes an encoded `Opening`, and the decoded message in it.
+
+        Raises:
+            Unserved: nobody serves it, or it does not decode.
+        """
+        try:
+            opening = _opening_decoder.decode(encoded)
+            service = self._by_name.get(opening.name)
+            if service is None:
+                raise Unserved("unknown", f"{opening.name[:100]} is not served here")
+            return service.handler, service.decoder.decode(opening.body)
+        except msgspec.MsgspecError as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error

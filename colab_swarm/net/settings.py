@@ -1,0 +1,50 @@
+"""What can be set about a node, with the unit of each figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_RUN_ID_BYTES = 64
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """Settings of `colab_swarm.net.node.Node`.
+
+    Attributes:
+        run_id: name of the run, 64 bytes at most; peers of another run are refused.
+        host, port: where to listen; port 0 takes a free one.
+        listen: whether to accept links; without, the node is in client mode: it dials, and is called back over
+            the links it has.
+        announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None works them out from the interfaces.
+        upload_bps, download_bps: limits over all links, bits per second; None for no limit.
+        per_peer_upload_bps: limit of each link, bits per second.
+        keep_alive_s: every link is pinged this often; one silent for three times as long is closed.
+        idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
+        max_links: links kept; beyond, the one unused for longest is closed, or new ones are refused.
+        max_handshakes: accepted connections that have not introduced themselves yet.
+        dial_timeout_s: for one address, handshake included.
+        handshake_timeout_s: for an accepted connection to introduce itself.
+        max_streams_per_link, max_calls_per_link: what one peer may have open.
+    """
+
+    run_id: str = ""
+    host: str = "0.0.0.0"
+    port: int = 0
+    listen: bool = True
+    announce: tuple[str, ...] | None = None
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    per_peer_upload_bps: float | None = None
+    keep_alive_s: float = 10.0
+    idle_link_s: float = 300.0
+    max_links: int = 256
+    max_handshakes: int = 64
+    dial_timeout_s: float = 10.0
+    handshake_timeout_s: float = 10.0
+    max_streams_per_link: int = 256
+    max_calls_per_link: int = 1024
+
+    def __post_init__(self) -> None:
+        if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
+            raise ValueError(f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")

@@ -1,0 +1,266 @@
+"""The carrier: aiohttp shakes hands as a WebSocket (RFC 6455), then this protocol takes the socket over.
+
+What goes over the wire stays legal WebSocket frames, so every proxy that passes WebSockets passes these; but aiohttp's
+Python no longer touches each message, and incoming bytes land in one buffer that all links of a loop share (reading
+and parsing happen in one synchronous step). The client masks with the key zero, which leaves bytes as they are: a
+mask protects proxies from chosen plaintext, and these bytes are ciphertext already.
+
+To hand over without losing bytes, the server must have sent nothing, and the client one message only, which aiohttp
+delivers, before both have taken over: see `dial` and `accept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+from typing import NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from colab_swarm.errors import PeerLost, ProtocolError
+from colab_swarm.net.carrier import Receiver
+
+SCRATCH_BYTES = 1 << 18
+MAX_MESSAGE_BYTES = 72 << 10
+MAX_CONTROL_BYTES = 125
+HIGH_WATER_BYTES = 1 << 17
+_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+_TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
+_POLICY_VIOLATION = 1008
+
+
+class Head(NamedTuple):
+    """One frame's header (RFC 6455 section 5.2): where its body lies, and how it is masked."""
+
+    final: bool
+    opcode: int
+    mask: bytes
+    begin: int
+    end: int
+
+
+def read_head(data: memoryview, at: int) -> Head | None:
+    """The header of the frame at ``at``, or None if more bytes are needed to read it.
+
+    Raises:
+        ProtocolError: reserved bits, or a length over the limit.
+    """
+    available = len(data) - at
+    if available < 2:
+        return None
+    first, second = data[at], data[at + 1]
+    length, begin = second & 0x7F, at + 2
+    if length >= 126:
+        begin += 2 if length == 126 else 8
+        if begin > len(data):
+            return None
+        length = int.from_bytes(data[at + 2 : begin], "big")
+    opcode = first & 0x0F
+    if first & 0x70 or length > (MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES):
+        raise ProtocolError(f"WebSocket frame {first:#x} of {length} bytes")
+    mask = b""
+    if second & 0x80:
+        begin += 4
+        if begin > len(data):
+            return None
+        mask = bytes(data[begin - 4 : begin])
+    return Head(first & 0x80 != 0, opcode, mask, begin, begin + length)
+
+
+def unmask(data: memoryview, mask: bytes) -> memoryview:
+    """The body without its mask; no copy if the mask is zero."""
+    if mask in (b"", b"\0\0\0\0"):
+        return data
+    size = len(data)
+    key = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
+    return memoryview((int.from_bytes(data, "big") ^ key).to_bytes(size, "big"))
+
+
+def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
+    """The header of a final frame; masked with the key zero."""
+    bit = 0x80 if masked else 0
+    first = bytes((0x80 | opcode,))
+    if size < 126:
+        head = first + bytes((bit | size,))
+    elif size < 1 << 16:
+        head = first + bytes((bit | 126,)) + size.to_bytes(2, "big")
+    else:
+        head = first + bytes((bit | 127,)) + size.to_bytes(8, "big")
+    return head + bytes(4) if masked else head
+
+
+class WebSocket(asyncio.BufferedProtocol):
+    """A taken-over connection. Set ``receiver`` before the next await after construction.
+
+    Args:
+        transport: the connection; its protocol until now keeps being told of its end.
+        scratch: `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
+        client: whether this end dialled (and so has to mask).
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, *, scratch: memoryview, client: bool, receiver: Receiver
+    ) -> None:
+        self.receiver = receiver
+        self.response: aiohttp.ClientResponse | None = None
+        self._transport, self._scratch, self._client = transport, scratch, client
+        self._rest = b""
+        self._fragments = b""
+        self._fragmented = False
+        self._reason = ""
+        self._closed = asyncio.get_running_loop().create_future()
+        self._previous = transport.get_protocol()
+        transport.set_protocol(self)
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        transport.resume_reading()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes sent but not yet taken by the operating system."""
+        return self._transport.get_write_buffer_size()
+
+    def send(self, data: bytes) -> int:
+        """Send one message; returns the bytes it takes on the wire."""
+        head = write_head(_BINARY, len(data), masked=self._client)
+        if not self._transport.is_closing():
+            self._transport.writelines((head, data))
+        return len(head) + len(data)
+
+    def close(self, reason: str = "") -> None:
+        """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""
+        if not self._transport.is_closing():
+            self._control(
+                _CLOSE, _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
+            )
+            self._transport.close()
+
+    def abort(self, reason: str = "") -> None:
+        """Close at once, dropping what is queued."""
+        self._reason = self._reason or reason
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """Take nothing more from the socket for now."""
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Take from the socket again."""
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    async def wait_closed(self) -> None:
+        """Return when the connection is gone."""
+        await asyncio.shield(self._closed)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        held = len(self._rest)
+        self._scratch[:held] = self._rest
+        return self._scratch[held:]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = self._scratch[: len(self._rest) + nbytes]
+        self._rest = b""
+        at = 0
+        try:
+            while (head := read_head(data, at)) is not None and head.end <= len(data):
+                self._on_frame(head, unmask(data[head.begin : head.end], head.mask))
+                at = head.end
+                if self._transport.is_closing():
+                    return
+        except ProtocolError as error:
+            self.abort(str(error))
+        else:
+            self._rest = bytes(data[at:])
+
+    def _on_frame(self, head: Head, body: memoryview) -> None:
+        if head.opcode & 8:
+            self._on_control(head.opcode, body)
+        elif head.opcode == _TEXT or (head.opcode == 0) != self._fragmented:
+            raise ProtocolError(f"unexpected WebSocket frame with opcode {head.opcode}")
+        elif head.final and not self._fragmented:
+            self.receiver.on_message(body)
+        else:
+            self._on_fragment(body, final=head.final)
+
+    def _on_fragment(self, body: memoryview, *, final: bool) -> None:
+        self._fragments += body
+        self._fragmented = not final
+        if len(self._fragments) > MAX_MESSAGE_BYTES:
+            raise ProtocolError("a fragmented WebSocket message is oversized")
+        if final:
+            whole, self._fragments = self._fragments, b""
+            self.receiver.on_message(memoryview(whole))
+
+    def _on_control(self, opcode: int, body: memoryview) -> None:
+        if opcode == _PING:
+            self._control(_PONG, bytes(body))
+        elif opcode == _CLOSE:
+            self._reason = bytes(body[2:]).decode(errors="replace") or "closed by the peer"
+            self._transport.close()
+
+    def _control(self, opcode: int, body: bytes) -> None:
+        self._transport.write(write_head(opcode, len(body), masked=self._client) + body)
+
+    def pause_writing(self) -> None:
+        self.receiver.on_writable(False)
+
+    def resume_writing(self) -> None:
+        self.receiver.on_writable(True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # aiohttp waits for this on both ends: its session and its server would never finish closing
+        self._previous.connection_lost(exc)
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self.receiver.on_lost(self._reason or (str(exc) if exc else "") or "the connection closed")
+
+
+async def dial(
+    session: aiohttp.ClientSession, address: str, *, scratch: memoryview, receiver: Receiver
+) -> WebSocket:
+    """Open a WebSocket to ``ws://host:port``. Send one message, then wait for the answer before the next.
+
+    Raises:
+        PeerLost: something answered, but not as a WebSocket server.
+        aiohttp.ClientError, OSError: nothing answered.
+    """
+    key = base64.b64encode(os.urandom(16)).decode()
+    headers = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": key,
+    }
+    url = "http" + address.removeprefix("ws")
+    response = await session.get(url, headers=headers, allow_redirects=False)
+    accept = base64.b64encode(hashlib.sha1((key + _GUID).encode()).digest()).decode()
+    connection = response.connection
+    if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != accept:
+        response.close()
+        raise PeerLost(f"{address} is no peer: HTTP status {response.status}")
+    if connection is None or not isinstance(connection.transport, asyncio.Transport):
+        raise PeerLost(f"{address} closed the connection at once")
+    websocket = WebSocket(connection.transport, scratch=scratch, client=True, receiver=receiver)
+    websocket.response = response  # it closes the connection when it is collected
+    return websocket
+
+
+async def accept(
+    request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver
+) -> tuple[WebSocket, bytes, web.WebSocketResponse]:
+    """Upgrade an HTTP request: the WebSocket, the client's first message, and what the handler must return.
+
+    Raises:
+        PeerLost: the client went away, or sent no binary message first.
+    """
+    response = web.WebSocketResponse(compress=False, autoping=False, max_msg_size=MAX_MESSAGE_BYTES)
+    await response.prepare(request)
+    first = await response.receive()
+    transport = request.transport
+    if first.type is not aiohttp.WSMsgType.BINARY or not isinstance(transport, asyncio.Transport):
+        raise PeerLost("the client left before its first message")
+    return WebSocket(transport, scratch=scratch, client=False, receiver=receiver), first.data, response

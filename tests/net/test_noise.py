@@ -1,0 +1,177 @@
+"""The handshake against published vectors, and against damage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.net.noise import Handshake, Suite
+
+# From the test vectors of the cacophony library (Haskell), as also shipped with snow (Rust):
+# https://github.com/haskell-cryptography/cacophony/blob/master/vectors/cacophony.txt
+PROLOGUE = "4a6f686e2047616c74"
+INITIATOR_STATIC = "e61ef9919cde45dd5f82166404bd08e38bceb5dfdfded0a34c8df7ed542214d1"
+INITIATOR_EPHEMERAL = "893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a"
+RESPONDER_STATIC = "4a3acbfdb163dec651dfa3194dece676d437029c62a408b4c5ea9114246e4893"
+RESPONDER_EPHEMERAL = "bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b"
+PAYLOADS = (
+    "4c756477696720766f6e204d69736573",
+    "4d757272617920526f746862617264",
+    "462e20412e20486179656b",
+    "4361726c204d656e676572",
+    "4a65616e2d426170746973746520536179",
+    "457567656e2042f6686d20766f6e2042617765726b",
+)
+
+
+@dataclass(frozen=True)
+class Vector:
+    suite: Suite
+    hash: str
+    ciphertexts: tuple[str, ...]
+
+
+VECTORS = (
+    Vector(
+        "AESGCM",
+        "c7c118c30ea6b4b4fb8b576a2a29da04bbbb63e2b3a8430856a2a6d58f5953ad",
+        (
+            "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c79444c756477696720766f6e204d69736573",
+            "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843757117acceb05bd7a45733bc22015c97"
+            "a9d0cbaf41b80446d5988ff5127235d76b79eade70f473d6a4ef521fdcbeda5340d01e028ba793fc059f2724a83af05f"
+            "12dda0448a7621a926b379a92477fd",
+            "c90f1cf77eba4e50edb038991565e36c9758943a989229b6051244dc4fbecb6946744b401af2ee1a5881b65fbb87fd07"
+            "cb6a328ececc9ce6ce84c399dc332d4fd521fa4bb7f467ce909395",
+            "bc3fa77f6aca3e8466d7dc6bea10013e88a6a29add5132b461806c",
+            "250b01074cdfe0df2ecf8ccbf1737b15a2ddb5b52fd9a396604e9c793cee3b3bb9",
+            "449d4d433b3cdc3d02bf6fc881774b9df54366ebcffb9689bb13f14709822cd7ef42bcdb4d",
+        ),
+    ),
+    Vector(
+        "ChaChaPoly",
+        "e37b138ecd936a2b3c3532fb2cc499bdee2746dbfc19e9490964c79fd14bd88b",
+        (
+            "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c79444c756477696720766f6e204d69736573",
+            "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f14480884381cbad1f276e038c48378ffce2b65285"
+            "e08d6b68aaa3629a5a8639392490e5b9bd5269c2f1e4f488ed8831161f19b7815528f8982ffe09be9b5c412f8a0db50f"
+            "8814c7194e83f23dbd8d162c9326ad",
+            "c7195ffacac1307ff99046f219750fc47693e23c3cb08b89c2af808b444850a80ae475b9df0f169ae80a89be0865b57f"
+            "58c9fea0d4ec82a286427402f113e4b6ae769a1d95941d49b25030",
+            "96763ed773f8e47bb3712f0e29b3060ffc956ffc146cee53d5e1df",
+            "3e40f15f6f3a46ae446b253bf8b1d9ffb6ed9b174d272328ff91a7e2e5c79c07f5",
+            "eb3f3515110702e047a6c9da4478b6ead94873c11c0f2d710ddb3f09fce024b3a58502ae3f",
+        ),
+    ),
+)
+
+
+def key(text: str) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(bytes.fromhex(text))
+
+
+def pair(suite: Suite = "AESGCM", other_prologue: str = PROLOGUE) -> tuple[Handshake, Handshake]:
+    return (
+        Handshake(
+            initiator=True,
+            static=key(INITIATOR_STATIC),
+            prologue=bytes.fromhex(PROLOGUE),
+            suite=suite,
+            ephemeral=key(INITIATOR_EPHEMERAL),
+        ),
+        Handshake(
+            initiator=False,
+            static=key(RESPONDER_STATIC),
+            prologue=bytes.fromhex(other_prologue),
+            suite=suite,
+            ephemeral=key(RESPONDER_EPHEMERAL),
+        ),
+    )
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector.suite)
+def test_handshake_and_transport_equal_the_published_vectors(vector: Vector) -> None:
+    alice, bob = pair(vector.suite)
+    for index in range(3):
+        writer, reader = (alice, bob) if index % 2 == 0 else (bob, alice)
+        message = writer.write(bytes.fromhex(PAYLOADS[index]))
+        assert message.hex() == vector.ciphertexts[index]
+        assert reader.read(message).hex() == PAYLOADS[index]
+        if index == 1:  # the published hash is the one after the second message
+            assert alice.hash.hex() == vector.hash
+        assert alice.hash == bob.hash
+    keys, other_keys = alice.split(), bob.split()
+    for index in range(3, 6):
+        # the published vectors go on alternating: message 4 is the responder's
+        sender, receiver = (other_keys, keys) if index % 2 else (keys, other_keys)
+        sealed = sender.sending.encrypt(bytes.fromhex(PAYLOADS[index]))
+        assert sealed.hex() == vector.ciphertexts[index]
+        assert receiver.receiving.decrypt(sealed).hex() == PAYLOADS[index]
+
+
+def test_each_end_learns_the_other_ends_static_key() -> None:
+    alice, bob = pair()
+    bob.read(alice.write(b""))
+    alice.read(bob.write(b""))
+    bob.read(alice.write(b""))
+    assert alice.remote_static == key(RESPONDER_STATIC).public_key().public_bytes_raw()
+    assert bob.remote_static == key(INITIATOR_STATIC).public_key().public_bytes_raw()
+
+
+def test_another_prologue_is_refused_at_the_second_message() -> None:
+    alice, bob = pair(other_prologue="00")
+    bob.read(alice.write(b""))
+    with pytest.raises(ProtocolError, match="does not decrypt"):
+        alice.read(bob.write(b""))
+
+
+def test_a_public_key_of_small_order_is_refused() -> None:
+    _, bob = pair()
+    bob.read(bytes(32))
+    with pytest.raises(ProtocolError, match="unusable public key"):
+        bob.write(b"")
+
+
+def test_a_replayed_transport_message_is_refused() -> None:
+    alice, bob = pair()
+    bob.read(alice.write(b""))
+    alice.read(bob.write(b""))
+    bob.read(alice.write(b""))
+    sealed = alice.split().sending.encrypt(b"once")
+    receiving = bob.split().receiving
+    assert receiving.decrypt(sealed) == b"once"
+    with pytest.raises(ProtocolError, match="replayed"):
+        receiving.decrypt(sealed)
+
+
+@given(st.binary(max_size=200), st.integers(0, 2))
+def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, turn: int) -> None:
+    alice, bob = pair()
+    reader = bob
+    if turn >= 1:
+        bob.read(alice.write(b""))
+        reader = alice
+    if turn == 2:
+        alice.read(bob.write(b""))
+        alice.write(b"")
+        reader = bob
+    try:
+        reader.read(data)
+    except ProtocolError:
+        assert turn > 0 or len(data) < 32
+    else:
+        assert turn == 0 and len(data) >= 32
+
+
+@given(st.integers(0, 110), st.integers(1, 255))
+def test_any_changed_byte_of_the_second_message_is_noticed(position: int, change: int) -> None:
+    alice, bob = pair()
+    bob.read(alice.write(b"hello"))
+    message = bytearray(bob.write(bytes.fromhex(PAYLOADS[1])))
+    message[position % len(message)] ^= change
+    with pytest.raises(ProtocolError):
+        alice.read(bytes(message))
