@@ -170,12 +170,13 @@ class GatheringSettings:
     call_timeout_s: float = 2.0
 
 
-MAX_WEIGHT = 1e9
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
+"""Beyond, a ratio of two weights would not fit a float32."""
 
 
 def valid_weight(weight: float) -> bool:
-    """Whether a weight is finite, not negative and below 10^9."""
-    return math.isfinite(weight) and 0 <= weight < MAX_WEIGHT
+    """Whether a weight is 0, or between 10^-9 and 10^9."""
+    return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
 
 
 class Gathering:
@@ -224,7 +225,7 @@ class Gathering:
     def on_join(self, ticket: Ticket, contact: Contact) -> tuple[RefusalReason, str] | None:
         """Take a peer in, or say why not."""
         if not valid_weight(ticket.weight):
-            return "invalid", f"weight {ticket.weight} is not in [0, 10^9)"
+            return "invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)"
         mine, theirs = self._terms, ticket
         if (mine.step, mine.lineage) != (theirs.step, theirs.lineage):
             return "resync", f"step {theirs.step} here is of another lineage: load the state from a peer"

@@ -87,7 +87,7 @@ class Matchmaker:
             RoundRefused: this peer has no part in the round; see its ``reason``.
         """
         if not valid_weight(ticket.weight):
-            raise RoundRefused("invalid", f"weight {ticket.weight} is not in [0, 10^9)")
+            raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         try:
             async with asyncio.timeout_at(deadline):
                 while True:

@@ -29,7 +29,7 @@ class SpanReducer:
 
     Args:
         chunks: the span's chunks, in order.
-        weights: weight per member, >= 0 and finite; a member of weight 0 is never expected to contribute.
+        weights: weight per member (`valid_weight`); a member of weight 0 is never expected to contribute.
         sums: float32 memory for the whole span; holds the means in the end.
     """
 
@@ -74,9 +74,12 @@ class SpanReducer:
         return self._settle()
 
     def mean(self, chunk: int) -> Floats | None:
-        """The mean of a finished chunk (a view of ``sums``), or None if nobody contributed to it."""
+        """The mean of a finished chunk (a view of ``sums``).
+
+        None if nobody contributed to it, or if it overflowed: contributions at the end of float32's range.
+        """
         assert chunk not in self.unfinished
-        return self._sums[chunk] if self._delivered[chunk] else None
+        return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
 
     def missing(self, chunk: int) -> tuple[int, ...]:
         """Members of positive weight that are not in the mean of ``chunk``."""

@@ -176,14 +176,14 @@ class Averager:
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
-            async with stream, self._round_for(opening.round_id, stream.peer) as (exchange, member):
+            async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
                 await exchange.serve(stream, member)
         except (PeerError, TimeoutError) as error:
             logger.debug("contribution ended: %s", error)
 
     async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
         try:
-            async with stream, self._round_for(opening.round_id, stream.peer) as (exchange, _):
+            async with self._round_for(opening.round_id, stream.peer) as (exchange, _), stream:
                 await serve_recall(exchange, opening, stream)
         except (PeerError, TimeoutError) as error:
             logger.debug("recall ended: %s", error)

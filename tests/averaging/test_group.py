@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from colab_swarm.averaging.group import (
+    Gathering,
+    GatheringSettings,
+    Group,
+    Member,
+    Ticket,
+    equal_shares,
+    rank,
+)
+from colab_swarm.net.peers import Contact, PeerId
+
+ALICE, BOB, CAROL = (PeerId(bytes([i]) * 32) for i in (1, 2, 3))
+TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
+SETTINGS = GatheringSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
+
+
+def gathering() -> Gathering:
+    return Gathering(TICKET, now=100.0, settings=SETTINGS)
+
+
+def contact(peer: PeerId) -> Contact:
+    return Contact(peer, ("ws://somewhere",))
+
+
+def test_it_closes_when_all_who_are_coming_are_here() -> None:
+    g = gathering()
+    g.on_called(BOB, now=100.0)
+    assert g.closes_at() == 103.0
+    g.on_coming(BOB, 5.0, now=101.0)
+    assert g.closes_at() == 107.0
+    assert g.on_join(TICKET, contact(BOB)) is None
+    assert g.closes_at() == -math.inf
+
+
+def test_who_declined_is_not_waited_for_and_who_is_silent_has_the_window() -> None:
+    g = gathering()
+    g.on_called(BOB, now=100.0)
+    g.on_declined(BOB)
+    g.on_silent(CAROL)
+    assert g.closes_at() == 102.0
+
+
+@pytest.mark.parametrize("ready_in_s", [1e9, math.inf])
+def test_nobody_is_waited_for_beyond_the_longest_window(ready_in_s: float) -> None:
+    g = gathering()
+    g.on_coming(BOB, ready_in_s, now=100.0)
+    assert g.closes_at() == 130.0
+
+
+@pytest.mark.parametrize("ready_in_s", [-5.0, math.nan])
+def test_a_senseless_time_counts_as_now(ready_in_s: float) -> None:
+    g = gathering()
+    g.on_coming(BOB, ready_in_s, now=100.0)
+    assert g.closes_at() == 101.0
+
+
+def test_who_was_here_and_gave_up_is_no_member() -> None:
+    g = gathering()
+    for peer in (ALICE, BOB):
+        g.on_join(TICKET, contact(peer))
+    g.on_lost(BOB)
+    assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e9, 1e-300])
+def test_senseless_weights_are_refused(weight: float) -> None:
+    refusal = gathering().on_join(msgspec.structs.replace(TICKET, weight=weight), contact(ALICE))
+    assert refusal is not None and refusal[0] == "invalid" and str(weight) in refusal[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lineage": b"other"}, "resync"),
+        ({"step": 8}, "resync"),
+        ({"numel": 99}, "invalid"),
+        ({"schema": b"other"}, "invalid"),
+        ({"codec": "int8"}, "invalid"),
+    ],
+)
+def test_a_ticket_of_another_run_is_refused(change: dict[str, object], reason: str) -> None:
+    refusal = gathering().on_join(msgspec.structs.replace(TICKET, **change), contact(ALICE))
+    assert refusal is not None and refusal[0] == reason
+
+
+def test_members_are_sorted_and_share_equally_unless_in_client_mode() -> None:
+    g = gathering()
+    for peer, reduces in ((CAROL, True), (ALICE, True), (BOB, False)):
+        g.on_join(msgspec.structs.replace(TICKET, reduces=reduces), contact(peer))
+    group = g.form(bytes(16), equal_shares)
+    assert [(member.id, member.share) for member in group.members] == [(ALICE, 1), (BOB, 0), (CAROL, 1)]
+
+
+def test_a_client_alone_reduces_for_itself_but_two_clients_are_no_group() -> None:
+    g, ticket = gathering(), msgspec.structs.replace(TICKET, reduces=False)
+    g.on_join(ticket, contact(ALICE))
+    assert g.form(bytes(16), equal_shares).members[0].share == 1.0
+    g.on_join(ticket, contact(BOB))
+    with pytest.raises(ValueError, match="not all 0"):
+        g.form(bytes(16), equal_shares)
+
+
+def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
+    peers = [PeerId(bytes([i]) * 32) for i in range(50)]
+    assert rank("run", 1, peers) == rank("run", 1, reversed(peers))
+    assert len({rank("run", step, peers)[0] for step in range(20)}) > 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round_id": b"short"},
+        {"numel": -1},
+        {"codec": "zip"},
+        {"members": ()},
+        {"members": (Member(BOB, (), 1, 1), Member(ALICE, (), 1, 1))},
+        {"members": (Member(ALICE, (), 1, 1), Member(ALICE, (), 1, 1))},
+        {"members": (Member(ALICE, (), -1, 1),)},
+        {"members": (Member(ALICE, (), 1, -1),)},
+    ],
+)
+def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
+    group = Group(bytes(16), 7, b"lineage", (Member(ALICE, (), 1, 1), Member(BOB, (), 1, 1)), 100)
+    group.check()
+    with pytest.raises(ValueError):
+        msgspec.structs.replace(group, **change).check()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from colab_swarm.averaging.group import (
+    Coming,
+    Group,
+    Joined,
+    JoinRound,
+    RoundCall,
+    RoundRefused,
+    Ticket,
+    rank,
+)
+from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+
+TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
+
+
+class Trainer:
+    """A peer with a matchmaker; ``ready_in_s`` is what it answers when called."""
+
+    def __init__(self, peers: SimPeers) -> None:
+        self.peers = peers
+        self.candidates: list[PeerId] = []
+        self.ready_in_s: float | None = 0.0
+        self.ticket = TICKET
+        self.matchmaker = Matchmaker(
+            peers, "run", expected=lambda step, lineage: self.candidates, on_called=self._on_called
+        )
+
+    def _on_called(self, step: int, lineage: bytes) -> float | None:
+        return self.ready_in_s if (step, lineage) == (self.ticket.step, self.ticket.lineage) else None
+
+    async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
+        await asyncio.sleep(after_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return await self.matchmaker.join(self.ticket, self.candidates, deadline)
+
+
+class Town:
+    """Trainers on a simulated LAN, in the order in which they rank as organizers of step 7."""
+
+    def __init__(self, count: int, *, clients: int = 0) -> None:
+        self.network = SimNetwork(LAN, seed=5)
+        names = ["alice", "bob", "carol", "dave", "erin", "frank"][:count]
+        peers = {p.id: p for p in (self.network.peer(n, listen=i >= clients) for i, n in enumerate(names))}
+        self.network.introduce()
+        self.trainers = [Trainer(peers[peer]) for peer in rank("run", 7, peers)]
+        for trainer in self.trainers:
+            trainer.candidates = list(peers)
+
+
+def in_town(count: int, script: Callable[[Town], Awaitable[None]], *, clients: int = 0) -> None:
+    async def main() -> None:
+        await script(Town(count, clients=clients))
+
+    run_virtual(main())
+
+
+def joined(message: Message) -> bool:
+    return isinstance(message, JoinRound)
+
+
+def answered(message: Message) -> bool:
+    return isinstance(message, Joined)
+
+
+def refused(outcome: object) -> str:
+    assert isinstance(outcome, RoundRefused), outcome
+    return outcome.reason
+
+
+def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> None:
+    async def script(town: Town) -> None:
+        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 4
+        assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in groups[0].members)
+        assert asyncio.get_running_loop().time() < 0.1
+
+    in_town(4, script)
+
+
+def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -> None:
+    async def script(town: Town) -> None:
+        late = town.trainers[2]
+        late.ready_in_s = 8.0
+        early = [trainer.join() for trainer in town.trainers if trainer is not late]
+        groups = await asyncio.gather(*early, late.join(after_s=7.9))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 4
+
+    in_town(4, script)
+
+
+def test_who_comes_after_the_group_was_formed_is_told_so() -> None:
+    async def script(town: Town) -> None:
+        late = town.trainers[2]
+        late.ready_in_s = None
+        *groups, outcome = await asyncio.gather(
+            *(t.join() for t in town.trainers if t is not late), late.join(after_s=5), return_exceptions=True
+        )
+        assert refused(outcome) == "late" and {len(group.members) for group in groups} == {3}
+
+    in_town(4, script)
+
+
+def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
+    async def script(town: Town) -> None:
+        for trainer in town.trainers:
+            trainer.ticket = msgspec.structs.replace(TICKET, reduces=bool(trainer.peers.contact.addresses))
+        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+        assert len(set(groups)) == 1
+        assert sorted(member.share for member in groups[0].members) == [0, 1, 1]
+
+    in_town(3, script, clients=1)
+
+
+def test_alone_a_peer_is_its_own_group() -> None:
+    async def script(town: Town) -> None:
+        assert len((await town.trainers[0].join()).members) == 1
+
+    in_town(1, script)
+    in_town(1, script, clients=1)
+
+
+def test_a_dead_organizer_is_passed_over() -> None:
+    async def script(town: Town) -> None:
+        first, *others = town.trainers
+        town.network.now().crash(first.peers.name)
+        groups = await asyncio.gather(*(trainer.join() for trainer in others))
+        assert town.network.fired and len(set(groups)) == 1 and len(groups[0].members) == 3
+
+    in_town(4, script)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_an_organizer_may_vanish_while_peers_join(nth: int) -> None:
+    async def script(town: Town) -> None:
+        first, *others = town.trainers
+        town.network.when(joined, receiver=first.peers.name, nth=nth).crash(first.peers.name)
+        groups = await asyncio.gather(*(trainer.join() for trainer in others))
+        assert len(town.network.fired) == 1 and len(set(groups)) == 1 and len(groups[0].members) == 3
+
+    in_town(4, script)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_group_survives_the_organizer_that_vanishes_while_handing_it_out(nth: int) -> None:
+    async def script(town: Town) -> None:
+        first, *_others = town.trainers
+        town.network.when(answered, sender=first.peers.name, nth=nth).crash(first.peers.name)
+        going = [asyncio.create_task(trainer.join()) for trainer in town.trainers]
+        groups = await asyncio.gather(*going[1:])
+        assert len(town.network.fired) == 1 and len(set(groups)) == 1
+        assert len(groups[0].members) == (3 if nth == 1 else 4)
+        going[0].cancel()
+
+    in_town(4, script)
+
+
+def test_peers_that_know_different_candidates_still_form_one_group() -> None:
+    async def script(town: Town) -> None:
+        _first, second, third, fourth = town.trainers
+        fourth.candidates = [third.peers.id, fourth.peers.id]
+        third.candidates = [second.peers.id, third.peers.id, fourth.peers.id]
+        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 4
+
+    in_town(4, script)
+
+
+def test_an_organizer_that_will_not_come_leaves_the_round_to_the_next() -> None:
+    async def script(town: Town) -> None:
+        first, *others = town.trainers
+        first.ready_in_s = None
+        groups = await asyncio.gather(*(trainer.join() for trainer in others))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 3
+
+    in_town(4, script)
+
+
+def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
+    async def script(town: Town) -> None:
+        first, second, stray = town.trainers
+        second.ready_in_s = 3.0
+        stray.ticket = msgspec.structs.replace(TICKET, lineage=b"stray")
+        outcomes = await asyncio.gather(
+            first.join(), second.join(after_s=3), stray.join(after_s=1), return_exceptions=True
+        )
+        assert refused(outcomes[2]) == "resync" and outcomes[0] == outcomes[1]
+
+    in_town(3, script)
+
+
+def test_a_retry_by_a_member_gets_the_same_group() -> None:
+    async def script(town: Town) -> None:
+        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+        assert await town.trainers[1].join(after_s=1) == groups[1]
+
+    in_town(3, script)
+
+
+def test_who_gives_up_waiting_is_left_out() -> None:
+    async def script(town: Town) -> None:
+        first, second, third = town.trainers
+        third.ready_in_s = 6.0
+        impatient = asyncio.create_task(second.join(timeout_s=2.0))
+        groups = await asyncio.gather(first.join(), third.join(after_s=5.9))
+        assert refused((await asyncio.gather(impatient, return_exceptions=True))[0]) == "unreachable"
+        assert [len(group.members) for group in groups] == [2, 2]
+
+    in_town(3, script)
+
+
+def test_a_call_for_another_prefix_or_lineage_is_declined() -> None:
+    async def script(town: Town) -> None:
+        first, second = town.trainers
+        for call in (
+            RoundCall("other", 7, b"lineage"),
+            RoundCall("run", 7, b"other"),
+            RoundCall("run", 8, b"lineage"),
+        ):
+            answer = await first.peers.call(second.peers.id, call, Coming, timeout_s=1)
+            assert answer.ready_in_s is None and answer.group is None
+
+    in_town(2, script)

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.recovery import RecallSpan
+from colab_swarm.averaging.round import Averager
+from colab_swarm.net.peers import Message, Stream
+from colab_swarm.sim import HOME, SimNetwork, run_virtual
+from tests.averaging.swarm import NAMES, SETTINGS, make_group, run_round, vector
+
+EXTRA_S = 3.0
+"""How much longer than undisturbed a round may take when a member is lost."""
+
+
+def contribution(message: Message) -> bool:
+    return isinstance(message, Chunk) and not message.averaged
+
+
+def mean(message: Message) -> bool:
+    return isinstance(message, Chunk) and message.averaged
+
+
+def opening(message: Message) -> bool:
+    return isinstance(message, ReduceSpan)
+
+
+def others_than(*gone: str) -> list[str]:
+    return [name for name in NAMES[:4] if name not in gone]
+
+
+@pytest.mark.parametrize(
+    ("codec", "error"), [("float32", 1e-6), ("float16", 4e-3), ("bfloat16", 4e-2), ("int8", 0.05)]
+)
+def test_everyone_ends_with_the_same_weighted_mean(codec: str, error: float) -> None:
+    outcome = run_round(codec=codec)
+    np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=error)
+    for result in outcome.results.values():
+        assert len(result.contributors) == 4 and result.kept_local == () and result.spans_lost == ()
+
+
+def test_bytes_are_counted_once_up_and_once_down() -> None:
+    outcome = run_round(numel=4 * 16384)
+    for result in outcome.results.values():
+        assert result.sent_bytes == result.received_bytes == 6 * 65536
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3])
+def test_vectors_shorter_than_the_group_are_averaged(numel: int) -> None:
+    outcome = run_round(numel=numel)
+    np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=1e-6)
+
+
+def test_alone_the_mean_is_the_own_vector() -> None:
+    outcome = run_round(1)
+    np.testing.assert_array_equal(outcome.vectors["alice"], outcome.contributions["alice"])
+    assert len(outcome.results["alice"].contributors) == 1
+
+
+def test_client_mode_members_get_and_give_but_reduce_nothing() -> None:
+    outcome = run_round(clients=["bob", "dave"])
+    assert outcome.spans["bob"].numel == outcome.spans["dave"].numel == 0
+    np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=1e-6)
+
+
+def test_a_member_without_weight_only_receives() -> None:
+    outcome = run_round(weights=[1, 0, 2, 3])
+    np.testing.assert_allclose(
+        outcome.assert_equal_vectors(), outcome.mean("alice", "carol", "dave"), atol=1e-6
+    )
+    assert len(outcome.results["bob"].contributors) == 3
+    own_span_means = 3 * 4 * outcome.spans["bob"].numel
+    assert outcome.results["bob"].sent_bytes == own_span_means
+
+
+def test_without_any_weight_everyone_keeps_its_own_and_says_so() -> None:
+    outcome = run_round(weights=[0, 0, 0, 0])
+    for name, values in outcome.vectors.items():
+        np.testing.assert_array_equal(values, outcome.contributions[name])
+        assert outcome.results[name].kept_local == ((0, 200_000),)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_a_contribution_that_is_not_finite_leaves_the_span_it_is_in(odd: float) -> None:
+    def spoil(contributions: dict[str, np.ndarray]) -> None:
+        contributions["bob"][:] = odd
+
+    outcome = run_round(prepare=spoil)
+    np.testing.assert_allclose(
+        outcome.assert_equal_vectors(), outcome.mean("alice", "carol", "dave"), atol=1e-6
+    )
+    assert all(len(result.contributors) == 3 for result in outcome.results.values())
+
+
+def test_a_member_that_comes_late_is_waited_for() -> None:
+    outcome = run_round(delays={"carol": 5.0})
+    np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=1e-6)
+
+
+def test_a_living_member_that_never_comes_is_given_up_after_the_patience() -> None:
+    outcome = run_round(delays={"carol": 55.0})
+    np.testing.assert_allclose(outcome.vectors["alice"], outcome.mean(*others_than("carol")), atol=1e-6)
+    assert outcome.seconds["alice"] < 3 * SETTINGS.patience_s
+
+
+PHASES: dict[str, Callable[[SimNetwork], None]] = {
+    "before anything": lambda n: n.now().crash("bob"),
+    "at its first stream": lambda n: n.when(opening, sender="bob").crash("bob"),
+    "at the first stream to it": lambda n: n.when(opening, receiver="bob").crash("bob"),
+    "while sending": lambda n: n.when(contribution, sender="bob", nth=4).crash("bob"),
+    "while reducing": lambda n: n.when(contribution, receiver="bob", nth=4).crash("bob"),
+    "at its first mean": lambda n: n.when(mean, sender="bob").crash("bob"),
+    "before all means are back": lambda n: n.when(mean, sender="bob", nth=7).crash("bob"),
+    "while it receives means": lambda n: n.when(mean, receiver="bob", nth=3).crash("bob"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_a_member_may_vanish_at_any_phase(phase: str, codec: str) -> None:
+    outcome = run_round(numel=700_000, script=PHASES[phase], codec=codec)
+    assert [fault.name for fault in outcome.fired] == ["crash"]
+    values = outcome.assert_equal_vectors()
+    assert sorted(outcome.vectors) == others_than("bob")
+    with_bob, without_bob = outcome.mean(), outcome.mean(*others_than("bob"))
+    tolerance = 1e-6 if codec == "float32" else 0.05
+    assert (np.minimum(abs(values - with_bob), abs(values - without_bob)) <= tolerance).all()
+    for name, result in outcome.results.items():
+        assert result.kept_local == () and outcome.seconds[name] < EXTRA_S
+
+
+def test_where_no_span_was_lost_the_mean_over_the_survivors_is_exact() -> None:
+    outcome = run_round(clients=["bob"], script=lambda n: n.when(opening, sender="bob").crash("bob"))
+    assert [fault.name for fault in outcome.fired] == ["crash"]
+    np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(*others_than("bob")), atol=1e-6)
+    assert all(
+        result.spans_lost == () and len(result.contributors) == 3 for result in outcome.results.values()
+    )
+
+
+def test_a_lost_reducer_shows_as_a_lost_span_that_was_recovered() -> None:
+    outcome = run_round(script=PHASES["at the first stream to it"])
+    assert len(outcome.fired) == 1
+    for result in outcome.results.values():
+        assert result.spans_lost == (outcome.spans["bob"],) and result.kept_local == ()
+
+
+def test_the_coordinator_of_a_recovery_may_vanish_too() -> None:
+    def script(network: SimNetwork) -> None:
+        network.when(opening, receiver="bob").crash("bob")
+
+        def recalled(message: Message) -> bool:
+            return isinstance(message, RecallSpan) and message.contributions
+
+        for name in ("alice", "carol", "dave", "erin"):
+            network.when(recalled, sender=name).crash(name)
+
+    outcome = run_round(6, script=script)
+    assert len(outcome.fired) >= 2 and "bob" not in outcome.vectors
+    for result in outcome.results.values():
+        assert result.seconds["total"] < EXTRA_S
+
+
+def test_without_another_reducer_the_lost_span_stays_local() -> None:
+    outcome = run_round(
+        3, clients=["alice", "carol"], script=lambda n: n.when(contribution, receiver="bob").crash("bob")
+    )
+    assert len(outcome.fired) == 1
+    for name in ("alice", "carol"):
+        np.testing.assert_array_equal(outcome.vectors[name], outcome.contributions[name])
+        assert outcome.results[name].kept_local == ((0, 200_000),)
+
+
+def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
+    def script(network: SimNetwork) -> None:
+        network.when(contribution, receiver="bob", nth=2).partition({"bob"}, set(others_than("bob")))
+
+    outcome = run_round(script=script)
+    assert [fault.name for fault in outcome.fired] == ["partition"]
+    together = [outcome.vectors[name] for name in others_than("bob")]
+    assert all(np.array_equal(together[0], other) for other in together)
+    assert all(outcome.results[name].kept_local == () for name in others_than("bob"))
+
+
+@pytest.mark.parametrize(
+    ("index", "payload"),
+    [
+        (0, b""),
+        (0, bytes(39)),
+        (7, bytes(40)),
+        (-1, bytes(40)),
+        (0, np.full(10, np.nan, np.float32).tobytes()),
+    ],
+)
+def test_a_member_that_sends_garbage_is_left_out_and_still_gets_the_mean(index: int, payload: bytes) -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, mallory = network.peer("alice"), network.peer("mallory", listen=False)
+        network.introduce()
+        averager, group, values = (
+            Averager(alice, SETTINGS),
+            make_group([alice, mallory], [1, 9], 10),
+            vector(0, 10),
+        )
+        going = asyncio.create_task(averager.average(group, values))
+        async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
+            await stream.send(Chunk(index), payload)
+            answer, returned = await stream.receive(Chunk)
+        result = await going
+        assert result.contributors == (alice.id,) and answer.averaged
+        np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("payload", [bytes(39), np.full(10, np.nan, np.float32).tobytes()])
+def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, mallory = network.peer("alice", listen=False), network.peer("mallory")
+        network.introduce()
+
+        async def reduce(opening: ReduceSpan, stream: Stream) -> None:
+            await stream.send(Chunk(0, averaged=True), payload)
+            await stream.end()
+
+        mallory.serve_stream(ReduceSpan, reduce)
+        values = vector(0, 10)
+        result = await Averager(alice, SETTINGS).average(make_group([alice, mallory], [1, 1], 10), values)
+        assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
+        np.testing.assert_array_equal(values, vector(0, 10))
+
+    run_virtual(main())
+
+
+def test_rounds_at_once_are_kept_apart() -> None:
+    async def main() -> None:
+        network = SimNetwork(HOME, seed=3)
+        peers = [network.peer(name) for name in NAMES[:3]]
+        network.introduce()
+        averagers = [Averager(peer, SETTINGS) for peer in peers]
+        vectors = {(r, i): vector(10 * r + i, 50_000) for r in (1, 2) for i in range(3)}
+        expected = {r: sum(vectors[r, i] for i in range(3)) / 3 for r in (1, 2)}
+        groups = {r: make_group(peers, [1, 1, 1], 50_000, round_id=r) for r in (1, 2)}
+        await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
+        for (r, _), values in vectors.items():
+            np.testing.assert_allclose(values, expected[r], atol=1e-6)
+
+    run_virtual(main())
+
+
+def test_a_stranger_gets_no_part_in_a_round_and_bad_arguments_raise() -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, bob, mallory = (network.peer(name) for name in ("alice", "bob", "mallory"))
+        network.introduce()
+        averager = Averager(alice, SETTINGS)
+        group = make_group([alice, bob], [1, 1], 10)
+        with pytest.raises(ValueError, match="10 float32 values are needed"):
+            await averager.average(group, np.zeros(9, np.float32))
+        with pytest.raises(ValueError, match="member"):
+            await Averager(mallory, SETTINGS).average(group, np.zeros(10, np.float32))
+        going = asyncio.create_task(averager.average(group, np.zeros(10, np.float32)))
+        await asyncio.sleep(0)
+        stream = await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1)
+        with pytest.raises(ConnectionError, match="without you"):
+            await stream.receive(Chunk)
+        going.cancel()
+
+    run_virtual(main())
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+def test_random_crashes_never_stop_the_survivors(seed: int) -> None:
+    rng = random.Random(seed)
+    victims = rng.sample(NAMES[:6], rng.randint(1, 3))
+    kinds = [contribution, mean, opening]
+
+    def script(network: SimNetwork) -> None:
+        for victim in victims:
+            side = rng.choice(["sender", "receiver"])
+            network.when(rng.choice(kinds), nth=rng.randint(1, 12), **{side: victim}).crash(victim)
+
+    outcome = run_round(6, 400_000, script=script, seed=seed, codec=rng.choice(["float32", "float16"]))
+    assert outcome.fired or len(outcome.vectors) == 6
+    low = np.min([outcome.contributions[n] for n in outcome.names], axis=0) - 1e-2
+    high = np.max([outcome.contributions[n] for n in outcome.names], axis=0) + 1e-2
+    for name, values in outcome.vectors.items():
+        assert ((low <= values) & (values <= high)).all(), f"seed {seed}"
+        assert outcome.seconds[name] < SETTINGS.round_timeout_s / 2, f"seed {seed}"
+    if len(outcome.fired) == 1:
+        outcome.assert_equal_vectors()
