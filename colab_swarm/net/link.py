@@ -90,8 +90,6 @@ class Link:
         """Count a measured round trip."""
         self._rtts_s.append(rtt_s)
 
-    # ------------------------------------------------------------------ calls
-
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """See `Peers.call`."""
         opening = encode_opening(message)
@@ -131,8 +129,6 @@ class Link:
         self.mux.cancel(id)
         self.flush_soon()
         return self._calls.pop(id, None)
-
-    # ---------------------------------------------------------------- streams
 
     def open_stream(self, opening: Message) -> LinkStream:
         """Open a stream at once.
@@ -192,8 +188,6 @@ class Link:
         self._streams.pop(id, None)
         self.flush_soon()
 
-    # --------------------------------------------------------------- the link
-
     def touch(self) -> None:
         """The link is in use."""
         self.used_at = self._loop.time()
@@ -234,8 +228,6 @@ class Link:
     def tasks(self) -> list[asyncio.Task[None]]:
         """Tasks of handlers that run now."""
         return list(self._answers.tasks)
-
-    # ---------------------------------------------------------- from the wire
 
     def on_message(self, data: memoryview) -> None:
         """The carrier received a sealed packet."""
@@ -311,8 +303,6 @@ class Link:
             )
             self._streams.pop(id).on_fault(lost)
 
-    # ---------------------------------------------------------------- sending
-
     def _require_open(self) -> None:
         if self.leaving:
             raise PeerLost(f"the link to {short(self.peer)} is closed: {self.lost or 'leaving'}")
@@ -349,8 +339,6 @@ class Link:
         if delay > 0:
             self._carrier.pause_reading()
             self._loop.call_later(delay, self._carrier.resume_reading)
-
-    # ----------------------------------------------------------------- ending
 
     def close_if_done(self) -> None:
         """Close if both ends are leaving and nothing runs."""

@@ -121,8 +121,6 @@ class Node:
         where = self._addresses[0] if self._addresses else "client mode"
         return f"Node({short(self.id)}, {where}, {len(self._links)} links)"
 
-    # ------------------------------------------------------------- who we are
-
     @property
     def id(self) -> PeerId:
         """This peer's id."""
@@ -155,8 +153,6 @@ class Node:
         """What is known of the peer's addresses."""
         return self.contact if peer == self.id else self._book.find(peer)
 
-    # ------------------------------------------------------ calls and streams
-
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """See `Peers.call`."""
         link = self._links.best(peer)
@@ -183,8 +179,6 @@ class Node:
         """Stop answering ``kind``."""
         for services in self._services:
             services.remove(kind)
-
-    # -------------------------------------------------------------- the links
 
     def linked(self) -> frozenset[PeerId]:
         """Peers with an open link now."""
@@ -232,8 +226,6 @@ class Node:
         if self._listener is not None:
             await self._listener.close()
         await self._session.close()
-
-    # ---------------------------------------------------------------- dialling
 
     async def _link_to(self, peer: PeerId, timeout_s: float) -> Link:
         """A link to the peer: to ourselves in memory, else the first that comes up, whoever dialled it."""
@@ -285,8 +277,6 @@ class Node:
         finally:
             if websocket is not None and (greeter.link.cancelled() or greeter.link.exception()):
                 websocket.abort("the handshake failed")
-
-    # --------------------------------------------------------- links come and go
 
     def _greeter(self, expected: PeerId | None) -> Greeter:
         introduction = Introduction(
@@ -390,8 +380,6 @@ class Node:
 
     def _can_redial(self, link: Link) -> bool:
         return bool(self._addresses and link.contact.addresses)
-
-    # ----------------------------------------------------------------- helpers
 
     def _meters_of(self, peer: PeerId) -> tuple[RateMeter, RateMeter]:
         return self._meters.setdefault(peer, (RateMeter(), RateMeter()))
