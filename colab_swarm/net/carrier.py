@@ -52,7 +52,7 @@ class LinkLimits:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Where a link's bytes are counted and what bounds them: totals of the peer and of the node, token buckets."""
+    """Where a link's bytes are counted (the peer's meter, the node's), and the token buckets they draw from."""
 
     sent: Sequence[RateMeter] = ()
     received: Sequence[RateMeter] = ()

@@ -1,6 +1,7 @@
 """Swarm time: the own clock moved by the median offset of the linked peers, the own zero included.
 
-With zero among them, two peers whose clocks differ meet in the middle, and one liar among honest peers moves nothing.
+With zero among them, two peers whose clocks differ meet in the middle, and one liar among honest peers moves
+nothing.
 """
 
 from __future__ import annotations

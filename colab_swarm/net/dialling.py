@@ -1,4 +1,4 @@
-"""Trying a peer's addresses: the next one starts when the last failed or took too long; the first success wins."""
+"""Trying a peer's addresses: the next starts when the last failed or takes long; the first success wins."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Frames: what the plaintext of an encrypted packet is made of. Free of I/O.
 
-    packet   frames one after the other, each beginning at a multiple of 16; or one piece of a frame too big for a packet
+    packet   frames, each beginning at a multiple of 16 bytes; or one piece of a frame too big for a packet
     frame    header (16 bytes) | payload | message
     header   id u64 | payload length u32 | message length u24 | kind u8, little-endian
 
-The payload follows the header at once, so a float32 payload is aligned in memory. A packet stays under 128 KiB, where
-glibc's malloc would turn to mmap and every packet would cost page faults. A frame over `MAX_PACKET_BYTES` is cut
-into consecutive packets that carry nothing else.
+The payload follows the header at once, so a float32 payload is aligned in memory. A packet stays under 128
+KiB, where glibc's malloc would turn to mmap and every packet would cost page faults. A frame over
+`MAX_PACKET_BYTES` is cut into consecutive packets that carry nothing else.
 """
 
 from __future__ import annotations

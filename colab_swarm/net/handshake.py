@@ -12,10 +12,10 @@ from colab_swarm.net.websocket import WebSocket
 
 
 class Greeter:
-    """Receives for a connection until the peer is introduced; then ``make_link`` makes the link that receives.
+    """Receives for a connection until the peer is introduced; then ``make_link`` makes what receives.
 
-    The link has to be there before the next message, which may lie in the same buffer as the last of the handshake;
-    so all this happens within `on_message`.
+    The link has to be there before the next message, which may lie in the same buffer as the last of the
+    handshake; so all this happens within `on_message`.
 
     Args:
         introduction: this end of the handshake.

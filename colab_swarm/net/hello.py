@@ -4,9 +4,10 @@
     2  responder  Noise "e ee s es"    payload: Hello
     3  initiator  Noise "s se"         payload: Hello
 
-The prologue holds the protocol's version and the run's name, so peers of another run or version cannot link; the
-digest lets the responder say so in words instead of failing to decrypt. A Hello carries the peer's Ed25519 key and
-its signature over the peer's Noise key and the handshake's hash so far, which contains the other end's fresh key.
+The prologue holds the protocol's version and the run's name, so peers of another run or version cannot link;
+the digest lets the responder say so in words instead of failing to decrypt. A Hello carries the peer's
+Ed25519 key and its signature over the peer's Noise key and the handshake's hash so far, which contains the
+other end's fresh key.
 """
 
 from __future__ import annotations

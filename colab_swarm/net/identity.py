@@ -55,9 +55,8 @@ class Identity:
                 file.write(identity._key.private_bytes_raw())
             return identity
         if len(seed) != 32:
-            raise ValueError(
-                f"{path} is not a saved identity (32 bytes expected, {len(seed)} found); delete it to make a new one"
-            )
+            found = f"32 bytes expected, {len(seed)} found"
+            raise ValueError(f"{path} is not a saved identity ({found}); delete it to make a new one")
         return cls(seed)
 
     def __repr__(self) -> str:

@@ -13,9 +13,10 @@ SIMULTANEOUS_S = 10.0
 class LinkTable:
     """Links by peer.
 
-    When both ends dial at once there are two links for a moment. Both ends choose the one that the peer with the
-    smaller id dialled, and leave the other, which ends when its calls and streams are over. A link that comes
-    later than a dial can last replaces the old one: the peer would not have dialled if that still worked for it.
+    When both ends dial at once there are two links for a moment. Both ends choose the one that the peer with
+    the smaller id dialled, and leave the other, which ends when its calls and streams are over. A link that
+    comes later than a dial can last replaces the old one: the peer would not have dialled if that still
+    worked for it.
 
     Args:
         own: this peer's id.

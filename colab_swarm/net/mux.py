@@ -2,10 +2,11 @@
 
 Rules:
 - The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
-- A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may overdraw it by
-  itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and one item.
+- A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may overdraw
+  it by itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and one item.
 - Both ends may send on a stream until they said END; it is over after both ENDs or one RESET.
-- What arrives late for a call or stream that is over is dropped; what names one that never was breaks the protocol.
+- What arrives late for a call or stream that is over is dropped; what names one that never was breaks the
+  protocol.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Mux:
         self._queue.append(encode(Kind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
-        """The application took an item of this cost: the peer may send as much again (told in half windows)."""
+        """The application took an item: the peer may send as much again (told in half windows)."""
         flow = self._streams.get(id)
         if flow is None or flow.got_end:
             return

@@ -4,8 +4,8 @@
     <- e, ee, s, es       ee, es, se mix a Diffie-Hellman result into the keys.
     -> s, se              What follows the tokens is the payload, encrypted as soon as there is a key.
 
-After three messages both ends have the same ``hash`` and a key for each direction. Names are the specification's:
-``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key and nonce.
+After three messages both ends have the same ``hash`` and a key for each direction. Names are the
+specification's: ``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key and nonce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 
 
 class CipherState:
-    """One direction's key and counter; every message gets the next nonce, so none can be repeated or dropped."""
+    """One direction's key and counter; each message takes the next nonce: none can be repeated or left out."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
         self._aead = AESGCM(key) if suite == "AESGCM" else ChaCha20Poly1305(key)

@@ -1,10 +1,11 @@
 """What a service sees of the network: messages, calls and streams to peers, named by their id.
 
-Real links (`colab_swarm.net.node`) and the simulator (`colab_swarm.sim`) both implement `Peers`, so everything
-above runs unchanged on either. Rules that hold for both:
+Real links (`colab_swarm.net.node`) and the simulator (`colab_swarm.sim`) both implement `Peers`, so
+everything above runs unchanged on either. Rules that hold for both:
 
-- A *call* is one message there and one back. A *stream* carries any number of items both ways; an item is a small
-  message with an optional raw payload. Items arrive whole and in order or the stream fails with `PeerLost`.
+- A *call* is one message there and one back. A *stream* carries any number of items both ways; an item is a
+  small message with an optional raw payload. Items arrive whole and in order or the stream fails with
+  `PeerLost`.
 - A stream that ends early is an error: `receive` raises `StreamEnded` only after the peer said `end()`.
 - A handler's `Refusal` travels to the caller as `CallRefused(code="refused")`; any other exception as
   ``failed``. A call whose caller gave up or vanished is cancelled in the handler.
@@ -37,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Contact(Message, frozen=True):
-    """How to reach a peer: its id and dial addresses like ``ws://203.0.113.7:4500``; none if it cannot be dialled."""
+    """A peer's id and dial addresses like ``ws://203.0.113.7:4500``; none if it cannot be dialled."""
 
     id: PeerId
     addresses: tuple[str, ...] = ()
@@ -133,7 +134,7 @@ class Peers(Protocol):
         """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
 
     def time(self) -> float:
-        """Swarm time: seconds since the epoch, own clock corrected by the median offset of the linked peers."""
+        """Swarm time: seconds since the epoch, own clock moved by the median offset of the linked peers."""
 
     def learn(self, contact: Contact) -> None:
         """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
@@ -145,14 +146,15 @@ class Peers(Protocol):
         """Send ``message``, wait for the peer's reply of type ``reply``.
 
         Raises:
-            PeerUnreachable, PeerLost, PeerTimeout, WrongPeer, CallRefused, ProtocolError: all are `PeerError`.
+            PeerUnreachable, PeerLost, PeerTimeout, WrongPeer, CallRefused, ProtocolError: all `PeerError`.
         """
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
         """Open a stream; ``opening`` chooses the handler there. ``timeout_s`` bounds the dialling only.
 
         Raises:
-            PeerUnreachable, WrongPeer, PeerTimeout. A refused opening shows as `CallRefused` on the first receive.
+            PeerUnreachable, WrongPeer, PeerTimeout. A refused opening shows as `CallRefused` on the first
+            receive.
         """
 
     def serve(self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]]) -> None:

@@ -14,9 +14,10 @@ class NodeSettings:
     Attributes:
         run_id: name of the run, 64 bytes at most; peers of another run are refused.
         host, port: where to listen; port 0 takes a free one.
-        listen: whether to accept links; without, the node is in client mode: it dials, and is called back over
-            the links it has.
-        announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None works them out from the interfaces.
+        listen: whether to accept links; without, the node is in client mode: it dials, and is called back
+            over the links it has.
+        announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None works them out from the
+            interfaces.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
         per_peer_upload_bps: limit of each link, bits per second.
         keep_alive_s: every link is pinged this often; one silent for three times as long is closed.

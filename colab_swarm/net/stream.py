@@ -60,9 +60,8 @@ class LinkStream:
         body = _encoder.encode(message)
         payload_bytes = memoryview(payload).nbytes
         if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-            raise ValueError(
-                f"a stream item of {len(body)} + {payload_bytes} bytes is over {MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
-            )
+            limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
+            raise ValueError(f"a stream item of {len(body)} + {payload_bytes} bytes is over {limit}")
         while True:
             if self._sent_end:
                 raise ValueError("send after end")

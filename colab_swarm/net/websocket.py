@@ -1,12 +1,13 @@
 """The carrier: aiohttp shakes hands as a WebSocket (RFC 6455), then this protocol takes the socket over.
 
-What goes over the wire stays legal WebSocket frames, so every proxy that passes WebSockets passes these; but aiohttp's
-Python no longer touches each message, and incoming bytes land in one buffer that all links of a loop share (reading
-and parsing happen in one synchronous step). The client masks with the key zero, which leaves bytes as they are: a
-mask protects proxies from chosen plaintext, and these bytes are ciphertext already.
+What goes over the wire stays legal WebSocket frames, so every proxy that passes WebSockets passes these; but
+aiohttp's Python no longer touches each message, and incoming bytes land in one buffer that all links of a
+loop share (reading and parsing happen in one synchronous step). The client masks with the key zero, which
+leaves bytes as they are: a mask protects proxies from chosen plaintext, and these bytes are ciphertext
+already.
 
-To hand over without losing bytes, the server must have sent nothing, and the client one message only, which aiohttp
-delivers, before both have taken over: see `dial` and `accept`.
+To hand over without losing bytes, the server must have sent nothing, and the client one message only, which
+aiohttp delivers, before both have taken over: see `dial` and `accept`.
 """
 
 from __future__ import annotations
