@@ -24,8 +24,8 @@ def open_text(text: TextSource) -> BlockSource:
     """A source of text blocks.
 
     Args:
-        text: ``"python-docs"`` (the language reference that CPython carries); a file or a glob pattern; a list
-            of `Path`; an iterable of strings, read again for each pass; or a folder or hub name for
+        text: ``"python-docs"`` (the language reference that CPython carries); a file or a glob pattern; a
+            list of `Path`; an iterable of strings, read again for each pass; or a folder or hub name for
             `datasets.load_dataset` (``name:configuration`` where there are several), of which the ``train``
             split and the ``text`` column are streamed.
 

@@ -1,0 +1,64 @@
+"""What a person sees of a swarm at one moment: frozen records that `Swarm` writes and widgets draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """One peer, as this peer knows it.
+
+    Attributes:
+        name: what the peer calls itself; not to be trusted.
+        id: short hex id.
+        role: trainer, backbone, catching up and the like.
+        step: global step the peer is at.
+        samples_per_s: its speed.
+        samples: samples it holds towards the next step.
+        reachable: whether others can dial it.
+        me: whether it is this peer.
+    """
+
+    name: str
+    id: str
+    role: str
+    step: int
+    samples_per_s: float
+    samples: float
+    reachable: bool
+    me: bool
+
+
+@dataclass(frozen=True)
+class SwarmSnapshot:
+    """The swarm, as this peer knows it.
+
+    Attributes:
+        run, me: names of the run and of this peer.
+        reached: how others reach this peer, in words.
+        state: what it does, in a word; ``left`` is the last one.
+        peers: this peer and the others.
+        step: global step.
+        samples_per_s: speed of all peers together.
+        target_batch_size, accumulated: samples that make a global step, and how many of them there are.
+        loss_history: (step, loss), oldest first.
+        sent_bytes, received_bytes: at this peer, since it joined.
+        uptime_s: seconds since it joined.
+        log: the last events as lines, oldest first.
+    """
+
+    run: str
+    me: str
+    reached: str
+    state: str
+    peers: tuple[PeerRow, ...]
+    step: int
+    samples_per_s: float
+    target_batch_size: float
+    accumulated: float
+    loss_history: tuple[tuple[int, float], ...]
+    sent_bytes: int
+    received_bytes: int
+    uptime_s: float
+    log: tuple[str, ...]

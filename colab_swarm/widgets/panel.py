@@ -1,0 +1,103 @@
+"""A live view of a swarm: widgets where a front-end is, text elsewhere.
+
+Only the thread that the user works in touches a widget: Colab does not repaint what other threads change.
+There are two ways to stay live: `Panel.watch`, which keeps the cell busy, and the play button, by which the
+browser asks for a refresh each second while no cell runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.widgets.environment import has_frontend
+from colab_swarm.widgets.render import render_html, render_text, summary
+
+TEXT_EVERY_S = 10.0
+"""How often `Panel.watch` prints a line where there is no front-end."""
+
+
+class Panel:
+    """Shows the swarm under the cell that it is the last value of.
+
+    Args:
+        read: takes a snapshot; called from the user's thread.
+        stop: leaves the swarm; called from a thread of its own when the stop button is clicked.
+        live: whether to use widgets; None to find out.
+    """
+
+    def __init__(
+        self, read: Callable[[], SwarmSnapshot], stop: Callable[[], None], *, live: bool | None = None
+    ) -> None:
+        self._read = read
+        self._stop = stop
+        self._view: Any = None
+        self._box: Any = None
+        if has_frontend() if live is None else live:
+            self._build()
+
+    def _build(self) -> None:
+        import ipywidgets
+
+        self._view = ipywidgets.HTML(render_html(self._read()))
+        button = ipywidgets.Button(description="Leave the swarm", icon="stop")
+        button.on_click(self._leave)
+        play = ipywidgets.Play(interval=1000, max=1_000_000)
+        play.observe(lambda change: self.refresh(), names="value")
+        self._box = ipywidgets.VBox([self._view, ipywidgets.HBox([play, button])])
+
+    def _leave(self, button: Any) -> None:
+        """A callback must return at once: it holds up the kernel."""
+        button.disabled = True
+        threading.Thread(target=self._stop, name="colab-swarm-leave", daemon=True).start()
+
+    def refresh(self) -> SwarmSnapshot:
+        """Take a snapshot, show it in the widget if there is one, and return it."""
+        snapshot = self._read()
+        if self._view is not None:
+            self._view.value = render_html(snapshot)
+        return snapshot
+
+    def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
+        """Keep the view live for ``seconds``, or until the swarm is left or the user interrupts.
+
+        An interrupt stops the watching, not the peer. Without a front-end a line is printed every
+        `TEXT_EVERY_S`, and the whole view at the end.
+        """
+        if self._box is not None:
+            from IPython.display import display
+
+            display(self)  # type: ignore[no-untyped-call]
+        try:
+            self._watch(seconds, every_s)
+        except KeyboardInterrupt:
+            print("Stopped watching; the peer goes on. leave() stops it.")
+        if self._box is None:
+            print(render_text(self._read()))
+
+    def _watch(self, seconds: float | None, every_s: float) -> None:
+        began = time.monotonic()
+        lines = 0
+        while (snapshot := self.refresh()).state != "left":
+            watched_s = time.monotonic() - began
+            if seconds is not None and watched_s >= seconds:
+                return
+            if self._box is None and watched_s >= lines * TEXT_EVERY_S:
+                print(summary(snapshot), flush=True)
+                lines += 1
+            time.sleep(every_s if seconds is None else min(every_s, seconds - watched_s))
+
+    def __repr__(self) -> str:
+        return f"Panel({summary(self._read())})"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """By hand, for ipywidgets 7 and 8 differ; files show the HTML, front-ends prefer the widget."""
+        snapshot = self.refresh()
+        bundle: dict[str, Any] = {"text/plain": render_text(snapshot), "text/html": render_html(snapshot)}
+        if self._box is not None:
+            view = {"model_id": self._box.model_id, "version_major": 2, "version_minor": 0}
+            bundle["application/vnd.jupyter.widget-view+json"] = view
+        return bundle
