@@ -58,7 +58,7 @@ class Answers:
 
     def cancel(self, id: int) -> None:
         """The peer no longer wants the answer."""
-        self._calls[id].cancel()
+        self._calls.pop(id).cancel()
 
     def on_lost(self) -> None:
         """There is nobody left to answer."""

@@ -52,7 +52,7 @@ class LinkLimits:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Where a link's bytes are counted (the peer's meter, the node's), and the token buckets they draw from."""
+    """Where a link's bytes are counted (the peer's meter, the node's), and the token buckets they draw on."""
 
     sent: Sequence[RateMeter] = ()
     received: Sequence[RateMeter] = ()

@@ -49,15 +49,14 @@ class Greeter:
         rtt_s = self._loop.time() - self._spoke_at
         try:
             answer = self._introduction.on_message(bytes(data), wall_time=self._wall_clock())
+            if answer is not None:
+                self._say(answer)
+            if self._introduction.result is not None:
+                link = self._make_link(self._carrier, self._introduction.result, rtt_s)
+                self._carrier.receiver = link
+                self.link.set_result(link)
         except PeerError as error:
             self.link.set_exception(error)
-            return
-        if answer is not None:
-            self._say(answer)
-        if self._introduction.result is not None:
-            link = self._make_link(self._carrier, self._introduction.result, rtt_s)
-            self._carrier.receiver = link
-            self.link.set_result(link)
 
     def on_writable(self, writable: bool) -> None:
         """Handshakes are short."""

@@ -8,7 +8,6 @@ import statistics
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from colab_swarm.net.answers import Answers
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Traffic
 from colab_swarm.net.frames import Frame, Kind
 from colab_swarm.net.mux import Failure, Mux, encode_opening
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, Message, PeerId, R, short
+from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, R, short
 from colab_swarm.net.services import Services
 from colab_swarm.net.stream import LinkStream, decoder_of
 
@@ -71,9 +70,7 @@ class Link:
         self.on_closed: Callable[[Link], None] = lambda link: None
 
     def __repr__(self) -> str:
-        state = (
-            f"lost: {self.lost}" if self.lost is not None else "leaving" if self.leaving else repr(self.mux)
-        )
+        state = repr(self.mux) if self.lost is None else f"lost: {self.lost}"
         return f"Link({short(self.peer)}, {'dialled' if self.dialled else 'accepted'}, {state})"
 
     @property
@@ -93,10 +90,6 @@ class Link:
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """See `Peers.call`."""
         opening = encode_opening(message)
-        if len(opening) > MAX_MESSAGE_BYTES:
-            raise ValueError(
-                f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}"
-            )
         if len(self._calls) >= self._limits.max_calls:
             raise CallRefused("busy", f"{len(self._calls)} calls to {short(self.peer)} are pending already")
         self._require_open()
@@ -114,16 +107,14 @@ class Link:
         try:
             return decoder_of(reply).decode(body)  # type: ignore[no-any-return]
         except msgspec.MsgspecError as error:
-            raise ProtocolError(
-                f"the answer of {short(self.peer)} is no {reply.__name__}: {error}"
-            ) from error
+            text = f"the answer of {short(self.peer)} is no {reply.__name__}: {error}"
+            raise ProtocolError(text) from error
 
     def _expire(self, id: int, name: str, timeout_s: float) -> None:
         answer = self._give_up(id)
         if answer is not None and not answer.done():
-            answer.set_exception(
-                PeerTimeout(f"{short(self.peer)} did not answer {name} in {timeout_s:.3g} s")
-            )
+            text = f"{short(self.peer)} did not answer {name} in {timeout_s:.3g} s"
+            answer.set_exception(PeerTimeout(text))
 
     def _give_up(self, id: int) -> asyncio.Future[memoryview] | None:
         self.mux.cancel(id)
@@ -164,11 +155,10 @@ class Link:
                 else:
                     await asyncio.sleep(self._upload_delay())
 
-    def send_item(self, id: int, message: bytes, payload: Any) -> None:
+    def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
-        self.used_at = self._loop.time()
-        view = memoryview(payload)
-        self.mux.send(id, message, view if view.contiguous and view.format == "B" else view.cast("B"))
+        self.touch()
+        self.mux.send(id, message, payload)
         self._flush()
 
     def consumed(self, id: int, cost: int) -> None:
@@ -239,6 +229,8 @@ class Link:
         try:
             for frame in self.mux.on_packet(self._cipher.open(data)):
                 self._on_frame(frame)
+                if self.lost is not None:
+                    return
         except ProtocolError as error:
             logger.warning("link to %s broke the protocol: %s", short(self.peer), error)
             self.abort(str(error))
@@ -280,10 +272,9 @@ class Link:
     def _on_rare_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
         if kind is Kind.ERROR:
-            failure = _decode_failure(frame.message)
             answer = self._calls.pop(id)
             if not answer.done():
-                answer.set_exception(CallRefused(failure.code, f"{short(self.peer)}: {failure.text}"))
+                answer.set_exception(CallRefused(*self._failure(frame)))
         elif kind is Kind.CANCEL:
             self._answers.cancel(id)
         elif kind is Kind.OPEN:
@@ -294,19 +285,21 @@ class Link:
             self._streams[id].on_end()
             self._forget_if_over(id)
         elif kind is Kind.RESET:
-            failure = _decode_failure(frame.message)
-            text = f"{short(self.peer)}: {failure.text}"
-            lost = (
-                PeerLost(f"stream reset by {text}")
-                if failure.code == "reset"
-                else CallRefused(failure.code, text)
-            )
-            self._streams.pop(id).on_fault(lost)
+            code, text = self._failure(frame)
+            reset = code == "reset"
+            self._streams.pop(id).on_fault(PeerLost(f"reset by {text}") if reset else CallRefused(code, text))
+
+    def _failure(self, frame: Frame) -> tuple[str, str]:
+        try:
+            failure: Failure = decoder_of(Failure).decode(frame.message)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"an undecodable failure: {error}") from error
+        return failure.code, f"{short(self.peer)}: {failure.text}"
 
     def _require_open(self) -> None:
         if self.leaving:
             raise PeerLost(f"the link to {short(self.peer)} is closed: {self.lost or 'leaving'}")
-        self.used_at = self._loop.time()
+        self.touch()
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that what is queued together travels together."""
@@ -359,10 +352,3 @@ class Link:
         self._calls.clear()
         self._writable.set()
         self.on_closed(self)
-
-
-def _decode_failure(message: memoryview) -> Failure:
-    try:
-        return decoder_of(Failure).decode(message)  # type: ignore[no-any-return]
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"an undecodable failure: {error}") from error

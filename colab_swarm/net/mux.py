@@ -12,13 +12,14 @@ Rules:
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net.frames import Frame, FrameReader, Kind, encode, to_packets
-from colab_swarm.net.peers import Buffer, Message
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Buffer, Message
 
 STREAM_WINDOW_BYTES = 1 << 21
 ITEM_OVERHEAD_BYTES = 64
@@ -88,7 +89,8 @@ class Mux:
         self.peer_leaving = False
 
     def __repr__(self) -> str:
-        return f"Mux(calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self._streams)})"
+        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self._streams)}"
+        return f"Mux({counts}{', leaving' if self.leaving or self.peer_leaving else ''})"
 
     @property
     def quiet(self) -> bool:
@@ -189,13 +191,17 @@ class Mux:
             self.leaving = True
             self._queue.append(encode(Kind.LEAVING, 0))
 
-    def on_packet(self, packet: Buffer) -> list[Frame]:
-        """Take a packet from the peer; returns the frames that concern the application.
+    def on_packet(self, packet: Buffer) -> Iterator[Frame]:
+        """Take a packet from the peer; yields the frames that concern the application.
+
+        Act on each before taking the next: what was refused or reset meanwhile gets no further frames.
 
         Raises:
             ProtocolError: the peer broke the rules; close the link.
         """
-        return [frame for frame in self._reader.read(packet) if self._admit(frame)]
+        for frame in self._reader.read(packet):
+            if self._admit(frame):
+                yield frame
 
     def _admit(self, frame: Frame) -> bool:
         kind, id = frame.kind, frame.id
@@ -298,8 +304,15 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """An encoded `Opening` for this message."""
-    return _encoder.encode((type(message).__name__, message))
+    """An encoded `Opening` for this message.
+
+    Raises:
+        ValueError: it is too big.
+    """
+    opening = _encoder.encode((type(message).__name__, message))
+    if len(opening) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")
+    return opening
 
 
 def _failure(code: str, text: str) -> bytes:

@@ -197,7 +197,8 @@ class Node:
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
         """Of one peer, or of all."""
         links = list(self._links) if peer is None else self._links.of(peer)
-        sent, received = (self._sent, self._received) if peer is None else self._meters_of(peer)
+        totals = self._sent, self._received
+        sent, received = totals if peer is None else self._meters.get(peer, (RateMeter(), RateMeter()))
         rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
         return LinkStatistics(
             sent_bytes=sent.total_bytes,
@@ -219,6 +220,10 @@ class Node:
         tasks = {*self._tasks, *(task for link in links for task in link.tasks())} - {caller}
         for task in tasks:
             task.cancel()
+        for awaited in self._awaited.values():
+            if not awaited.done():
+                awaited.set_exception(PeerLost("this peer is closed"))
+                awaited.exception()  # there may be no waiter
         await asyncio.gather(*tasks, return_exceptions=True)
         for link in links:
             link.close("the peer left")
@@ -303,10 +308,12 @@ class Node:
     def _on_introduced(
         self, carrier: WebSocket, introduced: Introduced, rtt_s: float, *, dialled: bool
     ) -> Link:
+        if self._closing is not None:
+            raise PeerLost("this peer is closed")
         contact = introduced.contact
         self._book.replace(contact)
         self._clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
-        sent, received = self._meters_of(contact.id)
+        sent, received = self._meters.setdefault(contact.id, (RateMeter(), RateMeter()))
         per_peer = self._bucket(self._settings.per_peer_upload_bps)
         traffic = Traffic(
             (sent, self._sent), (received, self._received), (*self._upload, *per_peer), self._download
@@ -380,9 +387,6 @@ class Node:
 
     def _can_redial(self, link: Link) -> bool:
         return bool(self._addresses and link.contact.addresses)
-
-    def _meters_of(self, peer: PeerId) -> tuple[RateMeter, RateMeter]:
-        return self._meters.setdefault(peer, (RateMeter(), RateMeter()))
 
     def _bucket(self, rate_bps: float | None) -> tuple[TokenBucket, ...]:
         return () if rate_bps is None else (TokenBucket(rate_bps, self._loop.time()),)

@@ -30,7 +30,7 @@ PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 
 
 class CipherState:
-    """One direction's key and counter; each message takes the next nonce: none can be repeated or left out."""
+    """One direction's key and counter; each message takes the next nonce: none can be repeated or lost."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
         self._aead = AESGCM(key) if suite == "AESGCM" else ChaCha20Poly1305(key)

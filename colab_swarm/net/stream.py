@@ -58,10 +58,11 @@ class LinkStream:
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         """See `Stream.send`."""
         body = _encoder.encode(message)
-        payload_bytes = memoryview(payload).nbytes
-        if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        view = memoryview(payload)
+        flat = view.cast("B") if view.nbytes else b""
+        if len(body) > MAX_MESSAGE_BYTES or len(flat) > MAX_PAYLOAD_BYTES:
             limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
-            raise ValueError(f"a stream item of {len(body)} + {payload_bytes} bytes is over {limit}")
+            raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
         while True:
             if self._sent_end:
                 raise ValueError("send after end")
@@ -73,7 +74,7 @@ class LinkStream:
             elif not self._link.ready:
                 await self._link.wait_ready()
             else:
-                self._link.send_item(self.id, body, payload)
+                self._link.send_item(self.id, body, flat)
                 return
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:

@@ -197,7 +197,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
-        if opcode == _PING:
+        if opcode == _PING and self.backlog_bytes <= HIGH_WATER_BYTES:
             self._control(_PONG, bytes(body))
         elif opcode == _CLOSE:
             self._reason = bytes(body[2:]).decode(errors="replace") or "closed by the peer"
