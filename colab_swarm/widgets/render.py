@@ -23,7 +23,7 @@ def summary(snapshot: SwarmSnapshot) -> str:
     """The state of the swarm in one line."""
     trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
     parts = [
-        f"{_plain(snapshot.run)}: {snapshot.state}, step {snapshot.step}",
+        f"{_plain(snapshot.run)}: {_plain(snapshot.state)}, step {snapshot.step}",
         f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {len(snapshot.peers)} peers",
     ]
     if snapshot.target_batch_size > 0:

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AlbertForPreTraining, PreTrainedTokenizerFast
+
+from colab_swarm.recipes.albert import SIZES, albert, albert_config, mean_loss
+from colab_swarm.recipes.hyperparameters import AlbertSettings, parameter_groups
+from colab_swarm.training.lamb import Lamb
+
+
+@dataclass(frozen=True)
+class Peer:
+    id: bytes
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return albert("tiny")[1].tokenizer
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("large", 18_105_474), ("tiny", 572_370)])
+def test_sizes_have_their_published_number_of_parameters(
+    tokenizer: PreTrainedTokenizerFast, size: str, parameters: int
+) -> None:
+    config = albert_config(SIZES[size], tokenizer)
+    config.vocab_size = SIZES[size].vocabulary
+    with torch.device("meta"):
+        model = AlbertForPreTraining(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+@pytest.mark.slow
+def test_peers_begin_equal_and_read_differently() -> None:
+    (alice, hers), (bob, his) = albert(swarm=Peer(b"alice")), albert(swarm=Peer(b"bob"))
+    state = bob.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
+    assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
+    assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])
+
+
+@pytest.mark.slow
+def test_another_seed_gives_another_model_and_other_randomness_is_untouched(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, second = (albert(tokenizer=tokenizer, seed=seed)[0] for seed in (0, 1))
+    assert torch.equal(torch.rand(1), expected)
+    assert not torch.equal(first.predictions.dense.weight, second.predictions.dense.weight)
+
+
+@pytest.mark.slow
+def test_tiny_albert_learns_the_python_documentation(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, batches = albert("tiny", tokenizer=tokenizer, batch_size=32)
+    optimizer = Lamb(parameter_groups(model), lr=1e-2)
+    before = mean_loss(model, batches, count=2)
+    for _ in range(40):
+        model(**next(batches)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert before == pytest.approx(8.3, abs=0.3)  # ln 2000 for the words, ln 2 for the order
+    assert mean_loss(model, batches, count=2) < before - 1.2
+
+
+@pytest.mark.slow
+def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, batches = albert(tokenizer=tokenizer, batch_size=2)
+    mean_loss(model, batches, count=1)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_only_matrices_decay(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, _ = albert(tokenizer=tokenizer)
+    decaying, plain = parameter_groups(model, weight_decay=0.5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decaying["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
+    assert all(
+        "bias" in names[id(p)] or "LayerNorm" in names[id(p)] or "layer_norm" in names[id(p)]
+        for p in plain["params"]
+    )
+    assert not any("bias" in names[id(p)] or "norm" in names[id(p)].lower() for p in decaying["params"])
+    assert len(decaying["params"]) + len(plain["params"]) == len(names)
+
+
+def test_settings_are_the_published_ones() -> None:
+    settings = AlbertSettings()
+    assert (settings.lr, settings.weight_decay, settings.clamp) == (1.76e-3, 0.01, 1e4)
+    assert (settings.warmup_steps, settings.total_steps, settings.target_batch_size) == (5_000, 125_000, 4096)
+
+
+def test_a_wrong_size_or_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="'huge' is none of tiny, base, large, xlarge"):
+        albert("huge")
+    with pytest.raises(ValueError, match="512 positions"):
+        albert(sequence_length=513)
+
+
+@pytest.mark.slow
+def test_importing_the_recipe_imports_no_large_library() -> None:
+    large = "{'transformers', 'datasets', 'tokenizers'}"
+    program = f"import sys, colab_swarm.recipes.albert; print(*{large} & {{*sys.modules}})"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""

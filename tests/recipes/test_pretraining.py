@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from colab_swarm.recipes.pretraining import IGNORED, PretrainingBatches, peer_seed
+from colab_swarm.recipes.text import TextSource, open_text
+from colab_swarm.recipes.tokenizer import train_tokenizer
+from tests.recipes.test_text import read
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(read("python-docs"), vocabulary=2000)
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, text: TextSource = "python-docs", **options: Any
+) -> PretrainingBatches:
+    settings = {"batch_size": 16, "sequence_length": 64, "seed": 0} | options
+    return PretrainingBatches(open_text(text), tokenizer, **settings)
+
+
+def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The input before it was masked."""
+    return batch["input_ids"].where(batch["labels"] == IGNORED, batch["labels"])
+
+
+def test_a_batch_is_ready_for_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = next(batches(tokenizer, batch_size=3, sequence_length=32))
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    assert shapes.pop("sentence_order_label") == (3,)
+    assert shapes == dict.fromkeys(["input_ids", "attention_mask", "token_type_ids", "labels"], (3, 32))
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_samples_are_two_pieces_between_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = next(batches(tokenizer))
+    tokens, used = original(batch), batch["attention_mask"].bool()
+    assert (tokens[:, 0] == tokenizer.cls_token_id).all()
+    assert ((tokens == tokenizer.sep_token_id).sum(dim=1) == 2).all()
+    assert ((tokens == tokenizer.pad_token_id) == ~used).all()
+    assert (tokens.gather(1, used.sum(dim=1, keepdim=True) - 1) == tokenizer.sep_token_id).all()
+    first_piece_ends = (tokens == tokenizer.sep_token_id).int().argmax(dim=1)
+    assert ((batch["token_type_ids"] == 0).int() * used).sum(dim=1).tolist() == (
+        first_piece_ends + 1
+    ).tolist()
+
+
+@pytest.mark.slow
+def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: PreTrainedTokenizerFast) -> None:
+    seen = list(itertools.islice(batches(tokenizer), 60))
+    shown = torch.cat([batch["input_ids"] for batch in seen])
+    labels = torch.cat([batch["labels"] for batch in seen])
+    special = torch.isin(
+        torch.cat([original(batch) for batch in seen]), torch.tensor(tokenizer.all_special_ids)
+    )
+    hidden = labels != IGNORED
+    assert hidden.sum().item() / (~special).sum().item() == pytest.approx(0.15, abs=0.005)
+    assert not (hidden & special).any()
+    masked = (shown[hidden] == tokenizer.mask_token_id).float().mean().item()
+    same = (shown[hidden] == labels[hidden]).float().mean().item()
+    assert masked == pytest.approx(0.8, abs=0.02)
+    assert same == pytest.approx(0.1, abs=0.02)
+    assert (shown[~hidden] != tokenizer.mask_token_id).all()
+
+
+def test_half_of_the_samples_are_swapped_and_say_so(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = [f"{number:05}" for number in range(4000)]
+    rising: list[bool] = []
+    labels: list[int] = []
+    for batch in itertools.islice(batches(tokenizer, [" ".join(words)], sequence_length=63), 12):
+        labels += batch["sentence_order_label"].tolist()
+        for tokens, types in zip(original(batch), batch["token_type_ids"], strict=True):
+            first, second = (
+                tokenizer.decode(tokens[types == part], skip_special_tokens=True) for part in (0, 1)
+            )
+            rising.append(first.split()[1] < second.split()[1])
+    assert labels == [int(not up) for up in rising]
+    assert 60 <= sum(labels) <= 132  # of 192: five standard deviations
+
+
+def test_every_sample_has_something_to_predict(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = batches(tokenizer, ["a short line of text with a few words"], batch_size=1, sequence_length=11)
+    assert all((batch["labels"] != IGNORED).any() for batch in itertools.islice(source, 50))
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_seed_others(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    alice, again, bob = (next(batches(tokenizer, seed=seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(alice[name], again[name]) for name in alice)
+    assert not torch.equal(alice["input_ids"], bob["input_ids"])
+
+
+def test_batches_do_not_end_with_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = batches(tokenizer, ["one short text to go through again and again and again"], batch_size=4)
+    assert len(list(itertools.islice(source, 400))) == 400
+
+
+def test_a_peers_seed_is_the_same_in_every_process() -> None:
+    by_hand = hashlib.blake2b(b"alice", digest_size=7, salt=(5).to_bytes(16, "big")).digest()
+    assert peer_seed(5, b"alice") == int.from_bytes(by_hand, "big")
+    assert len({peer_seed(seed, peer) for seed in (0, 1, -1) for peer in (b"alice", b"bob")}) == 6
+
+
+def test_an_iterator_that_has_run_dry_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = batches(tokenizer, iter(["only a few words, and only once"]))
+    with pytest.raises(ValueError, match="run dry"):
+        next(source)
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"sequence_length": 10}])
+def test_sizes_too_small_are_refused(tokenizer: PreTrainedTokenizerFast, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        batches(tokenizer, **wrong)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from colab_swarm.recipes.tokenizer import SPECIALS, load_tokenizer, train_tokenizer
+from tests.recipes.test_text import read
+
+PROGRAM = """
+import hashlib, random
+from colab_swarm.recipes.text import open_text
+from colab_swarm.recipes.tokenizer import train_tokenizer
+tokenizer = train_tokenizer(open_text("python-docs")(random.Random(0)), vocabulary=2000)
+print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(read("python-docs"), vocabulary=2000)
+
+
+@pytest.mark.slow
+def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    again = train_tokenizer(read("python-docs", seed=1), vocabulary=2000)
+    assert hashlib.sha256(again.backend_tokenizer.to_str().encode()).hexdigest() == digest
+    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == digest
+
+
+@pytest.mark.slow
+def test_specials_come_first_and_the_vocabulary_has_its_size(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 4]) == list(SPECIALS.values())
+    assert len(tokenizer) == 2000
+
+
+def test_text_is_normalised_and_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("The\u00a0WITH\n\n  statement, ﬁrst", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == "the with statement, first"
+
+
+def test_digits_and_punctuation_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces = tokenizer.tokenize("(2024)")
+    assert {"(", "2", "0", "4", ")"} <= set(pieces)
+
+
+def test_letters_never_seen_become_the_unknown_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.unk_token_id in tokenizer("ক", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.slow
+def test_a_tokenizer_saved_as_a_file_or_a_folder_is_the_same_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):
+        loaded = load_tokenizer(source)
+        assert loaded.get_vocab() == tokenizer.get_vocab()
+        assert loaded.mask_token_id == 4
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "garbled.json").write_text("{")
+    with pytest.raises(ValueError, match="not a tokenizer file"):
+        load_tokenizer(tmp_path / "garbled.json")
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram()))
+    with pytest.raises(ValueError, match="no pad_token, cls_token, sep_token, mask_token"):
+        load_tokenizer(bare)
+
+
+def test_a_tokenizer_needs_text() -> None:
+    with pytest.raises(ValueError, match="no text"):
+        train_tokenizer([" ", ""], vocabulary=100)
