@@ -137,4 +137,4 @@ class PretrainingBatches:
                     found = True
                     yield tokens[start : start + size]
             if not found:
-                raise ValueError("the text is too short, or an iterator that has run dry: give a longer list of strings")
+                raise ValueError("the text is too short or an iterator that has run dry: give a longer list")
