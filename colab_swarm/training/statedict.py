@@ -114,6 +114,7 @@ class _Flattener:
             raise TypeError(
                 f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
             )
+        self._nodes += 1  # as `unflatten` counts: what can be saved can be loaded
         step = key if isinstance(key, str) else repr(key)
         return [_scalar(key, path), self.split(value, f"{path}/{step}" if path else step, depth)]
 
@@ -135,6 +136,10 @@ class _Flattener:
 
 def _scalar(value: Any, path: str) -> Any:
     match value:
+        case int() if value.bit_length() > 4 * (MAX_INT_DIGITS - 3):  # less sign and 0x
+            raise ValueError(
+                f"state has an integer of {value.bit_length()} bits at {path!r}, which is too large"
+            )
         case None | bool():
             return value
         case str():

@@ -141,6 +141,14 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         flatten(state)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_integers_come_back_and_larger_ones_are_refused(sign: int) -> None:
+    largest = sign * ((1 << 4084) - 1)
+    assert unflatten(*flatten(largest)) == largest
+    with pytest.raises(ValueError, match="4085 bits"):
+        flatten(sign * (1 << 4084))
+
+
 @pytest.mark.parametrize(
     ("skeleton", "reason"),
     [
