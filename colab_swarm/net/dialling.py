@@ -1,4 +1,4 @@
-"""Trying a peer's addresses: the next starts when the last failed or takes long; the first success wins."""
+"""Reaching a peer: each address in turn, the next when the last failed or takes long; the first success wins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import aiohttp
+
 from colab_swarm.errors import PeerError, PeerUnreachable, WrongPeer
+from colab_swarm.net.handshake import Greeter
+from colab_swarm.net.link import Link
+from colab_swarm.net.websocket import WebSocket, dial
 
 STAGGER_S = 0.25
 T = TypeVar("T")
@@ -41,3 +46,30 @@ async def dial_any(addresses: Sequence[str], dial: Callable[[str], Awaitable[T]]
         await asyncio.gather(*running, return_exceptions=True)
     kind = next((type(error) for error in failures if isinstance(error, WrongPeer)), PeerUnreachable)
     raise kind("; ".join(map(str, failures)))
+
+
+async def introduce(
+    session: aiohttp.ClientSession, address: str, greeter: Greeter, *, scratch: memoryview, timeout_s: float
+) -> Link:
+    """Dial one address and shake hands.
+
+    Raises:
+        PeerUnreachable: nobody answers there, or not in time.
+        PeerLost: refused; the text says why.
+        WrongPeer, ProtocolError: somebody else answers, or garbage.
+    """
+    websocket: WebSocket | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            websocket = await dial(session, address, scratch=scratch, receiver=greeter)
+            greeter.use(websocket, start=True)
+            return await greeter.link
+    except TimeoutError:
+        raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
+    except PeerError:
+        raise
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise PeerUnreachable(f"{address}: {error}") from error
+    finally:
+        if websocket is not None and (greeter.link.cancelled() or greeter.link.exception() is not None):
+            websocket.abort("the handshake failed")

@@ -63,6 +63,7 @@ class Link:
         self._streams: dict[int, LinkStream] = {}
         self._answers = Answers(self, services, events)
         self._flush_scheduled = False
+        self._resume: asyncio.TimerHandle | None = None
         self._turn = asyncio.Lock()
         self._writable = asyncio.Event()
         self._writable.set()
@@ -331,7 +332,9 @@ class Link:
         delay = max(bucket.delay(now) for bucket in self._traffic.download)
         if delay > 0:
             self._carrier.pause_reading()
-            self._loop.call_later(delay, self._carrier.resume_reading)
+            if self._resume is not None:  # an earlier message of the same read asked for a shorter pause
+                self._resume.cancel()
+            self._resume = self._loop.call_later(delay, self._carrier.resume_reading)
 
     def close_if_done(self) -> None:
         """Close if both ends are leaving and nothing runs."""

@@ -16,7 +16,7 @@ from colab_swarm.net.addresses import AddressBook, reachable_addresses
 from colab_swarm.net.budget import RateMeter, TokenBucket
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Traffic
 from colab_swarm.net.clock import SwarmClock
-from colab_swarm.net.dialling import dial_any
+from colab_swarm.net.dialling import dial_any, introduce
 from colab_swarm.net.handshake import Greeter
 from colab_swarm.net.hello import Introduced, Introduction, describe_run
 from colab_swarm.net.identity import Identity
@@ -27,7 +27,7 @@ from colab_swarm.net.loopback import NoCipher, link_to_self
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Stream, short
 from colab_swarm.net.services import Services
 from colab_swarm.net.settings import NodeSettings
-from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
+from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket
 
 __all__ = ["Node", "NodeSettings"]
 
@@ -62,7 +62,7 @@ class Node:
         self._sent, self._received = RateMeter(), RateMeter()
         self._upload, self._download = self._bucket(settings.upload_bps), self._bucket(settings.download_bps)
         self._listeners: list[Callable[[PeerId], None]] = []
-        self._awaited: dict[PeerId, asyncio.Future[Link]] = {}
+        self._awaited: dict[PeerId, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._own_ends: tuple[Link, Link] | None = None
         self._listener: Listener | None = None
@@ -238,15 +238,20 @@ class Node:
             raise PeerLost("this peer is closed")
         if peer == self.id:
             return self._own_link()
-        awaited = self._awaited.get(peer)
-        if awaited is None:
-            awaited = self._awaited[peer] = self._loop.create_future()
-            self._spawn(self._dial(peer))
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(awaited)
+                # of two links that come up at once one is left again: take the best when we get to run
+                while (link := self._links.best(peer)) is None:
+                    await asyncio.shield(self._await_link(peer))
+                return link
         except TimeoutError:
             raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
+
+    def _await_link(self, peer: PeerId) -> asyncio.Future[None]:
+        if peer not in self._awaited:
+            self._awaited[peer] = self._loop.create_future()
+            self._spawn(self._dial(peer))
+        return self._awaited[peer]
 
     async def _dial(self, peer: PeerId) -> None:
         addresses = self._book.find(peer).addresses
@@ -262,26 +267,14 @@ class Node:
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
         greeter = self._greeter(expected=peer)
-        websocket: WebSocket | None = None
+        timeout_s = self._settings.dial_timeout_s
         try:
-            async with asyncio.timeout(self._settings.dial_timeout_s):
-                websocket = await dial(self._session, address, scratch=self._scratch, receiver=greeter)
-                greeter.use(websocket, start=True)
-                return await greeter.link
-        except TimeoutError:
-            raise PeerUnreachable(
-                f"{address} did not answer in {self._settings.dial_timeout_s:.3g} s"
-            ) from None
+            return await introduce(
+                self._session, address, greeter, scratch=self._scratch, timeout_s=timeout_s
+            )
         except PeerLost as error:
             ours = describe_run(self._settings.run_id)
             raise PeerUnreachable(f"{address} refused the link: {error} (we are of {ours})") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            if isinstance(error, PeerError):
-                raise
-            raise PeerUnreachable(f"{address}: {error}") from error
-        finally:
-            if websocket is not None and (greeter.link.cancelled() or greeter.link.exception()):
-                websocket.abort("the handshake failed")
 
     def _greeter(self, expected: PeerId | None) -> Greeter:
         introduction = Introduction(
@@ -352,7 +345,7 @@ class Node:
             self._events.emit(PeerJoined(self._loop.time(), link.peer.hex()))
         awaited = self._awaited.pop(link.peer, None)
         if awaited is not None and not awaited.done():
-            awaited.set_result(link)
+            awaited.set_result(None)
 
     def _on_link_closed(self, link: Link) -> None:
         if not self._links.remove(link):

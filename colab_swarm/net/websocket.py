@@ -215,6 +215,8 @@ class WebSocket(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         # aiohttp waits for this on both ends: its session and its server would never finish closing
         self._previous.connection_lost(exc)
+        if self.response is not None:
+            self.response.close()
         if not self._closed.done():
             self._closed.set_result(None)
         self.receiver.on_lost(self._reason or (str(exc) if exc else "") or "the connection closed")

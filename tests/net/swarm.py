@@ -1,0 +1,156 @@
+"""Peers on loopback for the tests, and a proxy between them that can misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from colab_swarm.events import EventLog
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.peers import Contact, Message, PeerId, Stream, StreamEnded
+
+DEADLINE_S = 20.0
+LOOPBACK = NodeSettings(host="127.0.0.1")
+
+
+class Echo(Message, frozen=True):
+    data: bytes = b""
+
+
+class Talk(Message, frozen=True):
+    """Opens a stream."""
+
+
+class Piece(Message, frozen=True):
+    index: int
+
+
+def identity(name: str) -> Identity:
+    return Identity(sha256(name.encode()).digest())
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a test against the deadline; fail if it leaves tasks behind."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await main
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"left running: {left}"
+
+    asyncio.run(bounded())
+
+
+async def start(name: str, settings: NodeSettings = LOOPBACK, **more: Any) -> Node:
+    return await Node.start(identity(name), settings, more.pop("events", EventLog()), **more)
+
+
+@asynccontextmanager
+async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) -> AsyncIterator[list[Node]]:
+    """Peers that know each other and answer `Echo`."""
+    nodes = [await start(name, replace(settings, **changes)) for name in names]
+    for node in nodes:
+        node.serve(Echo, echo)
+        for other in nodes:
+            node.learn(other.contact)
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            await node.close()
+
+
+async def echo(peer: PeerId, message: Echo) -> Echo:
+    return message
+
+
+async def sink(opening: Talk, stream: Stream) -> None:
+    """Receives until the end, then tells how many items came."""
+    count = 0
+    async for _ in items(stream):
+        count += 1
+    await stream.send(Piece(count))
+
+
+async def items(stream: Stream) -> AsyncIterator[tuple[Piece, memoryview]]:
+    while True:
+        try:
+            yield await stream.receive(Piece)
+        except StreamEnded:
+            return
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Give way until the condition holds (the deadline of `run` bounds it)."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Proxy:
+    """Passes TCP both ways. ``meddle(data)`` may change what the dialling end sends; `freeze` stops all."""
+
+    def __init__(self, target: Contact) -> None:
+        self.meddle: Callable[[bytes], bytes] = lambda data: data
+        self._host, self._port = target.addresses[0].removeprefix("ws://").split(":")
+        self._moving = asyncio.Event()
+        self._moving.set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    def freeze(self) -> None:
+        self._moving.clear()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, far_writer]
+        await asyncio.gather(
+            self._pump(reader, far_writer, self._meddled),
+            self._pump(far_reader, writer, lambda data: data),
+        )
+
+    def _meddled(self, data: bytes) -> bytes:
+        return self.meddle(data)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+    ) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._moving.wait()
+                writer.write(change(data))
+                await writer.drain()
+        except OSError:
+            pass  # one end was cut; the other learns it by the close below
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        """The address to dial instead."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            self._moving.set()
+            self.cut()
+            await asyncio.sleep(0)
+            tasks = [task for task in asyncio.all_tasks() if "Proxy._" in repr(task)]
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
+
+
+@asynccontextmanager
+async def proxied(alice: Node, bob: Node) -> AsyncIterator[Proxy]:
+    """Alice reaches bob through a proxy."""
+    proxy = Proxy(bob.contact)
+    async with proxy.open() as address:
+        alice.learn(Contact(bob.id, (address,)))
+        yield proxy

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.net.budget import RateMeter, TokenBucket
+
+
+def test_a_bucket_lets_a_burst_through_and_then_keeps_the_rate() -> None:
+    bucket = TokenBucket(8e6, now=0.0)  # 1 MB/s, bursts of 100 kB
+    bucket.take(100_000, now=0.0)
+    assert bucket.delay(0.0) == 0.0
+    bucket.take(50_000, now=0.0)
+    assert bucket.delay(0.0) == pytest.approx(0.05)
+    assert bucket.delay(0.05) == pytest.approx(0.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0.0, 1.0)), min_size=1, max_size=30))
+def test_waiting_for_the_delay_never_exceeds_the_rate(sends: list[tuple[int, float]]) -> None:
+    rate_bps, now, sent_bytes = 8e6, 0.0, 0
+    bucket = TokenBucket(rate_bps, now)
+    for size_bytes, pause_s in sends:
+        now += pause_s + bucket.delay(now + pause_s)
+        assert sent_bytes <= 1e5 + now * rate_bps / 8 + 1e-3
+        bucket.take(size_bytes, now)
+        sent_bytes += size_bytes
+
+
+def test_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="rate_bps=0"):
+        TokenBucket(0, now=0.0)
+
+
+def test_the_meter_remembers_the_best_busy_second() -> None:
+    meter = RateMeter()
+    for step in range(31):
+        meter.add(1000 if step < 10 else 500, now=step / 10)
+    assert meter.peak_bps == pytest.approx(10 * 1000 * 8)
+    assert meter.total_bytes == 10 * 1000 + 21 * 500
+
+
+def test_the_meter_makes_no_rate_of_an_idle_time() -> None:
+    meter = RateMeter()
+    meter.add(1000, now=0.0)
+    meter.add(1000, now=60.0)
+    assert meter.peak_bps is None

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.net.clock import SwarmClock
+
+
+def test_two_skewed_peers_meet_in_the_middle() -> None:
+    alice, bob = SwarmClock(), SwarmClock()
+    alice.observe("bob", theirs=1300.0, ours=1000.2, rtt_s=0.4)
+    bob.observe("alice", theirs=1000.0, ours=1300.2, rtt_s=0.4)
+    assert abs((1000.0 + alice.offset_s) - (1300.0 + bob.offset_s)) < 1e-6
+
+
+def test_a_forgotten_peer_no_longer_counts() -> None:
+    clock = SwarmClock()
+    clock.observe("bob", theirs=10.0, ours=0.0, rtt_s=0.0)
+    clock.forget("bob")
+    assert clock.offset_s == 0.0
+
+
+@given(st.floats(0.0, 1e11))
+def test_one_liar_among_three_honest_peers_moves_nothing(lie: float) -> None:
+    clock = SwarmClock()
+    for peer in ("bob", "carol", "dave"):
+        clock.observe(peer, theirs=5.0, ours=5.0, rtt_s=0.0)
+    clock.observe("mallory", theirs=lie, ours=5.0, rtt_s=0.0)
+    assert clock.offset_s == 0.0

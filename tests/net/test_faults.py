@@ -1,0 +1,214 @@
+"""Bytes damaged on the way, peers that stall, connections that go nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import warnings
+
+import pytest
+
+from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.net.hello import Introduction
+from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
+from colab_swarm.net.peers import Contact
+from tests.net.swarm import Echo, Proxy, identity, peers, proxied, run, until
+
+
+def flip_last_byte(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("meddle", "reason"),
+    [
+        (flip_last_byte, "does not decrypt"),
+        (lambda data: data + data, "replayed"),
+        (lambda data: b"\x82\xff" + bytes(4) + b"\x10\0\0\0" + data, "WebSocket frame"),
+        (lambda data: b"\xf2" + data[1:], "WebSocket frame"),
+        (lambda data: b"\x82\x80\0\0\0\0" + data, "does not decrypt"),
+    ],
+    ids=["garbled", "replayed", "oversized", "reserved bits", "empty"],
+)
+def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # type: ignore[no-untyped-def]
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
+            reasons: list[str] = []
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            (link,) = bob._links.of(alice.id)
+            bob.on_lost(lambda peer: reasons.append(link.lost or ""))
+            proxy.meddle = meddle
+            with pytest.raises(PeerLost):
+                await alice.call(bob.id, Echo(b"damaged"), Echo, timeout_s=5)
+                await alice.call(bob.id, Echo(b"after"), Echo, timeout_s=5)
+            await until(lambda: bool(reasons))
+            assert reason in reasons[0]
+
+    run(main())
+
+
+def test_a_truncated_message_is_never_delivered() -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            sent: list[int] = []
+            proxy.meddle = lambda data: (sent.append(len(data)), data[:-1])[1]
+            with pytest.raises(PeerTimeout):
+                await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
+            assert sent and "serving=0" in repr(bob._links.of(alice.id))
+
+    run(main())
+
+
+def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
+    async def main() -> None:
+        async with peers("alice", dial_timeout_s=0.05) as (alice,):
+            silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+            bob = identity("bob").id
+            alice.learn(Contact(bob, (f"ws://127.0.0.1:{silent.sockets[0].getsockname()[1]}",)))
+            with pytest.raises(PeerUnreachable, match="did not answer in"):
+                await alice.call(bob, Echo(), Echo, timeout_s=5)
+            silent.close()
+
+    run(main())
+
+
+def test_a_web_server_at_the_address_is_no_peer() -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+        writer.close()
+
+    async def main() -> None:
+        async with peers("alice") as (alice,):
+            web = await asyncio.start_server(reply, "127.0.0.1", 0)
+            bob = identity("bob").id
+            alice.learn(Contact(bob, (f"ws://127.0.0.1:{web.sockets[0].getsockname()[1]}",)))
+            with pytest.raises(PeerUnreachable, match="is no peer: HTTP status 200"):
+                await alice.call(bob, Echo(), Echo, timeout_s=5)
+            web.close()
+
+    run(main())
+
+
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+def noise_message_1() -> bytes:
+    message = Introduction(identity("eve"), addresses=(), run_id="", expected=identity("bob").id).start()
+    return b"\x82" + bytes([0x80 | len(message)]) + bytes(4) + message
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET / HT", UPGRADE, UPGRADE + noise_message_1()],
+    ids=["nothing", "half a request", "no first message", "no third message"],
+)
+def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes) -> None:
+    async def main() -> None:
+        async with peers("bob", handshake_timeout_s=0.05) as (bob,):
+            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for part in filter(None, (sent[: len(UPGRADE)], sent[len(UPGRADE) :])):
+                writer.write(part)
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # returns when bob hangs up
+            writer.close()
+            assert not bob.linked()
+
+    run(main())
+
+
+def test_too_many_connections_in_the_handshake_are_refused() -> None:
+    async def main() -> None:
+        async with peers("bob", max_handshakes=2) as (bob,):
+            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+            ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            with pytest.raises(ConnectionError):
+                await ends[2][0].read()
+                raise ConnectionError  # an orderly close will do as well
+            assert not ends[0][0].at_eof()
+            for _, writer in ends:
+                writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, MAX_HANDSHAKE_BYTES + 1])
+def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: int) -> None:
+    async def main() -> None:
+        async with peers("bob") as (bob,):
+            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(UPGRADE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"\x82\xfe" + size.to_bytes(2, "big") + bytes(4) + b"x" * size)
+            assert b"\x88" in await reader.read()  # a close frame
+            writer.close()
+            assert not bob.linked()
+
+    run(main())
+
+
+def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
+    async def main() -> None:
+        async with peers("alice", "bob", keep_alive_s=0.02) as (alice, bob), proxied(alice, bob) as proxy:
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            reasons: list[str] = []
+            (link,) = alice._links.of(bob.id)
+            alice.on_lost(lambda peer: reasons.append(link.lost or ""))
+            proxy.freeze()
+            with pytest.raises(PeerLost, match="silent"):
+                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            assert "silent" in reasons[0]
+            await until(lambda: not bob.linked())
+
+    run(main())
+
+
+def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> None:
+    async def main() -> None:
+        async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            before = alice.statistics(bob.id)
+            await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes + 300)
+            assert alice.statistics(bob.id).links == 1
+            assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
+
+    run(main())
+
+
+def test_close_leaves_no_task_thread_or_socket() -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob), proxied(alice, bob):
+            await asyncio.gather(*(alice.call(bob.id, Echo(), Echo, timeout_s=5) for _ in range(10)))
+            await alice.call(alice.id, Echo(), Echo, timeout_s=5)
+            await alice.close()
+            await alice.close()
+
+    threads = threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(main())
+        gc.collect()
+    assert threading.active_count() == threads
+
+
+def test_the_proxy_of_these_tests_passes_bytes_unchanged() -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob):
+            proxy = Proxy(bob.contact)
+            passed: list[bytes] = []
+            async with proxy.open() as address:
+                alice.learn(Contact(bob.id, (address,)))
+                proxy.meddle = lambda data: (passed.append(data), data)[1]
+                assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
+            assert passed
+
+    run(main())

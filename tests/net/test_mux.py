@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.net.frames import Frame, Kind, encode
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Mux, encode_opening, item_cost
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
+
+
+class Pair:
+    """Two ends, moved by hand."""
+
+    def __init__(self, *, max_streams: int = 8, max_calls: int = 8) -> None:
+        self.alice = Mux(initiator=True, max_streams=max_streams, max_calls=max_calls)
+        self.bob = Mux(initiator=False, max_streams=max_streams, max_calls=max_calls)
+
+    def to_bob(self) -> list[Frame]:
+        return [frame for packet in self.alice.take() for frame in self.bob.on_packet(packet)]
+
+    def to_alice(self) -> list[Frame]:
+        return [frame for packet in self.bob.take() for frame in self.alice.on_packet(packet)]
+
+
+def receive(mux: Mux, *frames: bytes) -> list[Frame]:
+    return [got for frame in frames for got in mux.on_packet(frame)]
+
+
+def test_a_call_is_answered_by_its_number() -> None:
+    pair = Pair()
+    first, second = pair.alice.call(b"first"), pair.alice.call(b"second")
+    assert [bytes(frame.message) for frame in pair.to_bob()] == [b"first", b"second"]
+    pair.bob.reply(second, b"2")
+    pair.bob.fail(first, "failed", "because")
+    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(Kind.REPLY, 3), (Kind.ERROR, 1)]
+    assert pair.alice.quiet and pair.bob.quiet
+
+
+def test_a_cancelled_call_drops_its_late_reply() -> None:
+    pair = Pair()
+    id = pair.alice.call(b"call")
+    pair.to_bob()
+    pair.bob.reply(id, b"late")
+    pair.alice.cancel(id)
+    assert pair.to_alice() == []
+    assert pair.to_bob() == []  # nor does the late cancel reach a handler that is done
+    assert pair.alice.quiet and pair.bob.quiet
+
+
+def test_too_many_calls_and_streams_are_refused_as_busy() -> None:
+    pair = Pair(max_calls=1, max_streams=1)
+    for _ in range(2):
+        pair.alice.call(b"")
+        pair.alice.open(b"")
+    assert [frame.kind for frame in pair.to_bob()] == [Kind.CALL, Kind.OPEN]
+    refused = pair.to_alice()
+    assert [frame.kind for frame in refused] == [Kind.ERROR, Kind.RESET]
+    assert all(b"busy" in bytes(frame.message) for frame in refused)
+
+
+def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
+    pair = Pair()
+    id, payload = pair.alice.open(b""), bytes(1 << 16)
+    count = 0
+    while pair.alice.may_send(id):
+        pair.alice.send(id, b"", payload)
+        count += 1
+    assert count == -(-STREAM_WINDOW_BYTES // item_cost(b"", payload))
+    _, *items = pair.to_bob()
+    for frame in items[: count // 2 + 1]:
+        pair.bob.consumed(id, item_cost(frame.message, frame.payload))
+    assert [frame.kind for frame in pair.to_alice()] == [Kind.CREDIT]
+    assert pair.alice.may_send(id)
+
+
+def test_a_stream_is_over_after_both_ends_or_one_reset() -> None:
+    pair = Pair()
+    ended, dropped = pair.alice.open(b""), pair.alice.open(b"")
+    pair.alice.end(ended)
+    pair.alice.reset(dropped)
+    pair.to_bob()
+    assert pair.bob.knows_stream(ended) and not pair.bob.knows_stream(dropped)
+    pair.bob.send(ended, b"still", b"")
+    pair.bob.end(ended)
+    assert [frame.kind for frame in pair.to_alice()] == [Kind.ITEM, Kind.END]
+    assert pair.alice.quiet and pair.bob.quiet
+
+
+def test_items_for_a_stream_that_was_reset_here_are_dropped() -> None:
+    pair = Pair()
+    id = pair.alice.open(b"")
+    pair.to_bob()
+    pair.alice.send(id, b"late", b"")
+    pair.bob.reset(id)
+    assert pair.to_bob() == []
+
+
+def test_a_ping_comes_back_as_a_pong() -> None:
+    pair = Pair()
+    pair.alice.ping(b"token")
+    assert pair.to_bob() == []
+    assert [(frame.kind, bytes(frame.message)) for frame in pair.to_alice()] == [(Kind.PONG, b"token")]
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        ([encode(Kind.REPLY, 2)], "never was"),
+        ([encode(Kind.ITEM, 1)], "never was"),
+        ([encode(Kind.CALL, 2, b"")], "number 2"),
+        ([encode(Kind.CALL, 3, b""), encode(Kind.CALL, 1, b"")], "after 3"),
+        ([encode(Kind.OPEN, 1), encode(Kind.END, 1), encode(Kind.ITEM, 1)], "after its end"),
+        ([encode(Kind.OPEN, 1), encode(Kind.END, 1), encode(Kind.END, 1)], "second end"),
+        ([encode(Kind.OPEN, 1), encode(Kind.CREDIT, 1, b"abc")], "wrong size"),
+        ([encode(Kind.OPEN, 1), encode(Kind.CREDIT, 1, b"\xff" * 4)], "credit for"),
+        ([encode(Kind.PING, 0, bytes(100))], "a ping of 100"),
+    ],
+)
+def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        receive(Mux(initiator=False, max_streams=8, max_calls=8), *frames)
+
+
+def test_sending_without_credit_is_a_protocol_error() -> None:
+    bob = Mux(initiator=False, max_streams=8, max_calls=8)
+    receive(bob, encode(Kind.OPEN, 1))
+    item = encode(Kind.ITEM, 1, b"", bytes(1 << 16))
+    with pytest.raises(ProtocolError, match="without credit"):
+        receive(bob, *[item] * 40)
+
+
+def test_an_oversized_opening_is_the_callers_mistake() -> None:
+    class Big(Message, frozen=True):
+        data: bytes
+
+    with pytest.raises(ValueError, match="over"):
+        encode_opening(Big(bytes(MAX_MESSAGE_BYTES)))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 9), st.binary(max_size=40)), max_size=12))
+def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[Kind, int, bytes]]) -> None:
+    bob = Mux(initiator=False, max_streams=2, max_calls=2)
+    bob.call(b"")
+    bob.open(b"")
+    try:
+        receive(bob, *(encode(kind, id, message) for kind, id, message in parts))
+    except ProtocolError:
+        return
+    assert all(len(packet) > 0 for packet in bob.take())
