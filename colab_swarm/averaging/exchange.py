@@ -16,7 +16,7 @@ from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.ledger import Ledger
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
 from colab_swarm.tensors.codecs import Floats, codec_of
 
@@ -101,27 +101,37 @@ class Exchange:
 
     async def talk_to(self, reducer: int) -> None:
         """Contribute to one reducer and place its means, as far as it lives."""
-        opening, peer = ReduceSpan(self.group.round_id), self.member(reducer).id
+        peer = self.member(reducer).id
         try:
             async with asyncio.timeout(None) as self._limits[reducer]:
-                stream = await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s)
-                async with stream:
-                    upload = asyncio.create_task(self._contribute(stream, reducer))
-                    try:
-                        await self._collect(stream, reducer)
-                    finally:
-                        upload.cancel()
+                try:
+                    await self._converse(reducer)
+                except PeerLost:
+                    if peer not in self.peers.linked():
+                        raise
+                    await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
             logger.info("reducer %s is lost: %s", short(peer), error)
         finally:
             del self._limits[reducer]
             self.settled[reducer].set()
 
+    async def _converse(self, reducer: int) -> None:
+        opening, peer = ReduceSpan(self.group.round_id), self.member(reducer).id
+        async with await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s) as stream:
+            upload = asyncio.create_task(self._contribute(stream, reducer))
+            try:
+                await self._collect(stream, reducer)
+            finally:
+                upload.cancel()
+
     async def _contribute(self, stream: Stream, reducer: int) -> None:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
         values, encode = self.ledger.values, self._codec.encode
         try:
             for index, chunk in enumerate(chunks):
+                if self.ledger.settled(reducer, index):
+                    continue
                 payload = encode(values[chunk.start : chunk.stop])
                 await stream.send(Chunk(index), payload)
                 self.sent_bytes += len(payload)
@@ -139,8 +149,7 @@ class Exchange:
             if len(payload):
                 numel = self.ledger.chunk(reducer, message.index).numel
                 mean = self._mean_codec.decode(payload, numel, scratch=self._scratch)
-            if not self.ledger.place(reducer, message.index, mean, message.missing):
-                raise ValueError(f"chunk {message.index} came twice")
+            self.ledger.place(reducer, message.index, mean, message.missing)
 
     # --- as a reducer ---------------------------------------------------------------------------------------
 

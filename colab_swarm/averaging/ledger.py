@@ -36,15 +36,15 @@ class Ledger:
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
 
-    def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> bool:
-        """Replace own values by the mean (None: nobody contributed); False if the chunk had its mean already.
+    def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
+        """Replace own values by the mean (None: nobody contributed), unless the chunk is settled already.
 
         Raises:
             ValueError: the mean is not finite; nothing was changed.
         """
         chunk = self.chunk(reducer, index)
         if self._states[reducer][index] != _LACKING:
-            return False
+            return
         if mean is not None:
             if not all_finite(mean):
                 raise ValueError(f"the mean of chunk {index} of span {reducer} is not finite")
@@ -52,7 +52,6 @@ class Ledger:
         self._states[reducer][index] = _NO_MEAN if mean is None else _MEAN
         if missing:
             self._missing[reducer, index] = missing
-        return True
 
     def settled(self, reducer: int, index: int) -> bool:
         """Whether the chunk's mean is here, or it is known that there is none."""

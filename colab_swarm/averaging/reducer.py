@@ -3,7 +3,7 @@
 Rules:
 
 - A chunk is finished when every member that is still expected has delivered it; its mean never changes after.
-- A member that sends nonsense (NaN, wrong length, a chunk twice or out of range) is banned: what it
+- A member that sends nonsense (NaN, wrong length, no such chunk) is banned: what it
   delivered in good order stays, nothing more is taken, and its weight leaves the mean of every chunk it did
   not deliver. The same holds for a member that is lost.
 - A chunk that nobody contributed to (all weights zero, or all lost) has no mean: members keep their local
@@ -49,7 +49,7 @@ class SpanReducer:
         return self._settle()
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
-        """Take one contribution; True if it finished the chunk. Ignored if nothing is expected of the member.
+        """Take one contribution; True if it finished the chunk. Ignored if it is not expected (any more).
 
         Raises:
             ValueError: the contribution is nonsense. Nothing was changed: `drop` the member.
@@ -57,7 +57,9 @@ class SpanReducer:
         bit = 1 << member
         if not self._expected & bit:
             return False
-        self._check(chunk, bit, values)
+        self._check(chunk, values)
+        if self._delivered[chunk] & bit:
+            return False
         sums, weight = self._sums[chunk], self._weights[member]
         if self._delivered[chunk]:
             scaled = self._scratch[: len(sums)]
@@ -103,11 +105,9 @@ class SpanReducer:
                 self._expected & ~delivered
             ) or chunk not in self.unfinished
 
-    def _check(self, chunk: int, bit: int, values: Floats) -> None:
+    def _check(self, chunk: int, values: Floats) -> None:
         if not 0 <= chunk < len(self._sums):
             raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
-        if self._delivered[chunk] & bit:
-            raise ValueError(f"chunk {chunk} came twice")
         if len(values) != len(self._sums[chunk]):
             raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
         if not all_finite(values):

@@ -1,4 +1,4 @@
-"""An averaging round among processes on loopback, against torch.distributed's gloo and against memory alone."""
+"""An averaging round among processes on loopback, against torch.distributed's gloo and memory alone."""
 
 from __future__ import annotations
 
@@ -153,23 +153,36 @@ def _round(
     members = tuple(Member(_contact(w).id, _contact(w).addresses, 1.0 + w.seed % 3, 1.0) for w in ordered)
     group = Group(os.urandom(16), 0, b"bench", members, numel)
     task = Round(group, tuple(w.seed for w in ordered), (victim.seed,) if victim else ())
-    _start(workers, task)
+    _all_do(workers, task)
+    _tell(workers, task)
     if victim is not None:
         time.sleep(after_s)
         victim.process.kill()
-    return [worker.hear(Done) for worker in workers if worker is not victim]
+    return _finish([worker for worker in workers if worker is not victim], task)
 
 
 def _gloo_round(workers: Sequence[Worker]) -> list[Done]:
-    _start(workers, Round())
+    task = Round()
+    _all_do(workers, task)
+    _tell(workers, task)
+    return _finish(workers, task)
+
+
+def _all_do(workers: Sequence[Worker], task: Round) -> None:
+    """The next stage of a round begins when all are ready for it."""
+    _tell(workers, task)
+    for worker in workers:
+        worker.hear(Ready)
+
+
+def _finish(workers: Sequence[Worker], task: Round) -> list[Done]:
+    for worker in workers:
+        worker.hear(Ready)
+    _tell(workers, task)
     return [worker.hear(Done) for worker in workers]
 
 
-def _start(workers: Sequence[Worker], task: Round) -> None:
-    for worker in workers:
-        worker.say(task)
-    for worker in workers:
-        worker.hear(Ready)
+def _tell(workers: Sequence[Worker], task: Round) -> None:
     for worker in workers:
         worker.say(task)
 

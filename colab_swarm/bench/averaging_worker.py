@@ -1,6 +1,6 @@
-"""One process of the averaging benchmark: obeys the JSON lines on its standard input, answers on its output.
+"""One process of the averaging benchmark: obeys JSON lines on its standard input, answers on its output.
 
-``python -m colab_swarm.bench.averaging_worker swarm|gloo INDEX NUMEL`` (gloo: also WORLD and a file to meet at)
+``python -m colab_swarm.bench.averaging_worker swarm|gloo INDEX NUMEL``, for gloo also WORLD MEETING_FILE.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ready(msgspec.Struct):
 
 
 class Round(msgspec.Struct):
-    """Average once; members' vectors are patterns of these seeds, in member order. ``group`` is None for gloo."""
+    """Average once; members' vectors are patterns of these seeds, in member order. For gloo, empty."""
 
     group: Group | None = None
     seeds: tuple[int, ...] = ()
@@ -64,8 +64,8 @@ def count_wrong(values: Floats, group: Group, task: Round) -> int:
     right = np.zeros(len(values), bool)
     for left_out in {(), task.dead}:
         present = [seed for seed in task.seeds if seed not in left_out]
-        mean = sum(pattern(seed) * np.float32(weights[seed]) for seed in present)
-        mean /= np.float32(sum(weights[seed] for seed in present))
+        total = sum(weights[seed] for seed in present)
+        mean = np.sum([pattern(seed) * np.float32(weights[seed] / total) for seed in present], axis=0)
         right |= np.abs(values - np.resize(mean, len(values))) < 1e-5
     return int((~right).sum())
 
@@ -100,6 +100,8 @@ async def swarm(seed: int, numel: int) -> None:
         began, cpu = time.perf_counter(), cpu_s()
         result = await averager.average(group, values)
         seconds, cpu = time.perf_counter() - began, cpu_s() - cpu
+        say(Ready())  # whoever checks now would slow down the others
+        await asyncio.to_thread(sys.stdin.buffer.readline)
         kept_local = sum(span.numel for span in result.kept_local)
         wrong = await asyncio.to_thread(count_wrong, values, group, task)
         say(Done(seconds, cpu, kept_local, wrong))
@@ -122,6 +124,8 @@ def gloo(rank: int, numel: int, world: int, meeting: str) -> None:
         collectives.all_reduce(values)
         seconds, cpu = time.perf_counter() - began, cpu_s() - cpu
         values /= world
+        say(Ready())
+        sys.stdin.buffer.readline()
         say(Done(seconds, cpu))
 
 

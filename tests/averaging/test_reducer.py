@@ -75,11 +75,10 @@ def test_nonsense_is_refused_and_changes_nothing(chunk: int, values: Floats) -> 
     np.testing.assert_array_equal(r.mean(0), full(0, 2.0))
 
 
-def test_a_chunk_that_comes_twice_is_refused() -> None:
+def test_a_chunk_that_comes_twice_counts_once() -> None:
     r = reducer(1, 1)
-    r.on_chunk(0, 0, full(0, 1.0))
-    with pytest.raises(ValueError, match="came twice"):
-        r.on_chunk(0, 0, full(0, 1.0))
+    assert not r.on_chunk(0, 0, full(0, 1.0)) and not r.on_chunk(0, 0, full(0, 5.0))
+    assert r.on_chunk(1, 0, full(0, 3.0)) and r.mean(0)[0] == 2.0
 
 
 def test_huge_values_and_weights_do_not_overflow() -> None:
