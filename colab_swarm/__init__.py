@@ -1,1 +1,72 @@
-"""Train one large model together: any notebook becomes a peer in one cell."""
+"""Train one large model together: any notebook becomes a peer in one cell.
+
+import colab_swarm as cs
+swarm = cs.join("swarm://…")                    # or cs.create("my-run"), or cs.simulate(peers=4)
+model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
+optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1.76e-3), target_batch_size=256)
+for batch in batches:
+    model(**batch).loss.backward()
+    optimizer.step(samples=len(batch["input_ids"]))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from colab_swarm.errors import InviteError, JoinError, PeerError, StateError, SwarmError
+    from colab_swarm.recipes.albert import albert
+    from colab_swarm.recipes.hyperparameters import parameter_groups
+    from colab_swarm.simulation import Simulation, simulate
+    from colab_swarm.swarm import PeerOptions, Swarm, create, join
+    from colab_swarm.training.lamb import Lamb
+    from colab_swarm.training.optimizer import SwarmOptimizer
+
+_HOMES = {
+    "InviteError": "errors",
+    "JoinError": "errors",
+    "Lamb": "training.lamb",
+    "PeerError": "errors",
+    "PeerOptions": "swarm",
+    "Simulation": "simulation",
+    "StateError": "errors",
+    "Swarm": "swarm",
+    "SwarmError": "errors",
+    "SwarmOptimizer": "training.optimizer",
+    "albert": "recipes.albert",
+    "create": "swarm",
+    "join": "swarm",
+    "parameter_groups": "recipes.hyperparameters",
+    "simulate": "simulation",
+}
+
+__all__ = [  # noqa: RUF022 - by subject
+    "create",
+    "join",
+    "simulate",
+    "Swarm",
+    "Simulation",
+    "PeerOptions",
+    "SwarmOptimizer",
+    "albert",
+    "parameter_groups",
+    "Lamb",
+    "SwarmError",
+    "PeerError",
+    "InviteError",
+    "JoinError",
+    "StateError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a relay or backbone starts in a second because it never touches torch."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -24,7 +24,7 @@ MAX_CHARACTERS = 8192
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
-class Invite(Message):
+class Invite(Message, frozen=True):
     """What an invitation says.
 
     Attributes:
@@ -51,7 +51,9 @@ class Invite(Message):
         """
         payload = "".join(text.split()).rpartition("#")[2].strip("\"'<>`")
         if len(payload) > MAX_CHARACTERS:
-            raise InviteError(f"this is no invitation: {len(payload):,} characters; paste the swarm://… line alone")
+            raise InviteError(
+                f"this is no invitation: {len(payload):,} characters; paste the swarm://… line alone"
+            )
         body = _body(payload)
         if body[0] != VERSION:
             raise InviteError(
@@ -64,7 +66,9 @@ class Invite(Message):
             raise InviteError("this invitation cannot be read: ask for a new one") from error
         late_s = (time.time() if now is None else now) - invite.expires_at
         if late_s > 0:
-            raise InviteError(f"this invitation expired {_ago(late_s)} ago: ask for a new one (`swarm.invite()`)")
+            raise InviteError(
+                f"this invitation expired {_ago(late_s)} ago: ask for a new one (`swarm.invite()`)"
+            )
         return invite
 
 

@@ -59,13 +59,15 @@ class Runtime:
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("a blocking call from the runtime thread would never end: `await` the coroutine instead")
+            raise RuntimeError(
+                "a blocking call from the runtime thread would never end: `await` the coroutine instead"
+            )
         if not self._thread.is_alive():
             coroutine.close()
             raise RuntimeError("the runtime thread has stopped (a fork of the process?): restart the kernel")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return _wait(future)
+            return wait_interruptibly(future)
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -78,8 +80,8 @@ class Runtime:
         self._loop.close()
 
 
-def _wait(future: Future[T]) -> T:
-    """Wait in short steps: a wait without timeout cannot be interrupted on Windows."""
+def wait_interruptibly(future: Future[T]) -> T:
+    """The future's result, waited for in short steps: one long wait cannot be interrupted on Windows."""
     while True:
         try:
             return future.result(POLL_S)

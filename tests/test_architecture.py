@@ -59,10 +59,18 @@ def test_imports_point_down(path: Path) -> None:
         top, *rest = name.split(".")
         if top == "colab_swarm" and rest and rest[0] in RANK:
             there = rest[0]
-            assert RANK[there] <= RANK[here], f"{here} imports {name}: move the shared type down, or pass it in"
-            assert there != "sim" or here in SIM_USERS, f"{here} imports {name}: only tests, Swarm.simulate and bench may"
-        assert not (top == "torch" and here in NO_TORCH), f"{here} must not import torch: a relay starts without it"
-        assert top not in WIRE_LIBRARIES or here in {"net", "bench"}, f"{here} imports {top}: net is its only home"
+            assert RANK[there] <= RANK[here], (
+                f"{here} imports {name}: move the shared type down, or pass it in"
+            )
+            assert there != "sim" or here in SIM_USERS, (
+                f"{here} imports {name}: only tests, Swarm.simulate and bench may"
+            )
+        assert not (top == "torch" and here in NO_TORCH), (
+            f"{here} must not import torch: a relay starts without it"
+        )
+        assert top not in WIRE_LIBRARIES or here in {"net", "bench"}, (
+            f"{here} imports {top}: net is its only home"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -72,4 +80,6 @@ def test_no_file_over_400_lines_and_no_wide_constructor(path: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [a for a in node.args.args + node.args.kwonlyargs if a.arg not in {"self", "cls"}]
-            assert len(arguments) <= 8, f"{path}:{node.lineno} {node.name} takes {len(arguments)} parameters: use a dataclass"
+            assert len(arguments) <= 8, (
+                f"{path}:{node.lineno} {node.name} takes {len(arguments)} parameters: use a dataclass"
+            )

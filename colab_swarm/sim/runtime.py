@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from colab_swarm.runtime import wait_interruptibly
 from colab_swarm.sim.clock import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -68,9 +70,31 @@ class SimRuntime:
         """Run ``coroutine`` on virtual time and return its result."""
         turn = self._turns.get(threading.get_ident())
         if turn is None:
-            return self.loop.run_until_complete(coroutine)
+            return self._drive(coroutine)
         result: T = turn.ask(coroutine).result()
         return result
+
+    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the loop until ``coroutine`` is done, in a thread: in a notebook this one has a loop running already."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(lambda _: self.loop.stop())
+        done: Future[None] = Future()
+
+        def body() -> None:
+            try:
+                self.loop.run_forever()
+                done.set_result(None)
+            except RuntimeError as error:  # deadlock: nothing would ever happen again
+                done.set_exception(error)
+
+        threading.Thread(target=body, name="colab-swarm-simulation", daemon=True).start()
+        try:
+            wait_interruptibly(done)
+        except KeyboardInterrupt:
+            self.loop.call_soon_threadsafe(task.cancel)
+            wait_interruptibly(done)
+            raise
+        return task.result()
 
     async def run_thread(self, work: Callable[[], T], name: str) -> T:
         """Run blocking ``work`` in a thread that takes turns with the loop; its error is raised here."""
@@ -110,9 +134,13 @@ class SimRuntime:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, let the peers' threads unwind and close the loop."""
-        tasks = asyncio.all_tasks(self.loop)
+        """Cancel what still runs, let the peers' threads unwind and close the loop. Idempotent."""
+        if not self.loop.is_closed():
+            self._drive(self._cancel_all())
+            self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self.loop.close()
+        await asyncio.gather(*tasks, return_exceptions=True)

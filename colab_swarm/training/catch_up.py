@@ -28,7 +28,7 @@ PAUSE_S = 1.0
 def next_lineage(lineage: bytes, values: Values) -> bytes:
     """Digest of the history after applying ``values``; equal on all peers that got the same mean."""
     digest = hashlib.sha256(lineage)
-    digest.update(memoryview(values).cast("B"))
+    digest.update(values.data.cast("B"))
     return digest.digest()[:LINEAGE_BYTES]
 
 

@@ -26,7 +26,7 @@ READS_OF_GRACE = 5
 """Reads of the records for which news from a round outweighs a peer's own, older record."""
 
 
-class ProgressRecord(Message):
+class ProgressRecord(Message, frozen=True):
     """What a peer tells the swarm, signed, under its own subkey.
 
     Attributes:
@@ -53,7 +53,11 @@ class ProgressRecord(Message):
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s)
-        if self.step < 0 or any(not 0 <= number < 1e12 for number in numbers) or len(self.lineage) > LINEAGE_BYTES:
+        if (
+            self.step < 0
+            or any(not 0 <= number < 1e12 for number in numbers)
+            or len(self.lineage) > LINEAGE_BYTES
+        ):
             raise ValueError("progress record out of range")
 
 
@@ -115,14 +119,18 @@ class Progress:
                 break
         votes = Counter(record.lineage for record in trainers.values() if record.step == step)
         lineage = min(votes, key=lambda digest: (-votes[digest], digest))
-        there = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
+        there = (
+            peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage)
+        )
         return Branch(step, lineage, frozenset(there))
 
     @property
     def behind(self) -> bool:
         """This peer is not on the branch, and not merely ahead of a swarm that is about to follow."""
         branch = self.branch()
-        return self.own.step < branch.step or (self.own.step == branch.step and self.own.lineage != branch.lineage)
+        return self.own.step < branch.step or (
+            self.own.step == branch.step and self.own.lineage != branch.lineage
+        )
 
     def samples(self) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""

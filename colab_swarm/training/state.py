@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_swarm.errors import PeerError, StateError
-from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Message, PeerId, Peers, Refusal, Stream, StreamEnded, short
+from colab_swarm.net.peers import (
+    MAX_PAYLOAD_BYTES,
+    Message,
+    PeerId,
+    Peers,
+    Refusal,
+    Stream,
+    StreamEnded,
+    short,
+)
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 18
@@ -28,14 +37,14 @@ CALL_TIMEOUT_S = 30.0
 DONORS = 4
 
 
-class DescribeState(Message):
+class DescribeState(Message, frozen=True):
     """Ask a donor for its manifest; ``step`` asks for that step only, -1 for the current one."""
 
     prefix: str
     step: int = -1
 
 
-class Manifest(Message):
+class Manifest(Message, frozen=True):
     """What a snapshot is made of.
 
     Attributes:
@@ -74,7 +83,7 @@ class Manifest(Message):
         return slice(chunk * self.chunk_bytes, min((chunk + 1) * self.chunk_bytes, self.size_bytes))
 
 
-class FetchChunks(Message):
+class FetchChunks(Message, frozen=True):
     """Open a stream of these chunks of the snapshot with this root."""
 
     prefix: str
@@ -82,7 +91,7 @@ class FetchChunks(Message):
     chunks: tuple[int, ...]
 
 
-class ChunkOf(Message):
+class ChunkOf(Message, frozen=True):
     """One chunk; its bytes are the item's payload."""
 
     chunk: int
@@ -105,8 +114,10 @@ class Snapshot:
         """
         chunk_bytes = max(CHUNK_BYTES, -(-blob.nbytes // MAX_CHUNKS))
         if chunk_bytes > MAX_PAYLOAD_BYTES:
-            raise StateError(f"a training state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share")
-        view = memoryview(blob)
+            raise StateError(
+                f"a training state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
+            )
+        view = memoryview(blob.data)
         digests = b"".join(
             hashlib.sha256(view[at : at + chunk_bytes]).digest() for at in range(0, blob.nbytes, chunk_bytes)
         )
@@ -162,7 +173,7 @@ class StateSharing:
         for chunk in ask.chunks:
             if not 0 <= chunk < held.manifest.chunks:
                 raise Refusal(f"there is no chunk {chunk}")
-            await stream.send(ChunkOf(chunk), memoryview(held.blob)[held.manifest.span(chunk)])
+            await stream.send(ChunkOf(chunk), memoryview(held.blob.data)[held.manifest.span(chunk)])
         await stream.end()
 
     def _check_prefix(self, prefix: str) -> None:
@@ -177,7 +188,9 @@ class StateSharing:
         """
         manifest, holders, refusals = await self._choose(donors)
         if manifest is None:
-            raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
+            raise StateError(
+                f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}"
+            )
         fetch = _Fetch(self._peers, self._prefix, manifest)
         while fetch.missing and holders:  # what a lost donor owed goes to those that are left
             alive = await asyncio.gather(*(fetch.work(donor) for donor in holders))
@@ -246,6 +259,6 @@ class _Fetch:
         digests = self._manifest.digests
         if chunk not in pending or hashlib.sha256(payload).digest() != digests[32 * chunk : 32 * chunk + 32]:
             raise StateError(f"the donor sent a wrong chunk {chunk}")
-        memoryview(self.blob)[self._manifest.span(chunk)] = payload
+        memoryview(self.blob.data)[self._manifest.span(chunk)] = payload
         pending.remove(chunk)
         self.missing -= 1

@@ -47,7 +47,11 @@ def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smaller_digest() -> N
 
 
 def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
-    others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000), DAVE: record(0, samples=9, syncing=True)}
+    others = {
+        BOB: record(0, samples=40),
+        CAROL: record(1, samples=1000),
+        DAVE: record(0, samples=9, syncing=True),
+    }
     swarm = progress(record(0, samples=59), others)
     assert swarm.samples() == 99 and not swarm.batch_full
     swarm.own = record(0, samples=60)
@@ -78,7 +82,9 @@ def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
     assert swarm.participants(5, b"same") == [ALICE, BOB, DAVE]
 
 
-@pytest.mark.parametrize("bad", [{"samples": -1.0}, {"samples": float("nan")}, {"step": -1}, {"samples_per_s": 1e13}])
+@pytest.mark.parametrize(
+    "bad", [{"samples": -1.0}, {"samples": float("nan")}, {"step": -1}, {"samples_per_s": 1e13}]
+)
 def test_a_record_out_of_range_is_refused(bad: dict[str, float]) -> None:
     wire = msgspec.msgpack.encode(msgspec.structs.asdict(record()) | bad)
     fields = msgspec.msgpack.decode(wire)
@@ -90,4 +96,6 @@ def test_a_record_out_of_range_is_refused(bad: dict[str, float]) -> None:
 def test_whatever_the_records_somebody_is_on_the_branch(states: list[tuple[int, bytes]]) -> None:
     others = {PeerId(bytes([n]) * 32): record(*state) for n, state in enumerate(states)}
     branch = progress(record(*states[0]), others).branch()
-    assert branch.peers and all(others[p].step == branch.step for p in branch.peers if p in others and p != ALICE)
+    assert branch.peers and all(
+        others[p].step == branch.step for p in branch.peers if p in others and p != ALICE
+    )

@@ -34,7 +34,10 @@ class Scene:
         self.network = SimNetwork(profile, seed=1)
         self.taken = 0
         self.donors = {name: self.network.peer(name) for name in donors}
-        self.shares = {name: StateSharing(peers, "run", self.provider(donors[name])) for name, peers in self.donors.items()}
+        self.shares = {
+            name: StateSharing(peers, "run", self.provider(donors[name]))
+            for name, peers in self.donors.items()
+        }
         self.newcomer: SimPeers = self.network.peer("newcomer")
         self.network.introduce()
         self.sharing = StateSharing(self.newcomer, "run", self.provider(None))
@@ -130,7 +133,9 @@ def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
         root = (await scene.download()).manifest.root
-        stream = await scene.newcomer.stream(scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5)
+        stream = await scene.newcomer.stream(
+            scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5
+        )
         with pytest.raises(ConnectionError, match="no chunk"):
             await stream.receive(ChunkOf)
 

@@ -1,0 +1,186 @@
+"""The command line: ``colab-swarm demo | peer | backbone | bench``."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from colab_swarm.errors import SwarmError
+from colab_swarm.events import RoundFinished, StateReceived, StepFinished
+from colab_swarm.swarm import PeerOptions, Swarm, create, join
+
+Tell = Callable[..., None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.ERROR, format="%(name)s: %(message)s"
+    )
+    try:
+        options.run(options)
+    except (SwarmError, ValueError, OSError) as error:
+        sys.exit(f"colab-swarm: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens between peers")
+    commands = parser.add_subparsers(required=True)
+
+    demo = commands.add_parser(
+        "demo", help="a swarm of processes on this machine trains ALBERT-tiny; 2 minutes"
+    )
+    demo.add_argument("--steps", type=int, default=60, help="global steps")
+    demo.set_defaults(run=_demo)
+
+    backbone = commands.add_parser("backbone", help="begin a run and stay: the peer that everybody can reach")
+    backbone.add_argument("name", help="of the run")
+    backbone.add_argument("--hours", type=float, default=24.0, help="life of the invitation")
+    backbone.set_defaults(run=_backbone)
+
+    peer = commands.add_parser("peer", help="join a run and train")
+    peer.add_argument("invite", help="the swarm://… line")
+    peer.add_argument(
+        "--size", default="tiny", choices=["tiny", "base", "large", "xlarge"], help="of the ALBERT"
+    )
+    peer.add_argument("--text", default="python-docs", help="file, hub data set, or python-docs")
+    peer.add_argument("--steps", type=int, default=0, help="leave at this global step; 0: stay")
+    peer.add_argument("--target-batch-size", type=int, default=256, help="samples of all peers for one step")
+    peer.add_argument("--batch-size", type=int, default=16, help="samples of one micro-batch")
+    peer.add_argument("--lr", type=float, default=1e-2, help="LAMB learning rate")
+    peer.add_argument("--codec", default="float16", help="float32, float16, bfloat16 or int8, on the wire")
+    peer.set_defaults(run=_peer)
+
+    for command in (backbone, peer):
+        command.add_argument("--peer-name", default="", help="what others see")
+        command.add_argument("--port", type=int, default=0, help="to listen on; 0: a free one")
+        command.add_argument(
+            "--announce", action="append", default=[], help="address to tell others, ws://HOST:PORT"
+        )
+        command.add_argument("--identity", default=None, help="file that keeps this peer's key")
+        command.add_argument("--no-listen", action="store_true", help="only dial out")
+        command.add_argument(
+            "--json-lines", action="store_true", help="one JSON object per event, for programs"
+        )
+
+    bench = commands.add_parser("bench", help="measure: link, dht, averaging, overhead", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _options(options: argparse.Namespace) -> PeerOptions:
+    return PeerOptions(
+        listen=not options.no_listen, port=options.port, announce=options.announce, identity=options.identity
+    )
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from colab_swarm.demo import demo
+
+    demo(steps=options.steps)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from colab_swarm.bench.__main__ import main as bench
+
+    bench(options.rest)
+
+
+def _backbone(options: argparse.Namespace) -> None:
+    tell = _teller(options.json_lines)
+    with create(options.name, peer_name=options.peer_name or "backbone", options=_options(options)) as swarm:
+        tell("invite", invite=swarm.invite(hours=options.hours))
+        if not options.json_lines:
+            print("Ctrl-C ends it.", flush=True)
+        while True:
+            time.sleep(5.0)
+            snapshot = swarm.snapshot()
+            tell(
+                "status",
+                peers=len(snapshot.peers),
+                sent=snapshot.sent_bytes,
+                received=snapshot.received_bytes,
+            )
+
+
+def _peer(options: argparse.Namespace) -> None:
+    import torch
+
+    from colab_swarm.recipes.albert import albert
+    from colab_swarm.recipes.hyperparameters import parameter_groups
+    from colab_swarm.training.lamb import Lamb
+
+    tell = _teller(options.json_lines)
+    with join(options.invite, peer_name=options.peer_name, options=_options(options)) as swarm:
+        _tell_events(swarm, tell)
+        model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
+        optimizer = swarm.optimizer(
+            Lamb(parameter_groups(model), lr=options.lr),
+            target_batch_size=options.target_batch_size,
+            max_grad_norm=1.0,
+            codec=options.codec,
+        )
+        tell("training", step=optimizer.global_step)
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
+            if options.steps and optimizer.global_step >= options.steps:
+                break
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        total = swarm.snapshot()
+        tell(
+            "finished",
+            step=optimizer.global_step,
+            parameters=digest.hexdigest()[:16],
+            sent=total.sent_bytes,
+            received=total.received_bytes,
+        )
+        if options.json_lines:
+            sys.stdin.readline()  # whoever started us says when everybody has what they need from us
+
+
+def _tell_events(swarm: Swarm, tell: Tell) -> None:
+    def on_event(event: object) -> None:
+        match event:
+            case StepFinished(step=step, samples=samples, loss=loss):
+                speed = swarm.snapshot().samples_per_s
+                tell("step", step=step, samples=samples, loss=loss, swarm_samples_per_s=speed)
+            case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
+                tell("round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
+            case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
+                tell("state", step=step, bytes=size, seconds=seconds, donors=len(donors))
+
+    swarm.events.listen(on_event)
+
+
+def _teller(json_lines: bool) -> Tell:
+    def tell(kind: str, **facts: Any) -> None:
+        if json_lines:
+            print(json.dumps({"event": kind, **facts}), flush=True)
+        else:
+            shown = "  ".join(f"{name} {_short(value)}" for name, value in facts.items() if value is not None)
+            print(f"{kind:>9}  {shown}", flush=True)
+
+    return tell
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

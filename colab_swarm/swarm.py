@@ -1,0 +1,399 @@
+"""`Swarm`: one peer's membership in a run, and the ways to get one: `create`, `join`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colab_swarm.averaging.round import Averager
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.events import EventLog, Fault, PeerLeft, RoundFinished, StateReceived, StepFinished
+from colab_swarm.invite import NAME, Invite
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.peers import Contact, PeerId, Peers, short
+from colab_swarm.runtime import Runs, Runtime
+from colab_swarm.snapshot import PeerRow, SwarmSnapshot
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.widgets.panel import Panel
+
+logger = logging.getLogger(__name__)
+INVITE_HOURS = 24.0
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """How this peer takes part in the network.
+
+    Attributes:
+        listen: accept connections; without it this peer only dials out (client mode).
+        port: TCP port to listen on; 0 takes a free one.
+        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; worked out if empty.
+        identity: file that keeps this peer's key, so that it is the same peer after a restart; new key if None.
+        upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
+    """
+
+    listen: bool = True
+    port: int = 0
+    announce: Sequence[str] = ()
+    identity: str | Path | None = None
+    upload_mbit_s: float | None = None
+    download_mbit_s: float | None = None
+
+
+@dataclass
+class Services:
+    """The services of one peer, on the runtime's loop; ``pace``: seconds a simulated peer takes for n samples."""
+
+    peers: Peers
+    dht: DHT
+    averager: Averager
+    events: EventLog
+    rng: random.Random
+    pace: Callable[[float], float] | None = None
+
+
+class Swarm:
+    """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
+
+    def __init__(
+        self, runtime: Runs, services: Services, *, run_id: str, name: str, entries: Sequence[Contact]
+    ) -> None:
+        self._runtime = runtime
+        self._services = services
+        self._run_id = run_id
+        self._entries = tuple(entries)
+        self._optimizer: SwarmOptimizer | None = None
+        self._losses: list[tuple[int, float]] = []
+        self._joined_at = time.monotonic()
+        self._left = False
+        self.name = name
+        self.events = services.events
+        self.events.listen(self._note)
+
+    # --- who and where --------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> PeerId:
+        """This peer's id, 32 bytes."""
+        return self._services.peers.id
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self._run_id.rpartition("-")[0]
+
+    def invite(self, *, hours: float = INVITE_HOURS) -> str:
+        """One line that lets others join, valid for ``hours``.
+
+        Raises:
+            JoinError: neither this peer nor any it knows accepts connections.
+        """
+        own = self._services.peers.contact
+        entries = [contact for contact in (own, *self._entries) if contact.addresses]
+        if not entries:
+            raise JoinError(
+                "nobody could use this invitation: no known peer accepts connections; "
+                "start one on any machine that does: colab-swarm backbone"
+            )
+        return str(Invite(self._run_id, tuple(entries[:4]), time.time() + 3600 * hours))
+
+    # --- what it is for -------------------------------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        optimizer: Optimizer,
+        *,
+        target_batch_size: int,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        codec: str = "float32",
+        name: str = "model",
+        matchmaking_s: float = 5.0,
+    ) -> SwarmOptimizer:
+        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again replaces the former one.
+
+        Args:
+            optimizer: a torch optimizer over the model's parameters; all peers use the same kind and settings.
+            target_batch_size: samples of all peers together for one global step.
+            scheduler: stepped once per global step.
+            max_grad_norm: clip the averaged gradient to this norm.
+            codec: on the wire: float32, float16, bfloat16 or int8.
+            name: tells several models of one run apart.
+            matchmaking_s: how long a round waits for peers that are slow to come.
+
+        Raises:
+            ValueError: target_batch_size or codec is not usable.
+            StateError: a swarm trains this already, but nobody could give its state.
+        """
+        from colab_swarm.tensors.codecs import CODECS
+        from colab_swarm.training.collaboration import TrainingSettings
+        from colab_swarm.training.optimizer import SwarmOptimizer
+        from colab_swarm.training.replica import UpdateRule
+
+        if target_batch_size <= 0:
+            raise ValueError(
+                f"target_batch_size={target_batch_size}: pass the samples per global step, such as 4096"
+            )
+        if codec not in CODECS:
+            raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
+        self._check_here()
+        if self._optimizer is not None:
+            self._optimizer.close()
+        settings = TrainingSettings(
+            prefix=f"{self._run_id}/{name}",
+            target_batch_size=float(target_batch_size),
+            codec=codec,
+            matchmaking_s=matchmaking_s,
+        )
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm)
+        self._optimizer = SwarmOptimizer(self._runtime, self._training_services(), settings, rule, self.name)
+        return self._optimizer
+
+    def _training_services(self) -> Any:
+        from colab_swarm.training.collaboration import Services as TrainingServices
+
+        s = self._services
+        return TrainingServices(s.peers, s.dht, s.averager, s.events, s.rng, s.pace)
+
+    def panel(self) -> Panel:
+        """A live view of the swarm: widgets in a notebook, text elsewhere."""
+        from colab_swarm.widgets.panel import Panel
+
+        return Panel(self.snapshot, self.leave)
+
+    def watch(self, seconds: float | None = None) -> None:
+        """Show the swarm for ``seconds`` (until interrupted if None); the peer goes on afterwards."""
+        self.panel().watch(seconds)
+
+    # --- leaving --------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the run and close all links. Idempotent."""
+        if self._left:
+            return
+        self._left = True
+        _open_swarms.discard(self)
+        if self._optimizer is not None:
+            self._optimizer.close()
+        self._runtime.call(_close(self._services))
+
+    def vanish(self) -> None:
+        """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""
+        self._left = True
+        if self._optimizer is not None:
+            self._optimizer.collaboration.vanish()
+        self._services.dht.vanish()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def _check_here(self) -> None:
+        if self._left:
+            raise RuntimeError("this peer has left its swarm: cs.join(…) again")
+
+    # --- what it shows --------------------------------------------------------------------------------------------
+
+    def _note(self, event: object) -> None:
+        if isinstance(event, StepFinished) and event.loss is not None:
+            self._losses = [*self._losses[-999:], (event.step, event.loss)]
+
+    def snapshot(self) -> SwarmSnapshot:
+        """What a panel shows, as one frozen record; safe from any thread."""
+        peers, optimizer = self._services.peers, self._optimizer
+        total = peers.statistics()
+        rows: tuple[PeerRow, ...] = ()
+        step, speed, target, samples = 0, 0.0, 0.0, 0.0
+        if optimizer is not None:
+            progress = optimizer.collaboration.progress
+            rows = tuple(
+                _row(peer, record, peer == self.id) for peer, record in sorted(progress.records.items())
+            )
+            step, speed = progress.own.step, progress.samples_per_s()
+            target, samples = progress.target_batch_size, progress.samples()
+        return SwarmSnapshot(
+            run=self.run,
+            me=self.name,
+            reached="accepts connections" if peers.contact.addresses else "outgoing only",
+            state="left" if self._left else "training" if optimizer is not None else "joined",
+            peers=rows or self._linked_rows(),
+            step=step,
+            samples_per_s=speed,
+            target_batch_size=target,
+            accumulated=samples,
+            loss_history=tuple(self._losses),
+            sent_bytes=total.sent_bytes,
+            received_bytes=total.received_bytes,
+            uptime_s=time.monotonic() - self._joined_at,
+            log=tuple(map(_line, self.events.recent()[-8:])),
+        )
+
+    def _linked_rows(self) -> tuple[PeerRow, ...]:
+        me = PeerRow(
+            self.name, short(self.id), "peer", 0, 0.0, 0.0, bool(self._services.peers.contact.addresses), True
+        )
+        others = sorted(self._services.peers.linked())
+        return (me, *(PeerRow(short(p), short(p), "peer", 0, 0.0, 0.0, True, False) for p in others))
+
+    def __repr__(self) -> str:
+        state = "left" if self._left else f"{len(self._services.peers.linked())} peers linked"
+        return f"Swarm({self.run}, {self.name}, {state})"
+
+    def _repr_html_(self) -> str:
+        from colab_swarm.widgets.render import render_html
+
+        return render_html(self.snapshot())
+
+
+def _row(peer: PeerId, record: Any, me: bool) -> PeerRow:
+    return PeerRow(
+        name=record.name,
+        id=short(peer),
+        role="catching up" if record.syncing else "trainer",
+        step=record.step,
+        samples_per_s=record.samples_per_s,
+        samples=record.samples,
+        reachable=bool(record.addresses),
+        me=me,
+    )
+
+
+def _line(event: object) -> str:
+    match event:
+        case StepFinished(step=step, samples=samples):
+            return f"step {step}: {samples:g} samples"
+        case RoundFinished(step=step, group_size=size, spans_lost=lost, seconds=seconds):
+            return f"round {step}: {size} peers, {seconds:.2f} s" + (f", {lost} spans lost" if lost else "")
+        case StateReceived(step=step, size_bytes=size, donors=donors):
+            return f"state of step {step}: {size / 1e6:.1f} MB from {len(donors)} donors"
+        case PeerLeft(peer=peer, reason=reason):
+            return f"{peer[:8]} left: {reason}"
+        case Fault(where=where, text=text):
+            return f"fault in {where}: {text}"
+        case _:
+            return type(event).__name__
+
+
+# --- creating and joining -----------------------------------------------------------------------------------------
+
+_open_swarms: set[Swarm] = set()
+
+
+def create(name: str, *, peer_name: str = "", options: PeerOptions = PeerOptions()) -> Swarm:
+    """Begin a run and be its first peer; `Swarm.invite` gives the line that lets others join.
+
+    Raises:
+        ValueError: the name is not usable.
+        OSError: the port cannot be listened on.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
+        )
+    run_id = f"{name}-{secrets.token_hex(4)}"
+    return _open(run_id, (), peer_name, options)
+
+
+def join(invite: str, *, peer_name: str = "", options: PeerOptions = PeerOptions()) -> Swarm:
+    """Join the run of an invitation. Joining again under the same name gives the same swarm (re-run cells freely).
+
+    Raises:
+        InviteError: the invitation is mistyped, expired or of another version.
+        JoinError: none of the peers it names could be reached.
+    """
+    invitation = Invite.parse(invite)
+    for swarm in _open_swarms:
+        if swarm._run_id == invitation.run_id and (peer_name or swarm.name) == swarm.name:
+            return swarm
+    return _open(invitation.run_id, invitation.entries, peer_name, options)
+
+
+def _open(run_id: str, entries: Sequence[Contact], peer_name: str, options: PeerOptions) -> Swarm:
+    runtime = Runtime.shared()
+    identity = Identity() if options.identity is None else Identity.load_or_create(options.identity)
+    name = peer_name or f"peer-{short(identity.id)}"
+    services = runtime.call(_start(identity, run_id, entries, options))
+    swarm = Swarm(runtime, services, run_id=run_id, name=name, entries=entries)
+    _open_swarms.add(swarm)
+    return swarm
+
+
+async def _start(
+    identity: Identity, run_id: str, entries: Sequence[Contact], options: PeerOptions
+) -> Services:
+    events = EventLog()
+    settings = NodeSettings(
+        run_id=run_id,
+        listen=options.listen,
+        port=options.port,
+        announce=tuple(options.announce) or None,
+        upload_bps=None if options.upload_mbit_s is None else options.upload_mbit_s * 1e6,
+        download_bps=None if options.download_mbit_s is None else options.download_mbit_s * 1e6,
+    )
+    node = await Node.start(identity, settings, events)
+    try:
+        return await assemble(node, entries, events, random.Random(identity.id))
+    except BaseException:  # an interrupt included: nothing may stay open
+        await node.close()
+        raise
+
+
+async def assemble(
+    peers: Peers,
+    entries: Sequence[Contact],
+    events: EventLog,
+    rng: random.Random,
+    pace: Callable[[float], float] | None = None,
+) -> Services:
+    """Build a peer's services on a network, real or simulated, and find the others.
+
+    Raises:
+        JoinError: there are entries, and none of them answered.
+    """
+    dht = DHT(peers, DHTSettings(), rng)
+    if entries and await dht.bootstrap(entries) == 0:
+        raise JoinError(await _why_not(peers, entries))
+    dht.start()
+    return Services(peers, dht, Averager(peers), events, rng, pace)
+
+
+async def _why_not(peers: Peers, entries: Sequence[Contact]) -> str:
+    reasons = []
+    for contact in entries:
+        try:
+            (await peers.stream(contact.id, contact, timeout_s=5.0)).reset()
+        except PeerError as error:
+            reasons.append(str(error))
+    told = "; ".join(dict.fromkeys(reasons)) or "they answered too late"
+    return f"no peer of this invitation could be reached: {told}. Are they still running? Ask for a new invitation"
+
+
+async def _close(services: Services) -> None:
+    with contextlib.suppress(PeerError):
+        await services.dht.stop()
+    await services.averager.close()
+    await services.peers.close()
+
+
+@atexit.register
+def _leave_all() -> None:
+    for swarm in list(_open_swarms):
+        with contextlib.suppress(Exception):
+            swarm.leave()

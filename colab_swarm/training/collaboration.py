@@ -1,0 +1,392 @@
+"""The conversation of one trainer with its swarm: progress, rounds, catching up. Knows no torch.
+
+Runs on the runtime's loop and is driven by the optimizer on the user's thread: `report` after each micro-batch,
+`average` when a round is due, `advance` when the update is applied, `catch_up` when the swarm went on without us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
+from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.dht.service import DHT
+from colab_swarm.errors import PeerError
+from colab_swarm.events import BatchDropped, EventLog, PeerLeft, RoundFinished, StateReceived, StepFinished
+from colab_swarm.net.peers import PeerId, Peers
+from colab_swarm.training.catch_up import CatchUp, CaughtUp, Values
+from colab_swarm.training.progress import Branch, Progress, ProgressRecord
+from colab_swarm.training.state import Snapshot, StateSharing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a peer's services share; ``pace(samples)`` is the compute time a simulated peer takes, seconds."""
+
+    peers: Peers
+    dht: DHT
+    averager: Averager
+    events: EventLog
+    rng: random.Random
+    pace: Callable[[float], float] | None = None
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a collaboration trains.
+
+    Attributes:
+        prefix: names the collaboration within the run; peers of one prefix train one model.
+        target_batch_size: samples of all peers together for one global step.
+        codec: on the wire, both ways (see `colab_swarm.tensors`).
+        matchmaking_s: how long a round waits for peers that do not answer at all.
+        max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
+        round_timeout_s: bound on matchmaking and averaging of one round together.
+        record_ttl_s: life of a progress record; a peer that vanished silently is forgotten after it.
+        max_replay_bytes: memory for the means a newcomer keeps while it downloads the state.
+    """
+
+    prefix: str
+    target_batch_size: float
+    codec: str = "float32"
+    matchmaking_s: float = 5.0
+    max_matchmaking_s: float = 60.0
+    round_timeout_s: float = 180.0
+    record_ttl_s: float = 30.0
+    max_replay_bytes: int = 1 << 30
+
+
+class Due(enum.Enum):
+    """What the trainer should do now."""
+
+    NOTHING = "go on with the next batch"
+    ROUND = "a round is due"
+    CATCH_UP = "the swarm went on without this peer"
+
+
+class Collaboration:
+    """One trainer's part in the swarm."""
+
+    def __init__(
+        self,
+        services: Services,
+        settings: TrainingSettings,
+        *,
+        own: ProgressRecord,
+        numel: int,
+        schema: bytes,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        """``snapshot()`` copies the current training state; it is run off the loop and may raise `StateError`."""
+        self.services = services
+        self._settings = settings
+        self._numel = numel
+        self._schema = schema
+        peers = services.peers
+        self.progress = Progress(peers.id, own, target_batch_size=settings.target_batch_size)
+        self._matchmaker = Matchmaker(
+            peers,
+            settings.prefix,
+            expected=self.progress.participants,
+            on_called=self._on_called,
+            settings=GatheringSettings(
+                window_s=settings.matchmaking_s,
+                slack_s=settings.matchmaking_s,
+                max_window_s=settings.max_matchmaking_s,
+            ),
+        )
+        self._states = StateSharing(peers, settings.prefix, lambda: asyncio.to_thread(snapshot))
+        self._called: tuple[int, bytes] | None = None
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._batch_s = 0.0
+        self._at_work_since: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop_listening = peers.on_lost(self._on_lost)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Look who is there and tell them about this peer."""
+        await self._exchange()
+        self._tasks.append(asyncio.create_task(self._heartbeat(), name="progress"))
+
+    async def stop(self) -> None:
+        """Stop taking part and tell the others, by a record that expires at once."""
+        self.vanish()
+        await self._publish(ttl_s=0.5)
+
+    def vanish(self) -> None:
+        """Stop taking part without a word; the record expires by itself."""
+        self._stop_listening()
+        for task in self._tasks:
+            task.cancel()
+        self._matchmaker.close()
+        self._states.close()
+
+    def _on_lost(self, peer: PeerId) -> None:
+        if peer in self.progress.records:
+            self.progress.on_lost(peer)
+            self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
+            self._poke()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    # --- progress -----------------------------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> str:
+        return f"{self._settings.prefix}/progress"
+
+    async def _heartbeat(self) -> None:
+        while True:
+            try:
+                await self._exchange()
+            except PeerError as error:
+                logger.info("progress not exchanged: %s", error)
+            eta_s = self.progress.seconds_to_batch()
+            period_s = min(max(eta_s / 4, 0.25), self._settings.record_ttl_s / 6)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._changed.wait()
+                await asyncio.sleep(0.1)  # several changes at once make one record
+            except TimeoutError:
+                pass
+
+    async def _exchange(self) -> None:
+        await self._publish(ttl_s=self._settings.record_ttl_s)
+        await self.refresh()
+
+    async def _publish(self, *, ttl_s: float) -> None:
+        peers = self.services.peers
+        await self.services.dht.store(self._key, self.progress.own, subkey=peers.id, ttl_s=ttl_s, signed=True)
+
+    async def refresh(self) -> Branch:
+        """Read the peers' records now."""
+        found = await self.services.dht.get(self._key)
+        records: dict[PeerId, ProgressRecord] = {}
+        for subkey, record in found.items():
+            try:
+                records[PeerId(subkey)] = msgspec.convert(record.value, ProgressRecord, strict=False)
+            except (msgspec.ValidationError, ValueError) as error:
+                logger.info("record of %s ignored: %s", subkey.hex()[:8], error)
+        self.progress.on_records(records)
+        self._poke()
+        return self.progress.branch()
+
+    def _poke(self) -> None:
+        if self.progress.batch_full or self.progress.behind:
+            self._wake.set()
+
+    def _tell(self, **changes: object) -> None:
+        self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
+        self._changed.set()
+
+    # --- the trainer's verbs ------------------------------------------------------------------------------------
+
+    async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
+        """Count a micro-batch that the trainer has accumulated, or ``dropped`` for a reason; what to do next."""
+        if self.services.pace is not None:
+            await asyncio.sleep(self.services.pace(samples))
+        own = self.progress.own
+        speed = self._measure(samples)
+        if dropped is not None:
+            self.services.events.emit(BatchDropped(self._now(), dropped))
+            return self._due()
+        loss = own.loss if loss is None else loss
+        self._tell(samples=own.samples + samples, samples_per_s=speed, loss=loss)
+        return self._due()
+
+    def _measure(self, samples: float) -> float:
+        """Moving averages of the time a micro-batch takes and of samples per second."""
+        now, speed = self._now(), self.progress.own.samples_per_s
+        if self._at_work_since is not None:
+            took_s = max(now - self._at_work_since, 1e-6)
+            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
+            speed = samples / took_s if not speed else 0.8 * speed + 0.2 * samples / took_s
+        self._at_work_since = now
+        return speed
+
+    def _due(self) -> Due:
+        if self.progress.own.syncing or self.progress.behind:
+            return Due.CATCH_UP
+        own = self.progress.own
+        called = self._called == (own.step, own.lineage)
+        return Due.ROUND if called or self.progress.batch_full else Due.NOTHING
+
+    async def deadline(self, timeout_s: float) -> float:
+        """The loop time in ``timeout_s`` from now."""
+        return self._now() + timeout_s
+
+    async def wait_due(self, deadline: float) -> Due:
+        """Wait until there is something to do, at most until ``deadline`` (loop time)."""
+        self._at_work_since = None
+        while (due := self._due()) is Due.NOTHING and self._now() < deadline:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        self._at_work_since = self._now()
+        return due
+
+    async def average(self, values: Values, weight: float) -> RoundResult | None:
+        """Take part in the round of the own step; ``values`` becomes the mean. None: the round went on without us."""
+        self._at_work_since = None  # whoever calls us finds us ready
+        try:
+            return await self._round(self.progress.own, values, weight)
+        except PeerError as error:
+            logger.info("no round for step %d: %s", self.progress.own.step, error)
+            await self.refresh()
+            return None
+        finally:
+            self._at_work_since = self._now()
+
+    async def _round(self, own: ProgressRecord, values: Values, weight: float) -> RoundResult:
+        started = self._now()
+        deadline = started + self._settings.round_timeout_s
+        candidates = self.progress.participants(own.step, own.lineage)
+        group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+        result = await self.services.averager.average(group, values)
+        self._called = None
+        self.services.events.emit(_finished(group, result, self._now(), started))
+        return result
+
+    def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
+        links = self.services.peers.statistics()
+        return Ticket(
+            prefix=self._settings.prefix,
+            step=own.step,
+            lineage=own.lineage,
+            weight=weight,
+            numel=self._numel,
+            schema=self._schema,
+            reduces=own.reduces and not own.syncing,
+            upload_bps=links.upload_bps,
+            download_bps=links.download_bps,
+            codec=self._settings.codec,
+            mean_codec=self._settings.codec,
+        )
+
+    def advance(self, lineage: bytes, samples: float, group: Group) -> None:
+        """The mean is applied: the own step is one higher."""
+        step = self.progress.own.step + 1
+        self._states.outdate()
+        self._tell(step=step, lineage=lineage, samples=0.0)
+        self.progress.on_round((member.id for member in group.members), step, lineage)
+        self.services.events.emit(StepFinished(self._now(), step, samples, self.progress.own.loss))
+
+    # --- being called -------------------------------------------------------------------------------------------
+
+    def _on_called(self, step: int, lineage: bytes) -> float | None:
+        """An organizer opens a round: in how many seconds this peer will be there, or None if it will not."""
+        own, now = self.progress.own, self._now()
+        if own.syncing:
+            self._called = (step, lineage)
+            self._wake.set()
+            return 0.0
+        if (own.step, own.lineage) != (step, lineage):
+            return None
+        self._called = (step, lineage)
+        self._wake.set()
+        if self._at_work_since is None:
+            return 0.0
+        ready_in_s = self._at_work_since + self._batch_s - now
+        idle = ready_in_s < -max(3 * self._batch_s, self._settings.matchmaking_s)
+        return None if idle else max(0.0, ready_in_s)
+
+    # --- catching up --------------------------------------------------------------------------------------------
+
+    async def catch_up(self) -> CaughtUp:
+        """Get level with the swarm's branch; nobody there means that this peer is the origin.
+
+        Raises:
+            StateError: there is a branch, but nobody on it could give its state.
+        """
+        self._called = None
+        self._tell(syncing=True, samples=0.0)
+        await self._exchange()
+        branch = self.progress.branch()
+        if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
+            self._tell(syncing=False)  # the same parameters already, or nobody else
+            return CaughtUp(None)
+        caught_up = await CatchUp(
+            self, room=max(1, self._settings.max_replay_bytes // (4 * self._numel))
+        ).run()
+        if caught_up.snapshot is None:
+            self._tell(syncing=False)
+        return caught_up
+
+    async def wait_called(self) -> None:
+        """Wait until an organizer has called and nobody took the call."""
+        while self._called is None:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def take_call(self) -> tuple[int, bytes]:
+        """The step and lineage of the call that `wait_called` waited for."""
+        assert self._called is not None
+        called, self._called = self._called, None
+        return called
+
+    async def follow_round(self, step: int, lineage: bytes) -> Values | None:
+        """Take part with weight 0, for the mean alone; None if it is not complete."""
+        values = np.zeros(self._numel, np.float32)
+        own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
+        try:
+            result = await self._round(own, values, 0.0)
+        except PeerError as error:
+            logger.info("round %d not followed: %s", step, error)
+            return None
+        return None if result.kept_local else values
+
+    def level_with(self, step: int, lineage: bytes) -> None:
+        """The state of ``step`` is about to be loaded: from now on this peer trains."""
+        self._tell(step=step, lineage=lineage, samples=0.0, syncing=False)
+
+    def donors(self, branch: Branch) -> list[PeerId]:
+        """Who can give the branch's state."""
+        return sorted(branch.peers - {self.services.peers.id})
+
+    async def download(self, donors: list[PeerId]) -> Snapshot:
+        """Fetch the state from the donors; emits `StateReceived`."""
+        started = self._now()
+        self.services.rng.shuffle(donors)
+        snapshot = await self._states.download(donors)
+        manifest, now = snapshot.manifest, self._now()
+        names = tuple(donor.hex() for donor in snapshot.donors)
+        self.services.events.emit(
+            StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
+        )
+        return snapshot
+
+
+def _finished(group: Group, result: RoundResult, now: float, started: float) -> RoundFinished:
+    weights = {member.id: member.weight for member in group.members}
+    return RoundFinished(
+        at=now,
+        step=group.step,
+        group_size=len(group.members),
+        contributors=tuple(peer.hex() for peer in result.contributors),
+        samples=sum(weights.get(peer, 0.0) for peer in result.contributors),
+        spans_lost=len(result.spans_lost),
+        kept_local=sum(span.stop - span.start for span in result.kept_local),
+        sent_bytes=result.sent_bytes,
+        received_bytes=result.received_bytes,
+        seconds=now - started,
+    )

@@ -1,0 +1,260 @@
+"""`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.runtime import Runs
+from colab_swarm.training.catch_up import CaughtUp, Values
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.collaboration import Collaboration, Due, Services, TrainingSettings
+from colab_swarm.training.progress import ProgressRecord
+from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
+
+
+class SwarmOptimizer(Optimizer):
+    """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
+
+    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where
+    ``grad_i`` is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
+    """
+
+    def __init__(
+        self, runtime: Runs, services: Services, settings: TrainingSettings, rule: UpdateRule, name: str
+    ) -> None:
+        """Use `Swarm.optimizer`. ``name`` is this peer's, for people."""
+        self._runtime = runtime
+        self._replica = Replica(rule)
+        self._sum: Values = np.zeros(self._replica.flat.numel, np.float32)
+        self._samples = 0.0
+        self._loss_sum, self._loss_samples = 0.0, 0.0
+        self._settings = settings
+        self._closed = False
+        self._collaboration = runtime.call(self._start(services, name))
+        self._synchronize()
+
+    async def _start(self, services: Services, name: str) -> Collaboration:
+        replica, addresses = self._replica, services.peers.contact.addresses
+        own = ProgressRecord(
+            step=replica.step,
+            lineage=replica.lineage,
+            samples=0.0,
+            samples_per_s=0.0,
+            syncing=True,
+            reduces=bool(addresses),
+            name=name,
+            addresses=addresses,
+        )
+        collaboration = Collaboration(
+            services,
+            self._settings,
+            own=own,
+            numel=replica.flat.numel,
+            schema=replica.flat.schema,
+            snapshot=replica.snapshot,
+        )
+        await collaboration.start()
+        return collaboration
+
+    # --- what a trainer uses --------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the swarm that this peer's parameters have."""
+        return self._replica.step
+
+    @property
+    def lineage(self) -> bytes:
+        """Digest of the parameters' history: equal lineages mean equal parameters."""
+        return self._replica.lineage
+
+    @property
+    def collaboration(self) -> Collaboration:
+        """The conversation behind this optimizer."""
+        return self._collaboration
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
+    ) -> RoundResult | None:
+        """Count the gradient of the last ``backward()`` and step with the swarm if its batch is full.
+
+        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
+
+        Args:
+            closure: not supported, must be None.
+            samples: number of samples whose mean loss was differentiated, > 0.
+            loss: that mean loss, for the charts.
+
+        Returns:
+            The averaging round's result if the global step advanced, else None.
+
+        Raises:
+            ValueError: ``samples`` is not a positive number.
+            StateError: this peer fell behind and nobody could give it the state.
+        """
+        if closure is not None:
+            raise ValueError(
+                "a closure cannot be re-run by a swarm: call loss.backward() and step(samples=n)"
+            )
+        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
+            raise ValueError(
+                f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
+            )
+        self._check_open()
+        dropped = self._accumulate(float(samples), loss)
+        report = self._collaboration.report(float(samples), self._mean_loss(), dropped=dropped)
+        return self._act(self._runtime.call(report))
+
+    def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
+        """Wait until the swarm takes its next step, contributing what is accumulated; None after ``timeout_s``.
+
+        For a peer that has no more data for now, and for tests that want everybody's step.
+        """
+        self._check_open()
+        before = self.global_step
+        deadline = self._runtime.call(self._collaboration.deadline(timeout_s))
+        due = Due.CATCH_UP
+        while due is not Due.NOTHING and self.global_step == before:
+            due = self._runtime.call(self._collaboration.wait_due(deadline))
+            if (result := self._act(due)) is not None:
+                return result
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the last ``backward()``; what is accumulated stays."""
+        self._replica.rule.optimizer.zero_grad(set_to_none)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint: parameters, optimizer, scheduler, step, lineage.
+
+        Raises:
+            StateError: it could not be written (disk full?); an older file at ``path`` is untouched.
+        """
+        save_checkpoint(path, self._replica.state())
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint; if the swarm is further, its state is fetched at the next step.
+
+        Raises:
+            StateError: the file is damaged or belongs to another model.
+        """
+        self._check_open()
+        state = load_checkpoint(path)
+        uninterrupted(lambda: self._replica.load(state))
+        self._forget()
+        self._runtime.call(self._restart())
+
+    async def _restart(self) -> None:
+        self._collaboration.level_with(self._replica.step, self._replica.lineage)
+
+    def close(self) -> None:
+        """Leave the collaboration; the model stays as it is. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._runtime.call(self._collaboration.stop())
+
+    # --- accumulate, average, apply -------------------------------------------------------------------------------
+
+    def _accumulate(self, samples: float, loss: float | None) -> str | None:
+        """Add the gradients to the sum; returns why not if the batch had to be dropped."""
+        finite = self._replica.flat.accumulate(self._sum, samples)
+        self.zero_grad()
+        if not finite:
+            return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
+        self._samples += samples
+        if loss is not None and math.isfinite(loss):
+            self._loss_sum += float(loss) * samples
+            self._loss_samples += samples
+        return None
+
+    def _mean_loss(self) -> float | None:
+        return self._loss_sum / self._loss_samples if self._loss_samples else None
+
+    def _act(self, due: Due) -> RoundResult | None:
+        result = self._round() if due is Due.ROUND else None
+        if due is Due.CATCH_UP:
+            self._synchronize()
+        return result
+
+    def _round(self) -> RoundResult | None:
+        weight = self._samples
+        values = self._sum / np.float32(weight) if weight else np.zeros_like(self._sum)
+        result = self._runtime.call(self._collaboration.average(values, weight))
+        if result is None or not any(member.weight for member in result.group.members):
+            return None
+        uninterrupted(lambda: self._replica.apply(values))
+        self._forget()
+        self._runtime.call(self._advance(result))
+        return result
+
+    async def _advance(self, result: RoundResult) -> None:
+        samples = sum(m.weight for m in result.group.members if m.id in set(result.contributors))
+        self._collaboration.advance(self._replica.lineage, samples, result.group)
+
+    def _forget(self) -> None:
+        self._sum.fill(0.0)
+        self._samples = 0.0
+        self._loss_sum, self._loss_samples = 0.0, 0.0
+
+    def _synchronize(self) -> None:
+        caught_up = self._runtime.call(self._collaboration.catch_up())
+        if caught_up.snapshot is not None:
+            uninterrupted(lambda: self._catch_up(caught_up))
+            self._forget()
+
+    def _catch_up(self, caught_up: CaughtUp) -> None:
+        assert caught_up.snapshot is not None
+        self._replica.load_snapshot(caught_up.snapshot)
+        for mean in caught_up.means:
+            self._replica.apply(mean)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer has left its swarm: make a new one with swarm.optimizer(…)")
+
+    # --- torch's face ---------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the wrapped optimizer."""
+        return self._replica.rule.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the wrapped optimizer."""
+        return self._replica.rule.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the wrapped optimizer."""
+        return self._replica.rule.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped optimizer; `save` writes everything."""
+        return self._replica.rule.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not offered: one peer's optimizer state must not differ from the others'."""
+        raise TypeError(
+            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not offered: the swarm has agreed on the parameters."""
+        raise TypeError("the swarm has agreed on the parameters: add groups before swarm.optimizer(…)")
+
+    def __repr__(self) -> str:
+        inner = type(self._replica.rule.optimizer).__name__
+        target = self._settings.target_batch_size
+        return (
+            f"SwarmOptimizer({inner}, step={self.global_step}, {self._samples:g} of {target:g} samples here)"
+        )

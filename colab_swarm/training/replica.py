@@ -1,0 +1,226 @@
+"""This peer's copy of what is trained: parameters, optimizer, scheduler, step and lineage. The torch side.
+
+The user's thread applies updates, the runtime's thread pool copies snapshots for newcomers: one lock keeps a copy
+from seeing half an update. The lock is never held over the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from colab_swarm.errors import StateError
+from colab_swarm.tensors.flat import FlatVector
+from colab_swarm.training.catch_up import Values, next_lineage
+from colab_swarm.training.progress import LINEAGE_BYTES
+from colab_swarm.training.state import Snapshot
+from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
+
+T = TypeVar("T")
+ALIGNMENT_BYTES = 64
+
+
+class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Layout(msgspec.Struct, frozen=True, array_like=True):
+    """The skeleton of a snapshot: the plain part of the state, and where each tensor lies in the blob."""
+
+    skeleton: bytes
+    tensors: tuple[_TensorEntry, ...]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps."""
+
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    max_grad_norm: float | None = None
+
+
+class Replica:
+    """One peer's copy of the model's training state."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule = rule
+        self.parameters = [
+            p for group in rule.optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
+        if not self.parameters:
+            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+        self.flat = FlatVector(self.parameters)
+        self.step = 0
+        self.lineage = self._initial_lineage()
+        self._lock = threading.Lock()
+
+    def _initial_lineage(self) -> bytes:
+        digest = hashlib.sha256()
+        for parameter in self.parameters:
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.digest()[:LINEAGE_BYTES]
+
+    def apply(self, mean: Values) -> None:
+        """Take one global step with the averaged gradient (flat, float32)."""
+        with self._lock:
+            lineage = next_lineage(self.lineage, mean)
+            self.flat.to_gradients(mean)
+            if self.rule.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.rule.max_grad_norm)
+            self.rule.optimizer.step()
+            self.rule.optimizer.zero_grad(set_to_none=True)
+            if self.rule.scheduler is not None:
+                self.rule.scheduler.step()
+            self.step += 1
+            self.lineage = lineage
+
+    def state(self) -> dict[str, Any]:
+        """Everything that makes training go on the same, tensors shared with the live ones."""
+        scheduler = self.rule.scheduler
+        return {
+            "step": self.step,
+            "lineage": self.lineage,
+            "parameters": [parameter.detach() for parameter in self.parameters],
+            "optimizer": self.rule.optimizer.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+        }
+
+    def load(self, state: Any) -> None:
+        """Go on from a state.
+
+        Raises:
+            StateError: it is the state of another model, optimizer or scheduler; nothing was changed.
+        """
+        parameters = _checked_parameters(state, self.parameters)
+        with self._lock:
+            before = self.rule.optimizer.state_dict()
+            try:
+                self.rule.optimizer.load_state_dict(state["optimizer"])
+                if self.rule.scheduler is not None and state["scheduler"] is not None:
+                    self.rule.scheduler.load_state_dict(state["scheduler"])
+            except (ValueError, KeyError, TypeError) as error:
+                self.rule.optimizer.load_state_dict(before)
+                raise StateError(f"the state belongs to another optimizer: {error}") from error
+            with torch.no_grad():
+                for mine, theirs in zip(self.parameters, parameters, strict=True):
+                    mine.copy_(theirs)
+            self.step, self.lineage = state["step"], state["lineage"]
+
+    def snapshot(self) -> Snapshot:
+        """A copy to give to newcomers; safe to take from another thread while training goes on."""
+        with self._lock:
+            step, lineage = self.step, self.lineage
+            tensors, skeleton = flatten(self.state())
+            blob = _joined(tensors.values())
+        entries = tuple(
+            _TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
+        )
+        layout = msgspec.msgpack.encode(_Layout(encode_skeleton(skeleton), entries))
+        return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
+
+    def load_snapshot(self, snapshot: Snapshot) -> None:
+        """Go on from a donor's snapshot.
+
+        Raises:
+            StateError: it does not fit this model; nothing was changed.
+        """
+        try:
+            layout = msgspec.msgpack.decode(snapshot.manifest.skeleton, type=_Layout)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise StateError(f"the donor's state cannot be read: {error}") from error
+        tensors = _parted(snapshot.blob, layout.tensors)
+        state = unflatten(tensors, decode_skeleton(layout.skeleton))
+        self.load(state)
+        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
+
+
+def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if (
+        not isinstance(state, dict)
+        or not {"step", "lineage", "parameters", "optimizer", "scheduler"} <= state.keys()
+    ):
+        raise StateError("this is not the state of a collaboration")
+    theirs = state["parameters"]
+    fits = isinstance(theirs, list) and [tuple(t.shape) for t in theirs] == [tuple(t.shape) for t in mine]
+    if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
+        raise StateError(
+            f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
+            "build the model with the same settings as the swarm"
+        )
+    return list(theirs)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _joined(tensors: Any) -> NDArray[np.uint8]:
+    tensors = list(tensors)
+    blob = np.zeros(sum(map(_room, tensors)), np.uint8)
+    at = 0
+    for tensor in tensors:
+        if tensor.nbytes:
+            torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(tensor.reshape(-1).view(torch.uint8))
+        at += _room(tensor)
+    return blob
+
+
+def _parted(blob: NDArray[np.uint8], entries: Sequence[_TensorEntry]) -> dict[str, torch.Tensor]:
+    at, tensors = 0, {}
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype) or any(side < 0 for side in entry.shape):
+            raise StateError(f"the donor's state has a tensor of unknown kind {entry.dtype!r}")
+        size_bytes = int(np.prod(entry.shape, dtype=object)) * dtype.itemsize
+        if size_bytes > blob.nbytes - at:
+            raise StateError("the donor's state is shorter than it says")
+        part = torch.from_numpy(blob[at : at + size_bytes])
+        tensors[entry.name] = (
+            part.view(dtype).reshape(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
+        )
+        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tensors
+
+
+def uninterrupted(work: Callable[[], T]) -> T:
+    """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
+
+    Python delivers an interrupt to the main thread only, so there the work is done by another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as error:  # handed to the caller below
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="colab-swarm-update", daemon=True)
+    thread.start()
+    interrupt: KeyboardInterrupt | None = None
+    while thread.is_alive():
+        try:
+            thread.join(0.2)
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    if failed:
+        raise failed[0]
+    return done[0]

@@ -1,0 +1,93 @@
+"""The background thread: blocking calls into it, interrupts, hostile surroundings."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from colab_swarm.runtime import Runtime
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    made = Runtime()
+    yield made
+    made.close()
+
+
+def test_call_returns_the_result_and_raises_the_error(runtime: Runtime) -> None:
+    async def works() -> int:
+        return 7
+
+    async def fails() -> None:
+        raise TimeoutError("its own")
+
+    assert runtime.call(works()) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        runtime.call(fails())
+
+
+def test_call_from_the_runtime_thread_says_what_to_do(runtime: Runtime) -> None:
+    async def inner() -> None:
+        runtime.call(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="`await` the coroutine"):
+        runtime.call(inner())
+
+
+def test_call_works_inside_a_running_loop_and_from_any_thread(runtime: Runtime) -> None:
+    async def nothing() -> str:
+        return threading.current_thread().name
+
+    async def main() -> str:
+        return runtime.call(nothing())
+
+    assert asyncio.run(main()) == "colab-swarm"
+    names: list[str] = []
+    thread = threading.Thread(target=lambda: names.append(runtime.call(nothing())))
+    thread.start()
+    thread.join()
+    assert names == ["colab-swarm"]
+
+
+def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:
+    cancelled = threading.Event()
+
+    async def stuck() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        runtime.call(stuck())
+    assert cancelled.wait(5)
+
+
+def test_the_thread_is_a_daemon_and_is_shared() -> None:
+    assert Runtime.shared() is Runtime.shared()
+    assert Runtime.shared()._thread.daemon
+
+
+@pytest.mark.slow
+def test_the_host_signal_handlers_are_untouched_and_exit_is_clean() -> None:
+    code = """
+        import signal, asyncio
+        before = signal.getsignal(signal.SIGINT)
+        from colab_swarm.runtime import Runtime
+        Runtime.shared().call(asyncio.sleep(0))
+        assert signal.getsignal(signal.SIGINT) is before
+        print("fine")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.strip(), done.stderr) == ("fine", "")
