@@ -1,4 +1,4 @@
-"""Reaching a peer: each address in turn, the next when the last failed or takes long; the first success wins."""
+"""Reaching a peer: an address at a time, the next when the last failed or takes long; the first success wins."""
 
 from __future__ import annotations
 
