@@ -94,10 +94,11 @@ class World(Protocol):
 
 @dataclass
 class _Lane:
-    """One direction of a link: what is on its way, in order."""
+    """One direction of a link: what is on its way, in order. Timers say when, the queues say which is next."""
 
     sender: Connection
     receiver: Connection
+    travelling: deque[tuple[int, float]] = field(default_factory=deque)  # size_bytes, last_bit_at
     in_flight: deque[tuple[Message | None, Callable[[], None]]] = field(default_factory=deque)
     arrival_at: float = 0.0
     held_up: int = 0
@@ -149,7 +150,8 @@ class Link:
         first_bit_at, last_bit_at = sender.upload.transfer(size_bytes, self._loop.time())
         delay_s = self._delay_s()
         lane.arrival_at = max(lane.arrival_at, first_bit_at + delay_s)
-        self._loop.call_at(lane.arrival_at, self._arrive, lane, size_bytes, last_bit_at + delay_s)
+        lane.travelling.append((size_bytes, last_bit_at + delay_s))
+        self._loop.call_at(lane.arrival_at, self._arrive, lane)
 
     def _delay_s(self) -> float:
         """One-way delay of the next message, seconds."""
@@ -163,14 +165,15 @@ class Link:
             delay_s += max(RETRANSMISSION_S, self.rtt_s)
         return delay_s
 
-    def _arrive(self, lane: _Lane, size_bytes: int, last_bit_at: float) -> None:
+    def _arrive(self, lane: _Lane) -> None:
         """The first bit is at the receiver's door."""
         if self.alive:
+            size_bytes, last_bit_at = lane.travelling.popleft()
             _, passed_at = lane.receiver.download.transfer(size_bytes, self._loop.time())
             self._loop.call_at(max(passed_at, last_bit_at), self._deliver, lane)
 
     def _deliver(self, lane: _Lane) -> None:
-        """The next message is in: timers say when, the lane says which."""
+        """The next message is in."""
         if not self.alive:
             return
         if self._world.separated(lane.sender.name, lane.receiver.name):
@@ -194,6 +197,7 @@ class Link:
         self.alive = False
         for lane in self._lanes.values():
             lane.in_flight.clear()
+            lane.travelling.clear()
 
     def fail_guests(self, text: str) -> None:
         """Tell whoever waits for something from this link that it broke."""

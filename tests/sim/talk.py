@@ -1,0 +1,61 @@
+"""What alice and bob say to each other in these tests."""
+
+from __future__ import annotations
+
+import asyncio
+
+from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, StreamEnded
+from colab_swarm.sim import LAN, HostProfile, NetworkProfile, SimNetwork, SimPeers
+
+FAR = NetworkProfile("far", latency_s=0.1)
+
+
+class Ask(Message, frozen=True):
+    number: int
+
+
+class Tell(Message, frozen=True):
+    number: int
+
+
+class Unserved(Message, frozen=True):
+    pass
+
+
+async def double(caller: PeerId, message: Ask) -> Tell:
+    if message.number < 0:
+        raise Refusal("negative")
+    if message.number == 0:
+        raise ZeroDivisionError("zero")
+    return Tell(2 * message.number)
+
+
+async def count_bytes(opening: Ask, stream: Stream) -> None:
+    """Reads to the end, then tells how many payload bytes there were."""
+    total = 0
+    try:
+        while True:
+            _, payload = await stream.receive(Tell)
+            total += len(payload)
+    except StreamEnded:
+        await stream.send(Tell(total))
+
+
+def pair(
+    profile: NetworkProfile = FAR, *, bob: HostProfile | None = None
+) -> tuple[SimNetwork, SimPeers, SimPeers]:
+    """A network where alice and bob know each other and bob serves."""
+    network = SimNetwork(profile, seed=1)
+    alice, served = network.peer("alice"), network.peer("bob", host_profile=bob)
+    network.introduce()
+    served.serve(Ask, double)
+    served.serve_stream(Ask, count_bytes)
+    return network, alice, served
+
+
+async def forever(caller: PeerId, message: Ask) -> Tell:
+    await asyncio.get_running_loop().create_future()
+    return Tell(0)
+
+
+__all__ = ["FAR", "LAN", "Ask", "Tell", "Unserved", "count_bytes", "double", "forever", "pair"]

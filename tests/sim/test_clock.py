@@ -1,0 +1,109 @@
+"""The virtual clock: jumps when idle, stands still while held, ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from colab_swarm.sim import VirtualTimeLoop, run_virtual, virtual_time
+
+
+def test_a_simulated_day_takes_no_time() -> None:
+    async def main() -> float:
+        await asyncio.sleep(86_400)
+        return virtual_time()
+
+    began = time.perf_counter()
+    assert run_virtual(main()) == pytest.approx(86_400)
+    assert time.perf_counter() - began < 1
+
+
+def test_timers_fire_in_the_order_of_their_times() -> None:
+    async def main() -> list[float]:
+        woken: list[float] = []
+
+        async def sleeper(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            woken.append(virtual_time())
+
+        await asyncio.gather(*map(sleeper, (3, 1, 2)))
+        return woken
+
+    assert run_virtual(main()) == pytest.approx([1, 2, 3])
+
+
+def test_a_deadlock_is_an_error() -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(main())
+
+
+def test_leftover_tasks_are_cancelled() -> None:
+    ended: list[str] = []
+
+    async def background() -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            ended.append("background")
+
+    async def main() -> asyncio.Task[None]:
+        task = asyncio.create_task(background())
+        await asyncio.sleep(1)
+        return task
+
+    assert run_virtual(main()).cancelled() and ended == ["background"]
+
+
+def test_a_function_in_an_executor_takes_no_virtual_time_and_runs_at_once() -> None:
+    async def main() -> tuple[int, float]:
+        return await asyncio.to_thread(threading.get_ident), virtual_time()
+
+    assert run_virtual(main()) == (threading.get_ident(), 0.0)
+
+
+def test_the_error_of_a_function_in_an_executor_reaches_who_awaits_it() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(int, "x")
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_virtual(main())
+
+
+def test_the_clock_stands_still_while_a_thread_holds_it() -> None:
+    async def main() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        alarm, answered = loop.create_task(asyncio.sleep(5)), loop.create_future()
+        gate = threading.Event()
+
+        def work() -> None:
+            gate.wait(10)
+            loop.call_soon_threadsafe(lambda: answered.set_result(virtual_time()))
+            loop.release()
+
+        loop.hold()
+        thread = threading.Thread(target=work)
+        thread.start()
+        loop.call_soon(gate.set)
+        at = await answered
+        await alarm
+        thread.join()
+        return at, virtual_time()
+
+    assert run_virtual(main()) == (0.0, 5.0)
+
+
+def test_release_without_hold_is_an_error() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.release()
+
+    with pytest.raises(RuntimeError, match="without hold"):
+        run_virtual(main())

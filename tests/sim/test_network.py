@@ -1,0 +1,207 @@
+"""Calls over the simulated network keep the contract of `Peers`, and cost what the profile says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, PeerUnreachable, ProtocolError, WrongPeer
+from colab_swarm.net.identity import id_of, verify
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, Message, PeerId, Peers
+from colab_swarm.sim import HOME, HostProfile, SimNetwork, SimPeers, run_virtual, virtual_time
+from tests.sim.talk import Ask, Tell, Unserved, double, forever, pair
+
+
+def test_a_call_is_answered_after_a_dial_and_a_round_trip() -> None:
+    async def main() -> list[float]:
+        _, alice, bob = pair()
+        times = []
+        for number in (1, 2):
+            assert await alice.call(bob.id, Ask(number), Tell, timeout_s=5) == Tell(2 * number)
+            times.append(virtual_time())
+        return times
+
+    assert run_virtual(main()) == pytest.approx([0.8, 1.0])
+
+
+def test_a_simulated_peer_is_a_peers_with_a_real_identity() -> None:
+    async def main() -> Peers:
+        return SimNetwork(seed=3).peer("alice")
+
+    alice = run_virtual(main())
+    assert id_of(alice.public_key) == alice.id == run_virtual(main()).id
+    assert verify(alice.public_key, alice.sign(b"hello"), b"hello")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [(Unserved(), "unknown"), (Ask(-1), "refused"), (Ask(0), "failed"), (Tell(1), "unknown")],
+)
+def test_a_refused_call_says_why(message: Message, code: str) -> None:
+    async def main() -> str:
+        _, alice, bob = pair()
+        with pytest.raises(CallRefused) as caught:
+            await alice.call(bob.id, message, Tell, timeout_s=5)
+        return caught.value.code
+
+    assert run_virtual(main()) == code
+
+
+def test_an_undecodable_message_is_refused_as_invalid() -> None:
+    async def main() -> str:
+        _, alice, bob = pair()
+        impostor = type("Ask", (Message,), {"__annotations__": {"number": str}}, frozen=True)
+        with pytest.raises(CallRefused) as caught:
+            await alice.call(bob.id, impostor("x"), Tell, timeout_s=5)
+        return caught.value.code
+
+    assert run_virtual(main()) == "invalid"
+
+
+def test_a_reply_of_another_type_is_a_protocol_error() -> None:
+    class Words(Message, frozen=True):
+        text: str
+
+    async def main() -> None:
+        _, alice, bob = pair()
+        await alice.call(bob.id, Ask(1), Words, timeout_s=5)
+
+    with pytest.raises(ProtocolError):
+        run_virtual(main())
+
+
+def test_a_message_over_the_limit_is_the_callers_mistake() -> None:
+    class Long(Message, frozen=True):
+        body: bytes
+
+    async def main() -> None:
+        _, alice, bob = pair()
+        await alice.call(bob.id, Long(bytes(MAX_MESSAGE_BYTES)), Tell, timeout_s=5)
+
+    with pytest.raises(ValueError, match="limit"):
+        run_virtual(main())
+
+
+def test_a_call_that_takes_too_long_times_out_and_cancels_the_handler() -> None:
+    cancelled: list[float] = []
+
+    async def watch(caller: PeerId, message: Ask) -> Tell:
+        try:
+            return await forever(caller, message)
+        finally:
+            cancelled.append(virtual_time())
+
+    async def main() -> float:
+        _, alice, bob = pair()
+        bob.serve(Ask, watch)
+        with pytest.raises(PeerTimeout):
+            await alice.call(bob.id, Ask(1), Tell, timeout_s=2)
+        at = virtual_time()
+        await asyncio.sleep(1)
+        return at
+
+    assert run_virtual(main()) == pytest.approx(2) and cancelled == pytest.approx([2.1])
+
+
+def test_a_call_to_oneself_takes_no_time() -> None:
+    async def main() -> tuple[Tell, float]:
+        _, _, bob = pair()
+        return await bob.call(bob.id, Ask(4), Tell, timeout_s=1), virtual_time()
+
+    assert run_virtual(main()) == (Tell(8), 0.0)
+
+
+def test_a_stranger_without_address_is_unreachable() -> None:
+    async def main() -> None:
+        network = SimNetwork()
+        alice, bob = network.peer("alice"), network.peer("bob")
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=1)
+
+    with pytest.raises(PeerUnreachable, match="no address"):
+        run_virtual(main())
+
+
+def test_somebody_else_at_the_address_is_the_wrong_peer() -> None:
+    async def main() -> None:
+        _, alice, bob = pair()
+        nobody = PeerId(bytes(32))
+        alice.learn(Contact(nobody, bob.contact.addresses))
+        await alice.call(nobody, Ask(1), Tell, timeout_s=5)
+
+    with pytest.raises(WrongPeer):
+        run_virtual(main())
+
+
+def test_a_peer_in_client_mode_is_called_back_but_never_dialled() -> None:
+    async def main() -> Tell:
+        network = SimNetwork()
+        alice, bob = network.peer("alice", listen=False), network.peer("bob")
+        alice.serve(Ask, double)
+        bob.serve(Ask, double)
+        network.introduce()
+        assert alice.contact.addresses == ()
+        with pytest.raises(PeerUnreachable):
+            await bob.call(alice.id, Ask(1), Tell, timeout_s=1)
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=1)
+        return await bob.call(alice.id, Ask(5), Tell, timeout_s=1)
+
+    assert run_virtual(main()) == Tell(10)
+
+
+def test_bandwidth_is_shared_first_in_first_out() -> None:
+    async def main() -> list[float]:
+        _, alice, bob = pair(bob=HostProfile(upload_bps=1e6, download_bps=8e5))
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        began, times = virtual_time(), []
+
+        async def push() -> None:
+            stream = await alice.stream(bob.id, Ask(0), timeout_s=5)
+            await stream.send(Tell(1), bytes(100_000))
+            await stream.end()
+            await stream.receive(Tell)
+            times.append(virtual_time() - began)
+
+        await asyncio.gather(push(), push())
+        return times
+
+    assert run_virtual(main()) == pytest.approx([1.2, 2.2], abs=0.02)
+
+
+def test_both_clocks_meet_in_the_middle() -> None:
+    async def main() -> tuple[float, float]:
+        network, alice, bob = pair()
+        network.now().skew("bob", 300.0)
+        apart = bob.time() - alice.time()
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        return apart, bob.time() - alice.time()
+
+    assert run_virtual(main()) == pytest.approx((300.0, 0.0))
+
+
+def test_statistics_count_bytes_and_round_trips() -> None:
+    async def main() -> SimPeers:
+        _, alice, bob = pair()
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        assert alice.statistics(bob.id).sent_bytes == bob.statistics(alice.id).received_bytes > 0
+        return alice
+
+    total = run_virtual(main()).statistics()
+    assert total.rtt_s == pytest.approx(0.2) and total.links == 1 and total.received_bytes > 0
+
+
+def test_same_seed_same_trace() -> None:
+    async def main(seed: int) -> list[float]:
+        network = SimNetwork(HOME, seed=seed)
+        peers = [network.peer(name) for name in ("alice", "bob", "carol")]
+        network.introduce()
+        network.now().lose(0.2)
+        times = []
+        for caller in peers:
+            for other in peers:
+                with pytest.raises(PeerError):
+                    await caller.call(other.id, Ask(1), Tell, timeout_s=9)
+                times.append(virtual_time())
+        return times
+
+    assert run_virtual(main(7)) == run_virtual(main(7)) != run_virtual(main(8))

@@ -1,0 +1,52 @@
+"""Profiles say what they promise: latency on average, bandwidths by name, churn by its means."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from colab_swarm.sim import (
+    DEDLOC16,
+    PAPER_CLOUD,
+    PROFILES,
+    ChurnProfile,
+    NetworkProfile,
+    SimNetwork,
+    run_virtual,
+)
+
+
+def test_profiles_are_found_by_name() -> None:
+    assert set(PROFILES) == {"lan", "home", "dedloc16", "paper_cloud"}
+    assert all(profile.name == name for name, profile in PROFILES.items())
+
+
+def test_dedloc16_has_the_bandwidths_of_the_paper() -> None:
+    rates = sorted(host.upload_bps / 1e6 for host in DEDLOC16.hosts)
+    assert rates == [50] * 4 + [100] * 8 + [200] * 4
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_the_mean_latency_over_pairs_is_that_of_the_profile(profile: NetworkProfile) -> None:
+    async def main() -> float:
+        network = SimNetwork(profile, seed=5)
+        peers = [network.peer(f"peer {i}") for i in range(40)]
+        pairs = [(a, b) for a in peers for b in peers if a is not b]
+        return statistics.mean(network.latency_s(a, b) for a, b in pairs) + profile.jitter_s
+
+    assert run_virtual(main()) == pytest.approx(profile.latency_s, rel=0.1)
+
+
+def test_paper_cloud_is_that_of_the_paper() -> None:
+    assert PAPER_CLOUD.latency_s == 0.0925
+
+
+def test_churn_alternates_and_keeps_its_means() -> None:
+    events = ChurnProfile(100.0, 50.0).events(["alice", "bob"], until_s=50_000, rng=random.Random(3))
+    alice = [event for event in events if event.peer == "alice"]
+    assert [event.online for event in alice] == [i % 2 == 1 for i in range(len(alice))]
+    sessions = [off.at - on.at for on, off in zip(alice[1::2], alice[2::2], strict=False)]
+    assert statistics.mean(sessions) == pytest.approx(100, rel=0.2)
+    assert events == sorted(events, key=lambda event: event.at)
