@@ -18,7 +18,7 @@ from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +55,23 @@ class Exchange:
     """The state of one round at one member, and its talks with the other members.
 
     Args:
-        values: float32, flat; means replace it in place.
+        me: this peer's place among the members.
         sums: float32 memory for the own span.
     """
 
     def __init__(
-        self, peers: Peers, group: Group, values: Floats, sums: Floats, *, settings: AveragingSettings
+        self,
+        peers: Peers,
+        group: Group,
+        me: int,
+        *,
+        ledger: Ledger,
+        sums: Floats,
+        settings: AveragingSettings,
     ) -> None:
-        me = group.index_of(peers.id)
-        assert me is not None
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger = Ledger(group, values)
-        self.reducer = SpanReducer(self.ledger.chunks[me], [member.weight for member in group.members], sums)
+        self.ledger = ledger
+        self.reducer = SpanReducer(ledger.chunks[me], [member.weight for member in group.members], sums)
         self.settled = [asyncio.Event() for _ in group.members]
         """Per reducer: what could be got from it is here."""
         self.final = [asyncio.Event() for _ in group.members]
@@ -149,6 +154,8 @@ class Exchange:
             if len(payload):
                 numel = self.ledger.chunk(reducer, message.index).numel
                 mean = self._mean_codec.decode(payload, numel, scratch=self._scratch)
+                if not all_finite(mean):
+                    raise ValueError(f"the mean of chunk {message.index} is not finite")
             self.ledger.place(reducer, message.index, mean, message.missing)
 
     # --- as a reducer ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.partition import Span, chunk_values, cut_chunks, join_spans
-from colab_swarm.tensors.codecs import Floats, all_finite
+from colab_swarm.tensors.codecs import Floats
 
 _LACKING, _MEAN, _NO_MEAN = 0, 1, 2
 
@@ -16,11 +16,13 @@ class Ledger:
 
     Args:
         values: this member's contribution (float32, flat); means replace it chunk by chunk.
+        kept: memory of the same size for a copy that outlives the round (cheap while a chunk is in the cache), or
+            empty if none is wanted.
     """
 
-    def __init__(self, group: Group, values: Floats) -> None:
-        self.group = group
+    def __init__(self, group: Group, values: Floats, kept: Floats) -> None:
         self.values = values
+        self._kept = kept
         size = chunk_values(group.codec, group.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         self._states = [bytearray(len(chunks)) for chunks in self.chunks]
@@ -40,15 +42,15 @@ class Ledger:
         """Replace own values by the mean (None: nobody contributed), unless the chunk is settled already.
 
         Raises:
-            ValueError: the mean is not finite; nothing was changed.
+            ValueError: there is no such chunk.
         """
         chunk = self.chunk(reducer, index)
         if self._states[reducer][index] != _LACKING:
             return
         if mean is not None:
-            if not all_finite(mean):
-                raise ValueError(f"the mean of chunk {index} of span {reducer} is not finite")
             self.values[chunk.start : chunk.stop] = mean
+            if len(self._kept):
+                self._kept[chunk.start : chunk.stop] = mean
         self._states[reducer][index] = _NO_MEAN if mean is None else _MEAN
         if missing:
             self._missing[reducer, index] = missing
@@ -79,6 +81,13 @@ class Ledger:
                 if state != _MEAN
             ]
         )
+
+    def retire(self) -> None:
+        """Go on with the copy: the vector belongs to the caller again."""
+        if len(self._kept):
+            for span in self.kept_local():
+                self._kept[span.start : span.stop] = self.values[span.start : span.stop]
+        self.values = self._kept
 
     def incomplete(self) -> Collection[int]:
         """Members that are missing in at least one mean here."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import Exchange, ReduceSpan, RoundPing
 from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.ledger import Ledger
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
 from colab_swarm.averaging.settings import AveragingSettings
@@ -89,16 +90,26 @@ class Averager:
             )
         if not values.flags.c_contiguous or group.round_id in self._rounds:
             raise ValueError("the vector must be contiguous, and a round is averaged once")
-        exchange = Exchange(
-            self._peers, group, values, self._memory(group.spans()[me].numel), settings=self._settings
-        )
-        self._rounds[group.round_id] = exchange
-        self._begun.set()
-        self._begun.clear()
+        exchange = self._begin(group, me, values)
         try:
             return await self._run(exchange)
         finally:
             self._finish(exchange)
+
+    def _begin(self, group: Group, me: int, values: Floats) -> Exchange:
+        kept = self._memory(group.numel if len(group.members) > 1 else 0)
+        exchange = Exchange(
+            self._peers,
+            group,
+            me,
+            ledger=Ledger(group, values, kept),
+            sums=self._memory(group.spans()[me].numel),
+            settings=self._settings,
+        )
+        self._rounds[group.round_id] = exchange
+        self._begun.set()
+        self._begun.clear()
+        return exchange
 
     async def _run(self, exchange: Exchange) -> RoundResult:
         clock = asyncio.get_running_loop().time
@@ -132,13 +143,10 @@ class Averager:
     # --- what finished rounds leave behind ------------------------------------------------------------------
 
     def _finish(self, exchange: Exchange) -> None:
-        """Keep a copy of the round's values, which the caller may change now, and forget the round before."""
+        """Keep the round for its other members, and forget the one before."""
         if self._finished is not None:
             self._forget(self._finished)
-        kept = self._memory(exchange.group.numel if len(exchange.group.members) > 1 else 0)
-        if len(kept):
-            np.copyto(kept, exchange.ledger.values)
-        exchange.ledger.values = kept
+        exchange.ledger.retire()
         self._finished = exchange
 
     def _forget(self, exchange: Exchange) -> None:
