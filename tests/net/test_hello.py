@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import ProtocolError, WrongPeer
+from colab_swarm.net.hello import Hello, Introduction
+from tests.net.swarm import identity
+
+NOW = 1.7e9
+
+
+def ends(
+    *, run_id: str = "", other_run_id: str = "", expected: str = "bob"
+) -> tuple[Introduction, Introduction]:
+    alice = Introduction(identity("alice"), addresses=(), run_id=run_id, expected=identity(expected).id)
+    bob = Introduction(identity("bob"), addresses=("ws://b:1",), run_id=other_run_id, expected=None)
+    return alice, bob
+
+
+def reply(end: Introduction, message: bytes | None) -> bytes | None:
+    assert message is not None
+    return end.on_message(message, wall_time=NOW)
+
+
+def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None:
+    alice, bob = ends()
+    assert reply(bob, reply(alice, reply(bob, alice.start()))) is None
+    assert alice.result is not None and bob.result is not None
+    assert alice.result.contact.id == identity("bob").id and alice.result.contact.addresses == ("ws://b:1",)
+    assert bob.result.contact.id == identity("alice").id and bob.result.time == NOW
+    assert bob.result.keys.open(memoryview(alice.result.keys.seal(b"there"))) == b"there"
+    assert alice.result.keys.open(memoryview(bob.result.keys.seal(b"back"))) == b"back"
+
+
+def test_another_run_is_named() -> None:
+    alice, bob = ends(run_id="red", other_run_id="blue")
+    with pytest.raises(ProtocolError, match="this peer is of run 'blue', protocol 1"):
+        reply(bob, alice.start())
+
+
+def test_an_unexpected_peer_is_a_wrong_peer() -> None:
+    alice, bob = ends(expected="carol")
+    with pytest.raises(WrongPeer, match="was expected"):
+        reply(alice, reply(bob, alice.start()))
+
+
+def test_a_hello_of_another_handshake_is_refused() -> None:
+    """A man in the middle cannot pass on somebody's hello: the signature covers this handshake's keys."""
+    alice, bob = ends()
+    mallory = Introduction(identity("mallory"), addresses=(), run_id="", expected=None)
+    hellos: list[bytes] = []
+    mallory._write_hello = lambda wall_time: mallory._noise.write(hellos[0])  # type: ignore[method-assign]
+    eve = Introduction(identity("eve"), addresses=(), run_id="", expected=identity("bob").id)
+    answer = reply(bob, eve.start())
+    assert answer is not None
+    hellos.append(eve._noise.read(answer))  # bob's true hello to eve
+    with pytest.raises(ProtocolError, match="wrong signature"):
+        reply(alice, reply(mallory, alice.start()))
+
+
+@given(st.binary(max_size=400), st.booleans())
+def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, at_initiator: bool) -> None:
+    alice, bob = ends()
+    message = alice.start()
+    with pytest.raises(ProtocolError):
+        reply(alice if at_initiator else bob, data)
+    assert message
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        (b"short", b"s" * 64, (), NOW),
+        (b"k" * 32, b"short", (), NOW),
+        (b"k" * 32, b"s" * 64, ("ws://x",) * 17, NOW),
+        (b"k" * 32, b"s" * 64, ("x" * 257,), NOW),
+        (b"k" * 32, b"s" * 64, (), -1.0),
+        (b"k" * 32, b"s" * 64, (), float("inf")),
+        (b"k" * 32, b"s" * 64, (), float("nan")),
+        "text",
+    ],
+)
+def test_a_hello_out_of_bounds_does_not_decode(hello: object) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello)

@@ -1,0 +1,232 @@
+"""The WebSocket frames of the carrier, alone and against aiohttp's own implementation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import PeerLost, ProtocolError
+from colab_swarm.net.websocket import (
+    MAX_MESSAGE_BYTES,
+    SCRATCH_BYTES,
+    WebSocket,
+    accept,
+    dial,
+    read_head,
+    unmask,
+    write_head,
+)
+from tests.net.swarm import run, until
+
+SIZES = (0, 1, 125, 126, 65535, 65536, MAX_MESSAGE_BYTES)
+
+
+class Collector:
+    """A receiver that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.lost = ""
+
+    def on_message(self, data: memoryview) -> None:
+        self.messages.append(bytes(data))
+
+    def on_writable(self, writable: bool) -> None:
+        pass
+
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
+
+
+def scratch() -> memoryview:
+    return memoryview(bytearray(SCRATCH_BYTES))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_written_head_is_read_back(size: int, masked: bool) -> None:
+    data = memoryview(write_head(2, size, masked=masked))
+    head = read_head(data, 0)
+    assert head is not None
+    assert (head.final, head.opcode, head.end - head.begin, head.begin) == (True, 2, size, len(data))
+    assert all(read_head(data[:length], 0) is None for length in range(len(data)))
+
+
+@given(st.binary(max_size=40))
+def test_random_bytes_are_a_head_or_a_protocol_error(data: bytes) -> None:
+    try:
+        head = read_head(memoryview(data), 0)
+    except ProtocolError:
+        return
+    assert head is None or 0 <= head.end - head.begin <= MAX_MESSAGE_BYTES
+
+
+@given(st.binary(max_size=100), st.binary(min_size=4, max_size=4))
+def test_unmasking_is_xor_with_the_repeated_key(data: bytes, mask: bytes) -> None:
+    assert bytes(unmask(memoryview(data), mask)) == bytes(
+        byte ^ mask[index % 4] for index, byte in enumerate(data)
+    )
+
+
+def test_our_client_talks_to_aiohttps_server() -> None:
+    async def mirror(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.WebSocketResponse()
+        await response.prepare(request)
+        await response.send_bytes((await response.receive()).data)
+        await response.ping()
+        async for message in response:
+            await response.send_bytes(message.data)
+        return response
+
+    async def main() -> None:
+        server = web.Server(mirror, access_log=None)
+        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        address = f"ws://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        got = Collector()
+        async with aiohttp.ClientSession() as session:
+            websocket = await dial(session, address, scratch=scratch(), receiver=got)
+            for size in SIZES:
+                websocket.send(bytes([size % 251]) * size)
+            await until(lambda: len(got.messages) == len(SIZES))
+            websocket.close("done")
+            await websocket.wait_closed()
+        assert got.messages == [bytes([size % 251]) * size for size in SIZES]
+        listening.close()
+        await server.shutdown()
+
+    run(main())
+
+
+def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
+    async def main() -> None:
+        got, ends = Collector(), list[WebSocket]()
+
+        async def serve(request: web.BaseRequest) -> web.StreamResponse:
+            websocket, first, response = await accept(request, scratch=scratch(), receiver=got)
+            got.on_message(memoryview(first))
+            ends.append(websocket)
+            websocket.send(b"taken over")
+            await websocket.wait_closed()
+            return response
+
+        server = web.Server(serve, access_log=None)
+        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+            await client.send_bytes(b"first")
+            assert await client.receive_bytes() == b"taken over"
+            await client.ping(b"are you there")
+            for size in SIZES:
+                await client.send_bytes(bytes([size % 251]) * size)
+            await until(lambda: len(got.messages) == 1 + len(SIZES))
+            ends[0].close("enough")
+            assert (await client.receive()).extra == "enough"
+        assert got.messages == [b"first"] + [bytes([size % 251]) * size for size in SIZES]
+        await until(lambda: bool(got.lost))
+        listening.close()
+        await server.shutdown()
+
+    run(main())
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.protocol, self.aborted = b"", asyncio.Protocol(), False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        self.written += data
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self.protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol  # type: ignore[assignment]
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+    def resume_reading(self) -> None: ...
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
+    """What a server's end makes of these bytes, arriving ``step`` at a time."""
+    got, transport = Collector(), FakeTransport()
+
+    async def main() -> None:
+        websocket = WebSocket(transport, scratch=scratch(), client=False, receiver=got)
+        for at in range(0, len(data), step):
+            piece = data[at : at + step]
+            websocket.get_buffer(-1)[: len(piece)] = piece
+            websocket.buffer_updated(len(piece))
+
+    asyncio.run(main())
+    return got, transport
+
+
+@given(st.integers(1, 40))
+def test_messages_are_whole_however_the_bytes_arrive(step: int) -> None:
+    frames = b"\x02\x03abc" + b"\x89\x02hi" + b"\x00\x02de" + b"\x80\x01f" + b"\x82\x00" + b"\x82\x04last"
+    got, transport = feed(frames, step=step)
+    assert got.messages == [b"abcdef", b"", b"last"]
+    assert transport.written == b"\x8a\x02hi"  # a pong in the middle of a fragmented message
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [b"\x81\x02hi", b"\x80\x02hi", b"\x02\x01a\x82\x01b", b"\xc2\x01a", b"\x89\x7e\x00\x7e"],
+    ids=["text", "no message to continue", "a second begins", "compressed", "long ping"],
+)
+def test_frames_out_of_place_abort_the_connection(frames: bytes) -> None:
+    got, transport = feed(frames, step=100)
+    assert transport.aborted and got.messages == []
+
+
+@given(st.lists(st.binary(max_size=60), max_size=5))
+def test_random_bytes_never_raise(pieces: list[bytes]) -> None:
+    got, transport = feed(b"".join(pieces), step=17)
+    assert transport.aborted or sum(map(len, got.messages)) <= sum(map(len, pieces))
+
+
+def test_a_fragmented_message_without_end_is_bounded() -> None:
+    got, transport = feed(
+        b"\x02\x00" + b"\x00\x7e\xff\xff" * 1 + bytes(65535) + b"\x00\x7e\xff\xff" + bytes(65535),
+        step=1 << 14,
+    )
+    assert transport.aborted and got.messages == []
+
+
+def test_a_client_that_sends_text_first_is_refused() -> None:
+    async def main() -> None:
+        refused: list[Exception] = []
+
+        async def serve(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                await accept(request, scratch=scratch(), receiver=Collector())
+            except PeerLost as error:
+                refused.append(error)
+            return web.Response()
+
+        server = web.Server(serve, access_log=None)
+        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+            await client.send_str("hello")
+            await until(lambda: bool(refused))
+        listening.close()
+        await server.shutdown()
+
+    run(main())
