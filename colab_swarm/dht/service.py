@@ -336,7 +336,8 @@ class DHT:
         if sum(map(len, asker.addresses)) <= MAX_ADDRESS_CHARS:
             self._peers.learn(asker)
             self._saw(asker)
-        return tuple(self.table.nearest(target, self.settings.bucket_size))
+        nearest = self.table.nearest(target, self.settings.bucket_size)
+        return tuple(contact for contact in nearest if contact.id != caller)
 
     def _note_skew(self, peer: PeerId, skew_s: float) -> None:
         if abs(skew_s) < SKEW_S:

@@ -1,0 +1,89 @@
+"""K-buckets: who is kept, who is pushed out, who is nearest."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.dht.routing import RoutingTable, common_bits, distance
+from colab_swarm.net.peers import Contact, PeerId
+
+ME = PeerId(bytes(32))
+
+
+def contact(number: int) -> Contact:
+    """A peer whose id begins with ``number`` (16 bits)."""
+    return Contact(PeerId(number.to_bytes(2, "big") + bytes(30)), (f"sim://{number}",))
+
+
+def far(number: int) -> Contact:
+    """One of many peers in the farthest bucket."""
+    return contact(0x8000 + number)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.integers(1, 0xFFFF), max_size=80), st.integers(0, 0xFFFF), st.integers(1, 30))
+def test_nearest_agrees_with_sorting_everybody(known: set[int], target: int, count: int) -> None:
+    table = RoutingTable(contact(0x5555).id, bucket_size=100)
+    for number in known - {0x5555}:
+        table.saw(contact(number), 0.0)
+    goal = contact(target).id
+    expected = sorted(map(contact, known - {0x5555}), key=lambda c: distance(c.id, goal))[:count]
+    assert table.nearest(goal, count) == expected
+    table.check_invariants()
+
+
+def test_a_full_bucket_keeps_its_old_members_while_they_answer() -> None:
+    table = RoutingTable(ME, bucket_size=3)
+    assert [table.saw(far(i), 0.0) for i in range(5)] == [True, True, True, False, False]
+    assert set(table) == {far(0), far(1), far(2)}
+    table.check_invariants()
+
+
+def test_the_latest_replacement_takes_the_place_of_who_fails() -> None:
+    table = RoutingTable(ME, bucket_size=2)
+    for i in range(4):
+        table.saw(far(i), 0.0)
+    table.failed(far(0).id)
+    assert set(table) == {far(1), far(3)}
+    table.check_invariants()
+
+
+def test_without_a_replacement_a_peer_may_fail_once() -> None:
+    table = RoutingTable(ME)
+    table.saw(far(0), 0.0)
+    table.failed(far(0).id)
+    assert far(0).id in table
+    table.failed(far(0).id)
+    assert far(0).id not in table and len(table) == 0
+
+
+def test_an_answer_makes_up_for_earlier_failures() -> None:
+    table = RoutingTable(ME)
+    for _ in range(3):
+        table.saw(far(0), 0.0)
+        table.failed(far(0).id)
+    assert far(0).id in table
+
+
+def test_peers_that_cannot_be_dialled_and_oneself_are_not_kept() -> None:
+    table = RoutingTable(ME)
+    assert not table.saw(Contact(far(0).id), 0.0) and not table.saw(Contact(ME, ("sim://me",)), 0.0)
+    assert len(table) == 0
+
+
+def test_a_known_peer_may_change_its_address() -> None:
+    table = RoutingTable(ME)
+    table.saw(far(0), 0.0)
+    table.saw(Contact(far(0).id, ("sim://moved",)), 1.0)
+    assert [c.addresses for c in table] == [("sim://moved",)]
+
+
+def test_only_quiet_buckets_are_refreshed_with_an_id_of_their_range() -> None:
+    table = RoutingTable(ME)
+    table.saw(contact(0x8000), 0.0)
+    table.saw(contact(0x0001), 500.0)
+    targets = table.refresh_targets(600.0, older_than_s=600.0, rng=random.Random(0))
+    assert [common_bits(ME, target) for target in targets] == [0]

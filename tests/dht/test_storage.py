@@ -1,0 +1,194 @@
+"""What a peer holds: latest wins, owners keep what is theirs, everything ends and is bounded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
+from colab_swarm.dht.records import CLOCK_SLACK_S, Inspector, Limits, Record
+from colab_swarm.dht.storage import Storage
+from colab_swarm.net.identity import Identity
+
+KEY = bytes(32)
+WALL = 1.75e9
+ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
+
+
+def record(
+    value: bytes = b"v", *, subkey: bytes = b"", at: float = 0.0, ttl_s: float = 60.0, **other: Any
+) -> Record:
+    """An unsigned record written ``at`` seconds."""
+    return Record(subkey, value, WALL + at + ttl_s, int((WALL + at) * 1e6), ttl_s, **other)
+
+
+def signed(
+    by: Identity, value: bytes = b"v", *, subkey: bytes = b"", at: float = 0.0, key: bytes = KEY
+) -> Record:
+    unsigned = record(value, subkey=subkey, at=at, owner=by.public_key)
+    return msgspec.structs.replace(unsigned, signature=by.sign(unsigned.signed_bytes(key)))
+
+
+def put(storage: Storage, new: Record, *, now: float = 0.0) -> str | None:
+    refusal = storage.put(KEY, new, now=now, swarm_time=WALL + now)
+    storage.check_invariants()
+    return refusal
+
+
+def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
+    return {held.value for held in storage.get(KEY, now=now)}
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage(Inspector(Limits()))
+
+
+def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
+    assert put(storage, record(b"new", at=2)) is None
+    assert put(storage, record(b"old", at=1)) == "a newer record is held"
+    assert put(storage, record(b"newest", at=3)) is None
+    assert values(storage) == {b"newest"}
+
+
+def test_subkeys_live_side_by_side(storage: Storage) -> None:
+    put(storage, record(b"1", subkey=b"a"))
+    put(storage, record(b"2", subkey=b"b"))
+    assert values(storage) == {b"1", b"2"}
+
+
+def test_a_record_ends_on_time_and_tells_what_is_left(storage: Storage) -> None:
+    put(storage, record(ttl_s=10))
+    assert storage.get(KEY, now=4.0)[0].ttl_s == 6.0
+    assert values(storage, now=10.0) == set() and storage.total_bytes == 0
+
+
+def test_a_rejected_older_record_does_not_shorten_the_life_of_a_newer_one(storage: Storage) -> None:
+    put(storage, record(b"new", at=1, ttl_s=100))
+    assert put(storage, record(b"old", at=0, ttl_s=5)) is not None
+    assert values(storage, now=50.0) == {b"new"}
+
+
+def test_a_newer_record_may_end_earlier(storage: Storage) -> None:
+    put(storage, record(b"old", at=0, ttl_s=100))
+    put(storage, record(b"new", at=1, ttl_s=5))
+    assert values(storage, now=50.0) == set()
+
+
+def test_storing_the_same_record_again_is_fine_and_changes_nothing(storage: Storage) -> None:
+    put(storage, record(ttl_s=10))
+    again = msgspec.structs.replace(record(ttl_s=10), ttl_s=8000.0)
+    assert put(storage, again) is None and values(storage, now=11.0) == set()
+
+
+def test_only_the_owner_replaces_an_owned_record(storage: Storage) -> None:
+    assert put(storage, signed(ALICE, b"hers")) is None
+    assert put(storage, signed(BOB, b"his", at=1)) == "the subkey belongs to another peer"
+    assert put(storage, record(b"nobody's", at=1)) == "a newer record is held"
+    assert put(storage, signed(ALICE, b"hers again", at=2)) is None
+    assert values(storage) == {b"hers again"}
+
+
+def test_an_owner_takes_over_what_nobody_owned(storage: Storage) -> None:
+    put(storage, record(b"squatter", at=5))
+    assert put(storage, signed(ALICE, b"hers")) is None and values(storage) == {b"hers"}
+
+
+def test_a_peers_id_as_subkey_is_that_peers_own(storage: Storage) -> None:
+    for intruder in (record(subkey=ALICE.id), signed(BOB, subkey=ALICE.id)):
+        assert "is not that peer's" in str(put(storage, intruder))
+    assert put(storage, signed(ALICE, subkey=ALICE.id)) is None
+
+
+@pytest.mark.parametrize("field", ["value", "subkey", "expires_at", "version", "signature"])
+def test_a_forged_record_is_refused(storage: Storage, field: str) -> None:
+    good = signed(ALICE)
+    forged = {"expires_at": good.expires_at + 1, "version": good.version + 1}.get(field, bytes(64))
+    refusal = put(storage, msgspec.structs.replace(good, **{field: forged}))
+    assert refusal == "its signature is forged" and values(storage) == set()
+
+
+def test_a_signature_holds_for_its_key_only(storage: Storage) -> None:
+    assert put(storage, signed(ALICE, key=b"k" * 32)) == "its signature is forged"
+
+
+@pytest.mark.parametrize("skew_s", [-300.0, 300.0])
+def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, skew_s: float) -> None:
+    assert put(storage, record(at=skew_s, ttl_s=30)) is None
+    assert values(storage, now=29.0) == {b"v"} and values(storage, now=31.0) == set()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        record(ttl_s=0.0),
+        record(ttl_s=math.nan),
+        record(ttl_s=1e9),
+        record(at=-CLOCK_SLACK_S - 61),
+        record(at=2 * CLOCK_SLACK_S),
+        record(bytes(1 << 16)),
+        record(subkey=bytes(300)),
+        Record(b"", b"", math.inf, 0, 60.0),
+        Record(b"", b"", math.nan, 0, 60.0),
+        Record(b"", b"", WALL + 60, 1 << 63, 60.0),
+    ],
+)
+def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> None:
+    assert put(storage, bad) is not None and storage.total_bytes == 0
+
+
+def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
+    replayed = signed(ALICE)
+    assert put(storage, replayed, now=60 + CLOCK_SLACK_S + 1) is not None
+
+
+def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
+    for limits, text in ((Limits(key_bytes=600), "key is full"), (Limits(total_bytes=600), "peer is full")):
+        storage = Storage(Inspector(limits))
+        assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
+        assert text in str(put(storage, record(subkey=b"c")))
+        assert put(storage, record(b"w", subkey=b"a", at=1)) is None
+
+
+def test_many_updates_of_one_record_take_no_more_room(storage: Storage) -> None:
+    for i in range(500):
+        put(storage, record(at=i / 1000))
+    assert storage.total_bytes == record().size_bytes and len(storage._ends) < 250
+
+
+wild_records = st.builds(
+    Record,
+    subkey=st.binary(max_size=40),
+    value=st.binary(max_size=40),
+    expires_at=st.floats() | st.floats(WALL - 1000, WALL + 1000),
+    version=st.integers(-(1 << 63), 1 << 63) | st.just(int(WALL * 1e6)),
+    ttl_s=st.floats() | st.floats(0, 1000),
+    owner=st.just(b"") | st.binary(max_size=40) | st.just(ALICE.public_key),
+    signature=st.binary(max_size=70),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
+def test_no_record_whatever_upsets_the_books(arrivals: list[tuple[Record, float]]) -> None:
+    storage = Storage(Inspector(Limits(total_bytes=1500)))
+    for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
+        put(storage, new, now=now)
+    assert values(storage, now=2000.0) == set()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200), st.sampled_from([FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored])
+)
+def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
+    try:
+        message = msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError:
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
