@@ -116,9 +116,11 @@ class Exchange:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            logger.info("reducer %s is lost: %s", short(peer), error)
+            logger.debug("reducer %s is lost: %s", short(peer), error)
         finally:
             del self._limits[reducer]
+            if self.ledger.lacking(reducer):
+                self.lost.add(reducer)
             self.settled[reducer].set()
 
     async def _converse(self, reducer: int) -> None:
@@ -210,7 +212,7 @@ class Exchange:
     def drop(self, member: int, reason: str) -> None:
         """Go on without the chunks that ``member`` did not deliver."""
         if self.reducer.unfinished and member in self.reducer.awaited():
-            logger.info("contributor %s is out: %s", short(self.member(member).id), reason)
+            logger.debug("contributor %s is out: %s", short(self.member(member).id), reason)
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:

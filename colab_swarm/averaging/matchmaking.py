@@ -64,7 +64,7 @@ class Matchmaker:
         self._on_called = on_called
         self._strategy = strategy
         self._settings = settings or GatheringSettings()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[tuple[int, bytes], Group] = {}
         self._leading: dict[int, _Leading] = {}
         peers.serve(JoinRound, self._serve_join)
         peers.serve(RoundCall, self._serve_call)
@@ -88,6 +88,7 @@ class Matchmaker:
         """
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
+        self._groups.pop((ticket.step, ticket.lineage), None)  # whoever asks again wants another
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -155,7 +156,7 @@ class Matchmaker:
         return group
 
     def _remember(self, group: Group) -> None:
-        self._groups[group.step] = group
+        self._groups[group.step, group.lineage] = group
         while len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
 
@@ -164,16 +165,15 @@ class Matchmaker:
     async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
         if call.prefix != self._prefix:
             return Coming()
-        group = self._groups.get(call.step)
-        if group is not None:
-            return Coming(None, group) if group.lineage == call.lineage else Coming()
+        if group := self._groups.get((call.step, call.lineage)):
+            return Coming(None, group)
         return Coming(self._on_called(call.step, call.lineage))
 
     async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
         if ticket.prefix != self._prefix or contact.id != peer:
             return Joined(reason="invalid", text=f"this is {self._prefix!r}, and a ticket is personal")
-        if group := self._groups.get(ticket.step):
+        if group := self._groups.get((ticket.step, ticket.lineage)):
             return _hand_out(group, peer)
         leading = self._leading.get(ticket.step)
         if leading is None:
@@ -247,8 +247,9 @@ class Matchmaker:
 
     def _on_answer(self, leading: _Leading, peer: PeerId, answer: Coming) -> None:
         contact, terms = self._peers.contact_of(peer), leading.gathering.terms
-        if answer.group is not None:
-            leading.elsewhere = answer.group
+        group = answer.group
+        if group is not None and (group.step, group.lineage) == (terms.step, terms.lineage):
+            leading.elsewhere = group
         elif answer.ready_in_s is None:
             leading.gathering.on_declined(peer)
         elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:

@@ -57,18 +57,14 @@ async def recover(round_: Exchange, reducer: int) -> None:
                         round_.ledger.place(reducer, index, values, message.missing)
         except (PeerError, TimeoutError, ValueError) as error:
             name = short(round_.member(coordinator).id)
-            logger.info("coordinator %s of span %d is lost: %s", name, reducer, error)
+            logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
 
 def coordinators(round_: Exchange, reducer: int) -> list[int]:
     """Who recovers a lost reducer's span: the reducers not lost to this member, from the one after it on."""
     count = len(round_.group.members)
     following = [(reducer + step) % count for step in range(1, count)]
-    return [m for m in following if round_.member(m).share > 0 and not _is_lost(round_, m)]
-
-
-def _is_lost(round_: Exchange, member: int) -> bool:
-    return round_.settled[member].is_set() and bool(round_.ledger.lacking(member))
+    return [m for m in following if round_.member(m).share > 0 and m not in round_.lost]
 
 
 async def serve_recall(round_: Exchange, opening: RecallSpan, stream: Stream) -> None:
@@ -120,7 +116,7 @@ async def _pieces(
         try:
             pieces[member] = await _receive(round_, stream, reducer, index)
         except (PeerError, TimeoutError, ValueError) as error:
-            logger.info("survivor %s is out: %s", short(stream.peer), error)
+            logger.debug("survivor %s is out: %s", short(stream.peer), error)
             del streams[member]
             stream.reset(str(error))
     return pieces

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from colab_swarm.averaging.exchange import Exchange, ReduceSpan, RoundPing
-from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.ledger import Ledger
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
@@ -82,14 +82,17 @@ class Averager:
 
         Raises:
             ValueError: this peer is no member, or the vector does not fit.
+            RoundRefused: this very round was averaged or given up before.
         """
         me = group.index_of(self._peers.id)
         if me is None or values.shape != (group.numel,) or values.dtype != np.float32:
             raise ValueError(
                 f"a member's {group.numel} float32 values are needed, got {values.dtype}{values.shape}"
             )
-        if not values.flags.c_contiguous or group.round_id in self._rounds:
-            raise ValueError("the vector must be contiguous, and a round is averaged once")
+        if not values.flags.c_contiguous:
+            raise ValueError("the vector must be contiguous")
+        if group.round_id in self._rounds:
+            raise RoundRefused("late", f"the round of step {group.step} was given up here")
         exchange = self._begin(group, me, values)
         try:
             return await self._run(exchange)
@@ -207,8 +210,7 @@ async def _obtain(exchange: Exchange, reducer: int, exchanged: list[float]) -> N
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
         exchanged.append(asyncio.get_running_loop().time())
-        if exchange.ledger.lacking(reducer):
-            exchange.lost.add(reducer)
+        if reducer in exchange.lost:
             await recover(exchange, reducer)
     exchange.settled[reducer].set()
     exchange.final[reducer].set()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 import time
 from typing import Any
@@ -76,12 +75,6 @@ def say(message: msgspec.Struct) -> None:
     sys.stdout.buffer.flush()
 
 
-def cpu_s() -> float:
-    """CPU seconds this process has used."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 async def swarm(seed: int, numel: int) -> None:
     """A peer on the real network."""
     node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
@@ -97,9 +90,9 @@ async def swarm(seed: int, numel: int) -> None:
         values[:] = filled(seed, numel)
         say(Ready())
         await asyncio.to_thread(sys.stdin.buffer.readline)
-        began, cpu = time.perf_counter(), cpu_s()
+        began, cpu = time.perf_counter(), time.process_time()
         result = await averager.average(group, values)
-        seconds, cpu = time.perf_counter() - began, cpu_s() - cpu
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         say(Ready())  # whoever checks now would slow down the others
         await asyncio.to_thread(sys.stdin.buffer.readline)
         kept_local = sum(span.numel for span in result.kept_local)
@@ -120,9 +113,9 @@ def gloo(rank: int, numel: int, world: int, meeting: str) -> None:
     while sys.stdin.buffer.readline():
         say(Ready())
         sys.stdin.buffer.readline()
-        began, cpu = time.perf_counter(), cpu_s()
+        began, cpu = time.perf_counter(), time.process_time()
         collectives.all_reduce(values)
-        seconds, cpu = time.perf_counter() - began, cpu_s() - cpu
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         values /= world
         say(Ready())
         sys.stdin.buffer.readline()

@@ -67,15 +67,11 @@ class FlatVector:
         return ((p, part.view(p.shape)) for p, part in zip(self._parameters, parts, strict=True))
 
     def _gradients_finite(self) -> bool:
-        """One synchronization with the device, however many parameters there are."""
-        gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
-        if not gradients:
-            return True
+        """Whether all gradients are finite."""
         # A NaN or an infinity shows in the largest magnitude.
-        return bool(
-            torch.stack(
-                [torch.linalg.vector_norm(g, float("inf")).float().cpu() for g in gradients if g.numel()]
-            )
-            .isfinite()
-            .all()
-        )
+        largest = [
+            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
+            for p in self._parameters
+            if p.grad is not None and p.grad.numel()
+        ]
+        return not largest or bool(torch.stack(largest).isfinite().all())

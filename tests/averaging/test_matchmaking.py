@@ -206,6 +206,14 @@ def test_a_retry_by_a_member_gets_the_same_group() -> None:
     in_town(3, script)
 
 
+def test_alone_asking_again_gives_another_round() -> None:
+    async def script(town: Town) -> None:
+        first, second = await town.trainers[0].join(), await town.trainers[0].join(after_s=1)
+        assert first.round_id != second.round_id and len(second.members) == 1
+
+    in_town(1, script)
+
+
 def test_who_gives_up_waiting_is_left_out() -> None:
     async def script(town: Town) -> None:
         first, second, third = town.trainers

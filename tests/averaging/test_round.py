@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.recovery import RecallSpan
-from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.round import Averager, AveragingSettings
 from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, SimNetwork, run_virtual
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, run_round, vector
@@ -236,6 +237,47 @@ def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> None:
         result = await Averager(alice, SETTINGS).average(make_group([alice, mallory], [1, 1], 10), values)
         assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
         np.testing.assert_array_equal(values, vector(0, 10))
+
+    run_virtual(main())
+
+
+def test_a_reducer_is_asked_again_if_only_the_stream_was_lost() -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, bob = network.peer("alice", listen=False), network.peer("bob")
+        network.introduce()
+        streams: list[Stream] = []
+
+        async def reduce(opening: ReduceSpan, stream: Stream) -> None:
+            streams.append(stream)
+            if len(streams) == 1:
+                stream.reset("a link of two was lost")
+            else:
+                await stream.send(Chunk(0, averaged=True), vector(9, 10).tobytes())
+                await stream.end()
+
+        bob.serve_stream(ReduceSpan, reduce)
+        values = vector(0, 10)
+        result = await Averager(alice, SETTINGS).average(make_group([alice, bob], [1, 1], 10), values)
+        assert len(streams) == 2 and result.spans_lost == ()
+        np.testing.assert_array_equal(values, vector(9, 10))
+
+    run_virtual(main())
+
+
+def test_at_its_deadline_a_round_ends_with_what_is_there_and_is_not_repeated() -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, bob = network.peer("alice"), network.peer("bob")
+        network.introduce()
+        averager, values = Averager(alice, AveragingSettings(round_timeout_s=5)), vector(0, 10)
+        Averager(bob, SETTINGS)
+        group = make_group([alice, bob], [1, 1], 10)
+        result = await averager.average(group, values)
+        assert result.seconds["total"] == pytest.approx(5) and result.kept_local == ((0, 10),)
+        assert len(result.spans_lost) == 1
+        with pytest.raises(RoundRefused, match="given up"):
+            await averager.average(group, values)
 
     run_virtual(main())
 

@@ -104,7 +104,7 @@ def test_an_int8_block_that_is_not_finite_is_refused_by_the_decoder(odd: float) 
 
 
 def test_an_unknown_codec_is_named_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="'zip'.*float16"):
+    with pytest.raises(ValueError, match=r"'zip'.*float16"):
         codec_of("zip")
 
 
@@ -119,7 +119,8 @@ def test_casts_without_torch_agree_with_those_through_torch() -> None:
     import torch  # noqa: F401  (loaded: this process casts through it)
 
     code = (
-        "import sys, numpy as np; from colab_swarm.tensors.codecs import CODECS; assert 'torch' not in sys.modules;"
+        "import sys, numpy as np; from colab_swarm.tensors.codecs import CODECS;"
+        "assert 'torch' not in sys.modules;"
         "v = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * 1e5;"
         "print(*(bytes(CODECS[c].encode(v)).hex() for c in ('float16', 'bfloat16')))"
     )
