@@ -122,6 +122,10 @@ class Inspector:
             return "the subkey is a peer's id, and the record is not that peer's"
         if record.owner and not self._signed(key, record):
             return "its signature is forged"
+        try:
+            msgspec.msgpack.decode(record.value)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "its value is not msgpack"  # readers need not expect it
         return None
 
     def _signed(self, key: bytes, record: Record) -> bool:

@@ -35,11 +35,13 @@ class _Turn:
 
     def ask(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """On the peer's thread: hand ``coroutine`` to the loop and wait until it is done."""
+        if self.stopped:
+            coroutine.close()
+            raise SimulationStopped
         self.wanted = coroutine
         self._parked.release()
         self._answer.acquire()
         if self.stopped or self.future is None:
-            coroutine.close()
             raise SimulationStopped
         return self.future
 
@@ -129,8 +131,7 @@ class SimRuntime:
             if turn.future is not None:
                 turn.future.cancel()
             turn.stopped = True
-            while wish is not None:
-                wish = turn.give()
+            turn.give()  # whatever the peer asks from now on, it gets SimulationStopped
             raise
 
     def close(self) -> None:

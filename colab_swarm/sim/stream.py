@@ -54,7 +54,7 @@ def decode(body: bytes, kind: type[M]) -> M:
     try:
         message: M = _decoder(kind).decode(body)
         return message
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a valid {kind.__name__}: {error}") from error
 
 
