@@ -65,11 +65,13 @@ class Runtime:
         if not self._thread.is_alive():
             coroutine.close()
             raise RuntimeError("the runtime thread has stopped (a fork of the process?): restart the kernel")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future: Future[T] | None = None
         try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             return wait_interruptibly(future)
         except KeyboardInterrupt:
-            future.cancel()
+            if future is not None:
+                future.cancel()
             raise
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim.network import SimNetwork
-from colab_swarm.sim.profiles import PROFILES, NetworkProfile
+from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.swarm import Swarm, assemble
 
@@ -86,22 +86,29 @@ class Simulation:
             task.cancel()
         self.swarms.pop(name).vanish()
 
-    def run(self, train: Callable[[Swarm], T], *, seconds: float | None = None) -> dict[str, T]:
+    def run(
+        self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
+    ) -> dict[str, T]:
         """Run ``train(swarm)`` for every peer at once, each in its own thread, one at a time, on virtual time.
 
         Args:
             train: ordinary blocking code, as in a notebook cell.
             seconds: stop after so much virtual time; None: when everyone has finished.
+            churn: peers crash and come back as newcomers at random times; needs ``seconds``.
 
         Returns:
             What ``train`` returned, by name of peer, for those that came to its end.
         """
+        if churn is not None and seconds is None:
+            raise ValueError("churn goes on for ever: say for how many seconds")
         self._train = train
         self._results = {}
-        self._runtime.call(self._run(seconds))
+        self._runtime.call(self._run(seconds, churn))
         return cast(dict[str, T], self._results)
 
-    async def _run(self, seconds: float | None) -> None:
+    async def _run(self, seconds: float | None, churn: ChurnProfile | None) -> None:
+        if churn is not None and seconds is not None:
+            self._later.add(asyncio.get_running_loop().create_task(self._churn(churn, seconds)))
         for name in self.swarms:
             self._start(name)
         try:
@@ -116,6 +123,17 @@ class Simulation:
             pass
         finally:
             await self._stop_all()
+
+    async def _churn(self, churn: ChurnProfile, seconds: float) -> None:
+        begin = self.time
+        rng = random.Random(f"churn {self._seed}")
+        for event in churn.events(list(self.swarms), until_s=seconds, rng=rng):
+            await asyncio.sleep(begin + event.at - self.time)
+            if event.online:
+                await self._join(event.peer, self._samples_per_s, True)
+                self._start(event.peer)
+            else:
+                self.network.now().crash(event.peer)
 
     async def _stop_all(self) -> None:
         tasks = [*self._tasks.values(), *self._later]

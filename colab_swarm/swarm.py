@@ -227,7 +227,7 @@ class Swarm:
                 _row(peer, record, peer == self.id) for peer, record in sorted(progress.records.items())
             )
             step, speed = progress.own.step, progress.samples_per_s()
-            target, samples = progress.target_batch_size, progress.samples()
+            target, samples = progress.target_batch_size, sum(r.samples for r in progress.records.values())
         return SwarmSnapshot(
             run=self.run,
             me=self.name,

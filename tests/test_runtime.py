@@ -61,7 +61,7 @@ def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:
     cancelled = threading.Event()
 
     async def stuck() -> None:
-        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGINT)
         try:
             await asyncio.Event().wait()
         finally:

@@ -63,7 +63,7 @@ class TrainingSettings:
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0
-    record_ttl_s: float = 30.0
+    record_ttl_s: float = 60.0
     max_replay_bytes: int = 1 << 30
 
 
@@ -109,7 +109,7 @@ class Collaboration:
         self._states = StateSharing(peers, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
         self._wake = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._moved = asyncio.Event()
         self._batch_s = 0.0
         self._at_work_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -152,20 +152,20 @@ class Collaboration:
         return f"{self._settings.prefix}/progress"
 
     async def _heartbeat(self) -> None:
+        """Exchange progress: often when the batch is nearly full, rarely otherwise, at once after a step."""
         while True:
+            eta_s = self.progress.seconds_to_batch(self._now())
+            period_s = min(max(eta_s / 4, 0.25), self._settings.record_ttl_s / 4)
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._moved.wait()
+            except TimeoutError:
+                pass
+            self._moved.clear()
             try:
                 await self._exchange()
             except PeerError as error:
                 logger.info("progress not exchanged: %s", error)
-            eta_s = self.progress.seconds_to_batch()
-            period_s = min(max(eta_s / 4, 0.25), self._settings.record_ttl_s / 6)
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(period_s):
-                    await self._changed.wait()
-                await asyncio.sleep(0.1)  # several changes at once make one record
-            except TimeoutError:
-                pass
 
     async def _exchange(self) -> None:
         await self._publish(ttl_s=self._settings.record_ttl_s)
@@ -184,17 +184,18 @@ class Collaboration:
                 records[PeerId(subkey)] = msgspec.convert(record.value, ProgressRecord, strict=False)
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("record of %s ignored: %s", subkey.hex()[:8], error)
-        self.progress.on_records(records)
+        self.progress.on_records(records, now=self._now())
         self._poke()
         return self.progress.branch()
 
     def _poke(self) -> None:
-        if self.progress.batch_full or self.progress.behind:
+        if self.progress.batch_full(self._now()) or self.progress.behind:
             self._wake.set()
 
     def _tell(self, **changes: object) -> None:
         self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
-        self._changed.set()
+        if changes.keys() & {"step", "syncing"}:
+            self._moved.set()
 
     # --- the trainer's verbs ------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Collaboration:
             return Due.CATCH_UP
         own = self.progress.own
         called = self._called == (own.step, own.lineage)
-        return Due.ROUND if called or self.progress.batch_full else Due.NOTHING
+        return Due.ROUND if called or self.progress.batch_full(self._now()) else Due.NOTHING
 
     async def deadline(self, timeout_s: float) -> float:
         """The loop time in ``timeout_s`` from now."""
@@ -288,7 +289,7 @@ class Collaboration:
         step = self.progress.own.step + 1
         self._states.outdate()
         self._tell(step=step, lineage=lineage, samples=0.0)
-        self.progress.on_round((member.id for member in group.members), step, lineage)
+        self.progress.on_round((member.id for member in group.members), step, lineage, now=self._now())
         self.services.events.emit(StepFinished(self._now(), step, samples, self.progress.own.loss))
 
     # --- being called -------------------------------------------------------------------------------------------

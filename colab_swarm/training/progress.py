@@ -7,8 +7,9 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 - The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that
   step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
   downloading the state; so one liar, one clock or one lucky minority never moves the swarm.
-- The batch is full when the samples that peers on the branch have reported reach the target (DeDLOC, section 3.1:
-  accumulation at one's own pace, one step per target batch).
+- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
+  at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
+  their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import msgspec
 from colab_swarm.net.peers import Message, PeerId
 
 LINEAGE_BYTES = 16
+CARRY_ON_S = 3.0
+"""For how long a peer's count is carried on after its last news."""
 READS_OF_GRACE = 5
 """Reads of the records for which news from a round outweighs a peer's own, older record."""
 
@@ -79,13 +82,14 @@ class Progress:
         self.target_batch_size = target_batch_size
         self._others: dict[PeerId, ProgressRecord] = {}
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
+        self._news_at: dict[PeerId, float] = {}
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
         """All live records, the own one included."""
         return {self.me: self.own, **self._others}
 
-    def on_records(self, records: Mapping[PeerId, ProgressRecord]) -> None:
+    def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
         """Take the live records just read. What a round taught us outlives a few reads of an older record."""
         fresh = {peer: record for peer, record in records.items() if peer != self.me}
         for peer, (learnt, reads_left) in list(self._learnt.items()):
@@ -94,9 +98,12 @@ class Progress:
             else:
                 self._learnt[peer] = (learnt, reads_left - 1)
                 fresh[peer] = learnt
+        for peer, record in fresh.items():
+            if record != self._others.get(peer):
+                self._news_at[peer] = now
         self._others = fresh
 
-    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes) -> None:
+    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
         """A round of ``members`` ended and took them to ``step``: no need to wait for their records."""
         for peer in members:
             known = self._others.get(peer)
@@ -104,6 +111,7 @@ class Progress:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
                 self._others[peer] = learnt
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
+                self._news_at[peer] = now
 
     def on_lost(self, peer: PeerId) -> None:
         """The peer vanished: it does not count until its next record."""
@@ -132,24 +140,28 @@ class Progress:
             self.own.step == branch.step and self.own.lineage != branch.lineage
         )
 
-    def samples(self) -> float:
+    def samples(self, now: float) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""
-        return sum(r.samples for r in self.records.values() if self._on_own_branch(r))
+        mine = self.own.samples if not self.own.syncing else 0.0
+        return mine + sum(self._carried_on(p, r, now) for p, r in self._others.items() if self._on_own_branch(r))
+
+    def _carried_on(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
+        age_s = min(max(now - self._news_at.get(peer, now), 0.0), CARRY_ON_S)
+        return record.samples + age_s * record.samples_per_s
 
     def samples_per_s(self) -> float:
         """Speed of all training peers together."""
         return sum(r.samples_per_s for r in self.records.values() if not r.syncing)
 
-    def seconds_to_batch(self) -> float:
+    def seconds_to_batch(self, now: float) -> float:
         """Estimate of when the batch is full; infinite while no speed is known."""
-        missing = max(0.0, self.target_batch_size - self.samples())
+        missing = max(0.0, self.target_batch_size - self.samples(now))
         speed = self.samples_per_s()
         return 0.0 if missing == 0 else missing / speed if speed > 0 else float("inf")
 
-    @property
-    def batch_full(self) -> bool:
+    def batch_full(self, now: float) -> bool:
         """The target batch is in: time for a round."""
-        return self.samples() >= self.target_batch_size
+        return self.samples(now) >= self.target_batch_size
 
     def participants(self, step: int, lineage: bytes) -> list[PeerId]:
         """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""

@@ -20,7 +20,7 @@ def record(step: int = 0, lineage: bytes = b"same", samples: float = 0.0, **rest
 
 def progress(own: ProgressRecord, others: dict[PeerId, ProgressRecord] | None = None) -> Progress:
     made = Progress(ALICE, own, target_batch_size=100)
-    made.on_records(others or {})
+    made.on_records(others or {}, now=0.0)
     return made
 
 
@@ -53,28 +53,34 @@ def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
         DAVE: record(0, samples=9, syncing=True),
     }
     swarm = progress(record(0, samples=59), others)
-    assert swarm.samples() == 99 and not swarm.batch_full
+    assert swarm.samples(0.0) == 99 and not swarm.batch_full(0.0)
     swarm.own = record(0, samples=60)
-    assert swarm.batch_full and swarm.seconds_to_batch() == 0
+    assert swarm.batch_full(0.0) and swarm.seconds_to_batch(0.0) == 0
 
 
 def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
     old = {BOB: record(0, samples=50)}
     swarm = progress(record(1, b"new"), old)
-    swarm.on_round([ALICE, BOB], 1, b"new")
-    swarm.on_records(old)
+    swarm.on_round([ALICE, BOB], 1, b"new", now=0.0)
+    swarm.on_records(old, now=0.0)
     assert swarm.records[BOB].step == 1 and swarm.records[BOB].samples == 0
     for _ in range(10):
-        swarm.on_records(old)
+        swarm.on_records(old, now=0.0)
     assert swarm.records[BOB].step == 0
+
+
+def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
+    swarm = progress(record(samples=50), {BOB: record(samples=10, samples_per_s=4.0)})
+    assert swarm.samples(2.0) == 50 + 10 + 8
+    assert swarm.samples(1000.0) == 50 + 10 + 12
 
 
 def test_a_lost_peer_counts_again_with_its_next_record() -> None:
     swarm = progress(record(), {BOB: record(samples=10)})
     swarm.on_lost(BOB)
     assert BOB not in swarm.records
-    swarm.on_records({BOB: record(samples=10)})
-    assert swarm.samples() == 10
+    swarm.on_records({BOB: record(samples=10)}, now=0.0)
+    assert swarm.samples(0.0) == 10
 
 
 def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
