@@ -161,6 +161,9 @@ class FakeTransport(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    def close(self) -> None:
+        self.aborted = True
+
 
 def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
     """What a server's end makes of these bytes, arriving ``step`` at a time."""
