@@ -58,7 +58,7 @@ class Lookup:
                 bisect.insort(self._by_distance, entry, key=lambda entry: entry[0])
 
     def next_queries(self, now: float) -> list[Contact]:
-        """Peers to ask now; each counts as asked until `on_reply` or `on_failure`."""
+        """Peers to ask now; each counts as asked until `on_answer`."""
         window = self._window(now)
         places = self._alpha - sum(candidate.state is _State.ASKED for candidate in window)
         chosen = [candidate for candidate in window if candidate.state is _State.NEW][: max(0, places)]
@@ -67,15 +67,11 @@ class Lookup:
         self.calls += len(chosen)
         return [candidate.contact for candidate in chosen]
 
-    def on_reply(self, peer: PeerId, closer: Iterable[Contact]) -> None:
-        """``peer`` answered and named ``closer`` peers."""
+    def on_answer(self, peer: PeerId, closer: Iterable[Contact] | None) -> None:
+        """``peer`` answered and named ``closer`` peers; None: it did not answer and will not."""
         candidate = self._candidates[peer]
-        candidate.state = _State.ANSWERED
-        self._add(closer, hops=candidate.hops + 1)
-
-    def on_failure(self, peer: PeerId) -> None:
-        """``peer`` did not answer and will not."""
-        self._candidates[peer].state = _State.FAILED
+        candidate.state = _State.FAILED if closer is None else _State.ANSWERED
+        self._add(closer or (), hops=candidate.hops + 1)
 
     def widen(self, width: int) -> None:
         """Go on until the ``width`` nearest have answered."""
@@ -100,13 +96,6 @@ class Lookup:
         limits = [at + self._patience_s * factor for at in asked for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
-    def slow(self, now: float) -> list[PeerId]:
-        """Peers that were asked and let us wait for longer than our patience."""
-        return [c.contact.id for c in self._candidates.values() if self._is_slow(c, now)]
-
-    def _is_slow(self, candidate: _Candidate, now: float) -> bool:
-        return candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
-
     def nearest(self, count: int) -> list[Contact]:
         """The peers nearest to the target that answered, nearest first."""
         answered = (c.contact for _, c in self._by_distance if c.state is _State.ANSWERED)
@@ -120,6 +109,9 @@ class Lookup:
         """The contact of a peer that somebody named."""
         candidate = self._candidates.get(peer)
         return candidate.contact if candidate else None
+
+    def _is_slow(self, candidate: _Candidate, now: float) -> bool:
+        return candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
 
     def _window(self, now: float) -> list[_Candidate]:
         """The ``width`` nearest that neither failed nor are slow."""

@@ -21,7 +21,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, Refusal, short
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REPLICAS_REMEMBERED = 1000
 MAX_ADDRESS_CHARS = 800
@@ -101,7 +102,8 @@ class DHT:
         self._patience = Patience()
         self._replicas: dict[bytes, list[Contact]] = {}
         self._last_version = 0
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._keeping_up = False
         peers.serve(FindPeers, self._on_find_peers)
         peers.serve(FindValue, self._on_find_value)
         peers.serve(Store, self._on_store)
@@ -180,6 +182,7 @@ class DHT:
 
     def start(self) -> None:
         """Keep the routing table fresh and the held records where they belong, until `stop`."""
+        self._keeping_up = True
         self._spawn(self._every(self.settings.refresh_s, self._refresh))
         self._spawn(self._every(self.settings.republish_s, self._republish))
 
@@ -193,6 +196,7 @@ class DHT:
 
     def vanish(self) -> None:
         """End the background work without a goodbye, as a crash would."""
+        self._keeping_up = False
         for task in self._background:
             task.cancel()
 
@@ -211,31 +215,27 @@ class DHT:
         return (contact,) if contact.addresses else ()
 
     async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named."""
-        asked: dict[asyncio.Future[Iterable[Contact]], PeerId] = {}
+        """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named.
+
+        Slow queries run on in the background: their answer, or their timeout, still teaches the routing table.
+        """
+        asked: dict[asyncio.Task[Iterable[Contact] | None], PeerId] = {}
         now = self._loop.time
         try:
             while not lookup.done(now()):
                 for contact in lookup.next_queries(now()):
-                    asked[asyncio.ensure_future(ask(contact))] = contact.id
+                    asked[self._spawn(_answer_of(ask, contact))] = contact.id
                 wake_at = lookup.wake_at(now())
                 timeout_s = None if wake_at is None else wake_at - now() + 0.001
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
-                    self._take_answer(lookup, asked.pop(query), query)
-            for peer in lookup.slow(now()):
-                self.table.failed(peer)
-        finally:
+                    lookup.on_answer(asked.pop(query), query.result())
+        except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
-
-    @staticmethod
-    def _take_answer(lookup: Lookup, peer: PeerId, query: asyncio.Future[Iterable[Contact]]) -> None:
-        try:
-            lookup.on_reply(peer, query.result())
-        except PeerError as error:
-            logger.debug("%s does not answer: %s", short(peer), error)
-            lookup.on_failure(peer)
+            raise
+        for peer in asked.values():
+            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
 
     async def _call(self, contact: Contact, message: Message, reply: type[R]) -> R:
         self._peers.learn(contact)
@@ -350,7 +350,7 @@ class DHT:
     # -- upkeep
 
     def _saw(self, contact: Contact) -> None:
-        if self.table.saw(contact, self._loop.time()) and self._background:
+        if self.table.saw(contact, self._loop.time()) and self._keeping_up:
             self._spawn(self._hand_over(contact))
 
     async def _hand_over(self, newcomer: Contact) -> None:
@@ -392,10 +392,22 @@ class DHT:
             except Exception:
                 logger.exception("upkeep of the DHT failed")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
+
+
+async def _answer_of(
+    ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
+) -> Iterable[Contact] | None:
+    """The contacts a peer named, None if it did not answer."""
+    try:
+        return await ask(contact)
+    except PeerError as error:
+        logger.debug("%s does not answer: %s", short(contact.id), error)
+        return None
 
 
 def key_id(key: str | bytes) -> bytes:

@@ -26,14 +26,14 @@ def lookup(*seeds: int, width: int = 3, alpha: int = 2, patience_s: float = 1.0)
 def test_the_nearest_are_asked_first_and_no_more_than_alpha_at_once() -> None:
     search = lookup(9, 5, 7)
     assert search.next_queries(0.0) == [near(5), near(7)] and search.next_queries(0.0) == []
-    search.on_reply(near(5).id, [])
+    search.on_answer(near(5).id, [])
     assert search.next_queries(0.0) == [near(9)]
 
 
 def test_it_ends_when_the_nearest_have_answered_and_farther_ones_are_not_asked() -> None:
     search = lookup(1, 2, 3, 4, alpha=3)
     for contact in search.next_queries(0.0):
-        search.on_reply(contact.id, [near(5)])
+        search.on_answer(contact.id, [near(5)])
     assert search.done(0.0) and search.next_queries(0.0) == [] and search.calls == 3
     assert search.nearest(2) == [near(1), near(2)]
 
@@ -41,18 +41,18 @@ def test_it_ends_when_the_nearest_have_answered_and_farther_ones_are_not_asked()
 def test_nearer_peers_named_in_a_reply_are_asked_next() -> None:
     search = lookup(9, width=1, alpha=1)
     search.next_queries(0.0)
-    search.on_reply(near(9).id, [near(4)])
+    search.on_answer(near(9).id, [near(4)])
     assert search.next_queries(0.0) == [near(4)]
-    search.on_reply(near(4).id, [near(9)])
+    search.on_answer(near(4).id, [near(9)])
     assert search.done(0.0) and search.hops(near(4).id) == 2 and search.nearest(1) == [near(4)]
 
 
 def test_a_failed_peer_gives_its_place_to_the_next() -> None:
     search = lookup(1, 2, width=1, alpha=1)
     search.next_queries(0.0)
-    search.on_failure(near(1).id)
+    search.on_answer(near(1).id, None)
     assert search.next_queries(0.0) == [near(2)]
-    search.on_reply(near(2).id, [])
+    search.on_answer(near(2).id, [])
     assert search.done(0.0) and search.nearest(3) == [near(2)]
 
 
@@ -60,26 +60,26 @@ def test_a_slow_peer_blocks_neither_the_next_query_nor_the_end() -> None:
     search = lookup(1, 2, 3, width=2, alpha=1)
     assert search.next_queries(0.0) == [near(1)] and search.wake_at(0.0) == 1.0
     assert search.next_queries(0.9) == []
-    assert search.next_queries(1.0) == [near(2)] and search.slow(1.0) == [near(1).id]
-    search.on_reply(near(2).id, [])
+    assert search.next_queries(1.0) == [near(2)]
+    search.on_answer(near(2).id, [])
     assert search.next_queries(1.1) == [near(3)]
-    search.on_reply(near(3).id, [])
+    search.on_answer(near(3).id, [])
     assert search.done(1.2)
 
 
 def test_a_slow_peer_that_answers_after_all_counts() -> None:
     search = lookup(1, 2, width=2, alpha=2)
     search.next_queries(0.0)
-    search.on_reply(near(2).id, [])
+    search.on_answer(near(2).id, [])
     assert not search.done(1.5)
-    search.on_reply(near(1).id, [])
+    search.on_answer(near(1).id, [])
     assert search.done(1.5) and search.nearest(2) == [near(1), near(2)]
 
 
 def test_where_there_are_too_few_others_slow_peers_are_given_grace() -> None:
     search = lookup(1, 2, width=3, alpha=3)
     search.next_queries(0.0)
-    search.on_reply(near(2).id, [])
+    search.on_answer(near(2).id, [])
     assert not search.done(GRACE - 0.1) and search.done(GRACE) and search.wake_at(1.0) == GRACE
 
 
@@ -87,7 +87,7 @@ def test_without_any_answer_it_waits_to_the_end() -> None:
     search = lookup(1)
     search.next_queries(0.0)
     assert not search.done(1000.0) and search.wake_at(1000.0) is None
-    search.on_failure(near(1).id)
+    search.on_answer(near(1).id, None)
     assert search.done(1000.0) and search.nearest(3) == []
 
 
@@ -104,7 +104,7 @@ def test_it_finds_the_nearest_living_whatever_dies(seed: int, peers: int, dead_s
     search = Lookup(TARGET, everyone[:5], width=3, alpha=3)
     while not search.done(0.0):
         for contact in search.next_queries(0.0):
-            search.on_failure(contact.id) if contact.id in dead else search.on_reply(contact.id, everyone)
+            search.on_answer(contact.id, None if contact.id in dead else everyone)
     alive = sorted((c for c in everyone if c.id not in dead), key=lambda c: distance(c.id, TARGET))
     assert search.nearest(3) == alive[:3]
 
