@@ -87,7 +87,7 @@ class Listener:
         try:
             greeter = self._greet()
         except PeerError as error:
-            return web.Response(text=str(error), status=503)
+            return web.Response(status=503, reason=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=greeter)

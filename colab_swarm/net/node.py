@@ -34,6 +34,7 @@ __all__ = ["Node", "NodeSettings"]
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 MISSED_KEEP_ALIVES = 3
+DIALS = 3
 
 
 class Node:
@@ -240,12 +241,15 @@ class Node:
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
-                # of two links that come up at once one is left again: take the best when we get to run
-                while (link := self._links.best(peer)) is None:
+                for _ in range(DIALS):
                     await asyncio.shield(self._await_link(peer))
-                return link
+                    # of two links that come up at once one is left again: take the best when we get to run
+                    link = self._links.best(peer)
+                    if link is not None:
+                        return link
         except TimeoutError:
             raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
+        raise PeerLost(f"{short(peer)} accepts links and drops them at once")
 
     def _await_link(self, peer: PeerId) -> asyncio.Future[None]:
         if peer not in self._awaited:

@@ -244,7 +244,7 @@ async def dial(
     connection = response.connection
     if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != accept:
         response.close()
-        raise PeerLost(f"{address} is no peer: HTTP status {response.status}")
+        raise PeerLost(f"{address} opens no link: HTTP status {response.status} {response.reason}")
     if connection is None or not isinstance(connection.transport, asyncio.Transport):
         raise PeerLost(f"{address} closed the connection at once")
     websocket = WebSocket(connection.transport, scratch=scratch, client=True, receiver=receiver)

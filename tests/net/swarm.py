@@ -91,6 +91,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+@asynccontextmanager
+async def silence() -> AsyncIterator[str]:
+    """The address of a server that accepts and never says a word."""
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
+    try:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
 class Proxy:
     """Passes TCP both ways. ``meddle(data)`` may change what the dialling end sends; `freeze` stops all."""
 

@@ -14,7 +14,7 @@ from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.hello import Introduction
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact
-from tests.net.swarm import Echo, Proxy, identity, peers, proxied, run, until
+from tests.net.swarm import Echo, Proxy, identity, peers, proxied, run, silence, until
 
 
 def flip_last_byte(data: bytes) -> bytes:
@@ -65,12 +65,11 @@ def test_a_truncated_message_is_never_delivered() -> None:
 def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
     async def main() -> None:
         async with peers("alice", dial_timeout_s=0.05) as (alice,):
-            silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
             bob = identity("bob").id
-            alice.learn(Contact(bob, (f"ws://127.0.0.1:{silent.sockets[0].getsockname()[1]}",)))
-            with pytest.raises(PeerUnreachable, match="did not answer in"):
-                await alice.call(bob, Echo(), Echo, timeout_s=5)
-            silent.close()
+            async with silence() as address:
+                alice.learn(Contact(bob, (address,)))
+                with pytest.raises(PeerUnreachable, match="did not answer in"):
+                    await alice.call(bob, Echo(), Echo, timeout_s=5)
 
     run(main())
 
@@ -86,7 +85,7 @@ def test_a_web_server_at_the_address_is_no_peer() -> None:
             web = await asyncio.start_server(reply, "127.0.0.1", 0)
             bob = identity("bob").id
             alice.learn(Contact(bob, (f"ws://127.0.0.1:{web.sockets[0].getsockname()[1]}",)))
-            with pytest.raises(PeerUnreachable, match="is no peer: HTTP status 200"):
+            with pytest.raises(PeerUnreachable, match="opens no link: HTTP status 200"):
                 await alice.call(bob, Echo(), Echo, timeout_s=5)
             web.close()
 
@@ -105,20 +104,21 @@ def noise_message_1() -> bytes:
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET / HT", UPGRADE, UPGRADE + noise_message_1()],
+    ("sent", "answer"),
+    [(b"", b""), (b"GET / HT", b""), (UPGRADE, b"101"), (UPGRADE + noise_message_1(), b"stalled")],
     ids=["nothing", "half a request", "no first message", "no third message"],
 )
-def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes) -> None:
+def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes, answer: bytes) -> None:
     async def main() -> None:
         async with peers("bob", handshake_timeout_s=0.05) as (bob,):
             port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for part in filter(None, (sent[: len(UPGRADE)], sent[len(UPGRADE) :])):
-                writer.write(part)
-                await asyncio.sleep(0.01)
+            writer.write(sent)
+            got = b""
             with contextlib.suppress(ConnectionError):
-                await reader.read()  # returns when bob hangs up
+                while part := await reader.read(1000):  # until bob hangs up
+                    got += part
+            assert answer in got
             writer.close()
             assert not bob.linked()
 
@@ -156,9 +156,10 @@ def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: int) -
     run(main())
 
 
+@pytest.mark.slow
 def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
     async def main() -> None:
-        async with peers("alice", "bob", keep_alive_s=0.02) as (alice, bob), proxied(alice, bob) as proxy:
+        async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), proxied(alice, bob) as proxy:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             reasons: list[str] = []
             (link,) = alice._links.of(bob.id)
@@ -174,10 +175,10 @@ def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
 
 def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> None:
     async def main() -> None:
-        async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
+        async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             before = alice.statistics(bob.id)
-            await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes + 300)
+            await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
             assert alice.statistics(bob.id).links == 1
             assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
 
