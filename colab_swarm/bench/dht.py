@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import multiprocessing
 import random
 import statistics
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 from colab_swarm.bench.report import Report
 from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim import PAPER_CLOUD, SimNetwork, run_virtual, virtual_time
 
 DEAD_SHARE = 0.2
+PROCESSES = 8
+IN_FLIGHT = 8
+"""Operations each process keeps going in the measurement of operations per second."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +90,119 @@ def bench_virtual(report: Report, peers: int, records: int) -> None:
     report.add(f"dht.hops_{name}", statistics.median(searches.hops), "hops", "median")
     report.add(f"dht.calls_{name}", statistics.mean(searches.calls), "calls", "mean per read")
     report.add(f"dht.latency_ms_{name}", statistics.median(searches.seconds) * 1e3, "ms", "virtual, median")
+
+
+async def start_node(stack: AsyncExitStack) -> tuple[Node, DHT]:
+    """A real peer on loopback that ends with ``stack``."""
+    node = await Node.start(Identity(), NodeSettings(host="127.0.0.1"))
+    stack.push_async_callback(node.close)
+    return node, DHT(node, DHTSettings(), random.Random())
+
+
+async def median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
+    """Median time of an operation, one at a time."""
+    times = []
+    for i in range(operations):
+        began = time.perf_counter()
+        await operation(i)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+async def store_and_get(dht: DHT, name: str, operations: int) -> int:
+    """Alternate stores and gets of fresh keys, `IN_FLIGHT` at a time; returns how many went well."""
+
+    async def chain(which: int) -> int:
+        good = 0
+        for i in range(operations // IN_FLIGHT // 2):
+            key = f"{name} {which} {i}"
+            stored = await dht.store(key, i, ttl_s=600)
+            found = (await dht.get(key)).get(b"")
+            good += (stored > 0) + (found is not None and found.value == i)
+        return good
+
+    return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
+
+
+async def obey(pipe: Connection) -> None:
+    """One process of the real swarm: do what the parent says, answer, until it says nothing more."""
+    async with AsyncExitStack() as stack:
+        node, dht = await start_node(stack)
+        name = node.id.hex()
+        pipe.send(node.contact)
+        while (order := await asyncio.to_thread(pipe.recv)) is not None:
+            match order:
+                case ("bootstrap", contact):
+                    pipe.send(await dht.bootstrap([contact]))
+                case ("one at a time", operations):
+                    store_ms = await median_ms(operations, lambda i: dht.store(f"{name} {i}", i, ttl_s=600))
+                    pipe.send((store_ms, await median_ms(operations, lambda i: dht.get(f"{name} {i}"))))
+                case ("at once", operations):
+                    pipe.send(await store_and_get(dht, name, operations))
+
+
+def worker(pipe: Connection) -> None:
+    """Entry point of a child process."""
+    asyncio.run(obey(pipe))
+
+
+def bench_processes(report: Report, operations: int) -> None:
+    """Store and get among `PROCESSES` processes on loopback: one at a time, then all at once."""
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(PROCESSES)]
+    children = [context.Process(target=worker, args=(far,), daemon=True) for _, far in ends]
+    for child in children:
+        child.start()
+    pipes = [near for near, _ in ends]
+    try:
+        measure_processes(report, pipes, operations)
+    finally:
+        for pipe in pipes:
+            pipe.send(None)
+        for child in children:
+            child.join(10)
+
+
+def measure_processes(report: Report, pipes: list[Any], operations: int) -> None:
+    """Tell the processes what to do and report what it took."""
+    entry, *_ = [pipe.recv() for pipe in pipes]
+    for pipe in pipes[1:] * 2:  # once more, for those that came first to meet those that came last
+        pipe.send(("bootstrap", entry))
+        pipe.recv()
+    pipes[1].send(("one at a time", operations))
+    store_ms, get_ms = pipes[1].recv()
+    report.add("dht.store_ms", store_ms, "ms", f"{PROCESSES} processes, median, one at a time")
+    report.add("dht.get_ms", get_ms, "ms", "same")
+    began = time.perf_counter()
+    for pipe in pipes:
+        pipe.send(("at once", operations))
+    good = sum(pipe.recv() for pipe in pipes)
+    seconds = time.perf_counter() - began
+    report.add("dht.ops_per_s", good / seconds, "/s", f"{PROCESSES} processes, {IN_FLIGHT} in flight in each")
+    report.add("dht.ops_success", good / (operations * PROCESSES), "", "stored, and read back")
+
+
+async def bench_loopback(report: Report, peers: int, operations: int) -> None:
+    """The same with many peers in this process."""
+    async with AsyncExitStack() as stack:
+        swarm = [await start_node(stack) for _ in range(peers)]
+        for _, dht in swarm[1:]:
+            await dht.bootstrap([swarm[0][0].contact])
+        rng = random.Random(0)
+        store_ms = await median_ms(operations, lambda i: rng.choice(swarm)[1].store(str(i), i, ttl_s=600))
+        found = [await rng.choice(swarm)[1].get(str(i)) for i in range(operations)]
+        get_ms = await median_ms(operations, lambda i: rng.choice(swarm)[1].get(str(i)))
+    hits = statistics.mean(b"" in values and values[b""].value == i for i, values in enumerate(found))
+    report.add(f"dht.found_loopback_{peers}", hits, "", f"{peers} real peers in one process")
+    report.add(f"dht.store_ms_{peers}", store_ms, "ms", "median")
+    report.add(f"dht.get_ms_{peers}", get_ms, "ms", "median")
+
+
+def run(quick: bool) -> Report:
+    """All figures; ``quick`` asks less of each."""
+    report = Report("dht", quick)
+    for peers in (100, 1000, 10_000):
+        bench_virtual(report, peers, 50 if quick else 400)
+    bench_processes(report, 160 if quick else 800)
+    asyncio.run(bench_loopback(report, 32, 50 if quick else 200))
+    return report

@@ -18,55 +18,34 @@ import contextlib
 import hashlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from colab_swarm.dht.lookup import Lookup, Patience
 from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
-from colab_swarm.dht.records import ID_BYTES, Inspector, Limits, Record, owner_of, write_record
-from colab_swarm.dht.routing import RoutingTable, distance
+from colab_swarm.dht.records import ID_BYTES, Inspector, Record, owner_of, write_record
+from colab_swarm.dht.routing import distance
+from colab_swarm.dht.search import Searcher
+from colab_swarm.dht.settings import DHTSettings
 from colab_swarm.dht.storage import Storage
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, Refusal, short
+from colab_swarm.net.peers import Contact, PeerId, Peers, Refusal, short
+
+__all__ = ["DHT", "DHTSettings", "Found", "Reading"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-REPLICAS_REMEMBERED = 1000
+K = TypeVar("K")
+V = TypeVar("V")
+REMEMBERED = 1000
+"""Keys whose replicas, and peers whose skews, are remembered."""
 MAX_ADDRESS_CHARS = 800
 """Of all addresses in one contact: a reply carries 20 contacts."""
 RECORDS_AT_ONCE = 16
 SKEW_S = 60.0
 """Clocks further apart than this are reported."""
-
-
-@dataclass(frozen=True)
-class DHTSettings:
-    """How a DHT behaves.
-
-    Attributes:
-        bucket_size: contacts per bucket and in a reply (Kademlia's k).
-        replicas: peers that hold a record.
-        read_replicas: peers a reader hears.
-        parallel: queries in flight while looking up (Kademlia's alpha).
-        timeout_s: of one query; a silent peer costs less, see `Lookup`.
-        refresh_s: how often quiet buckets are looked up.
-        republish_s: how often held records are stored again at who is nearest by then.
-        limits: what this peer holds for others.
-    """
-
-    bucket_size: int = 20
-    replicas: int = 5
-    read_replicas: int = 3
-    parallel: int = 3
-    timeout_s: float = 5.0
-    refresh_s: float = 600.0
-    republish_s: float = 600.0
-    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
@@ -92,18 +71,17 @@ class DHT:
 
     def __init__(self, peers: Peers, settings: DHTSettings, rng: random.Random) -> None:
         self.settings = settings
-        self.table = RoutingTable(peers.id, bucket_size=self.settings.bucket_size)
         self.skews: dict[PeerId, float] = {}
         self._peers = peers
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self._inspector = Inspector(self.settings.limits)
+        self._searcher = Searcher(peers, settings)
+        self.table = self._searcher.table
+        self._inspector = Inspector(settings.limits)
         self._storage = Storage(self._inspector)
-        self._patience = Patience()
+        self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}
         self._last_version = 0
-        self._background: set[asyncio.Task[Any]] = set()
-        self._keeping_up = False
         peers.serve(FindPeers, self._on_find_peers)
         peers.serve(FindValue, self._on_find_value)
         peers.serve(Store, self._on_store)
@@ -112,9 +90,10 @@ class DHT:
 
     async def bootstrap(self, contacts: Iterable[Contact]) -> int:
         """Get to know the swarm through ``contacts``; returns how many peers answered."""
-        lookup = self._lookup(self._peers.id, width=self.settings.bucket_size, seeds=contacts)
-        await self._search(lookup, partial(self._ask_peers, self._peers.id))
-        return len(lookup.nearest(self.settings.bucket_size))
+        self._entries = list(contacts)
+        width = self.settings.bucket_size
+        lookup = await self._searcher.find_near(self._peers.id, width=width, seeds=self._entries)
+        return len(lookup.nearest(width))
 
     async def store(
         self, key: str | bytes, value: Any, *, subkey: bytes | None = None, ttl_s: float, signed: bool = False
@@ -156,12 +135,12 @@ class DHT:
         id = key_id(key)
         merged = Storage(self._inspector)
         first: list[PeerId] = []
-        lookup = self._lookup(id, width=self.settings.read_replicas)
+        lookup = self._searcher.lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask_value, id, merged, first)
-        await self._search(lookup, ask)
+        await self._searcher.search(lookup, ask)
         if not first:  # perhaps the nearest have just joined
             lookup.widen(self.settings.replicas + self.settings.read_replicas)
-            await self._search(lookup, ask)
+            await self._searcher.search(lookup, ask)
         swarm_time = self._peers.time()
         found = {
             record.subkey: Found(
@@ -176,83 +155,26 @@ class DHT:
         known = self._peers.contact_of(peer)
         if known.addresses:
             return known
-        lookup = self._lookup(peer, width=self.settings.parallel)
-        await self._search(lookup, partial(self._ask_peers, peer))
-        return lookup.known(peer)
+        return (await self._searcher.find_near(peer, width=self.settings.parallel)).known(peer)
 
     def start(self) -> None:
         """Keep the routing table fresh and the held records where they belong, until `stop`."""
-        self._keeping_up = True
-        self._spawn(self._every(self.settings.refresh_s, self._refresh))
-        self._spawn(self._every(self.settings.republish_s, self._republish))
+        self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
+        self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
+        self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
 
     async def stop(self) -> None:
         """End the background work and serve no more."""
         for kind in (FindPeers, FindValue, Store):
             self._peers.unserve(kind)
-        tasks = list(self._background)
-        self.vanish()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.vanish(), return_exceptions=True)
 
-    def vanish(self) -> None:
-        """End the background work without a goodbye, as a crash would."""
-        self._keeping_up = False
-        for task in self._background:
-            task.cancel()
+    def vanish(self) -> list[asyncio.Task[Any]]:
+        """End the background work without a goodbye, as a crash would; returns the tasks that are ending."""
+        self._searcher.on_new = None
+        return self._searcher.cancel()
 
     # -- conversations
-
-    def _lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        if seeds is None:
-            seeds = [*self.table.nearest(target, self.settings.bucket_size), *self._myself()]
-        others = (contact for contact in seeds if contact.addresses)
-        parallel = max(self.settings.parallel, width if width <= self.settings.replicas else 0)
-        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
-
-    def _myself(self) -> tuple[Contact, ...]:
-        """This peer as a candidate, if others can dial it."""
-        contact = self._peers.contact
-        return (contact,) if contact.addresses else ()
-
-    async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named.
-
-        Slow queries run on in the background: their answer, or their timeout, still teaches the routing table.
-        """
-        asked: dict[asyncio.Task[Iterable[Contact] | None], PeerId] = {}
-        now = self._loop.time
-        try:
-            while not lookup.done(now()):
-                for contact in lookup.next_queries(now()):
-                    asked[self._spawn(_answer_of(ask, contact))] = contact.id
-                wake_at = lookup.wake_at(now())
-                timeout_s = None if wake_at is None else wake_at - now() + 0.001
-                await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for query in [query for query in asked if query.done()]:
-                    lookup.on_answer(asked.pop(query), query.result())
-        except asyncio.CancelledError:
-            for query in asked:
-                query.cancel()
-            raise
-        for peer in asked.values():
-            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
-
-    async def _call(self, contact: Contact, message: Message, reply: type[R]) -> R:
-        self._peers.learn(contact)
-        asked_at = self._loop.time()
-        try:
-            answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
-        except PeerError:
-            self.table.failed(contact.id)
-            raise
-        self._patience.learn(self._loop.time() - asked_at)
-        self._saw(contact)
-        return answer
-
-    async def _ask_peers(self, target: bytes, contact: Contact) -> Iterable[Contact]:
-        if contact.id == self._peers.id:
-            return ()
-        return (await self._call(contact, FindPeers(target, self._peers.contact), FoundPeers)).contacts
 
     async def _ask_value(
         self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
@@ -262,7 +184,7 @@ class DHT:
         if contact.id == self._peers.id:
             records = self._storage.get(key, now=self._loop.time())
         else:
-            answer = await self._call(contact, FindValue(key, self._peers.contact), FoundValue)
+            answer = await self._searcher.call(contact, FindValue(key, self._peers.contact), FoundValue)
             records, contacts = answer.records, answer.contacts
         refusals = await self._put(merged, key, records)
         if "" in refusals:
@@ -272,15 +194,13 @@ class DHT:
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
         """Store at the nearest peers; returns how many took all."""
         width = self.settings.replicas
-        seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._myself()]
+        seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._searcher.myself()]
         if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
-            lookup = self._lookup(key, width=width)
-            await self._search(lookup, partial(self._ask_peers, key))
-            seeds = lookup.nearest(width)
+            seeds = (await self._searcher.find_near(key, width=width)).nearest(width)
         taken: list[tuple[str, ...]] = []
-        lookup = self._lookup(key, width=width, seeds=seeds)
-        await self._search(lookup, partial(self._ask_store, key, records, taken))
-        self._remember(key, lookup.nearest(width))
+        lookup = self._searcher.lookup(key, width=width, seeds=seeds)
+        await self._searcher.search(lookup, partial(self._ask_store, key, records, taken))
+        _remember(self._replicas, key, lookup.nearest(width))
         refused = {text for refusals in taken for text in refusals if text}
         if refused:
             logger.warning("records were refused: %s", "; ".join(sorted(refused)))
@@ -293,15 +213,9 @@ class DHT:
             taken.append(await self._put(self._storage, key, records))
             return ()
         message = Store(key, records, self._peers.contact, self._peers.time())
-        answer = await self._call(contact, message, Stored)
+        answer = await self._searcher.call(contact, message, Stored)
         taken.append(answer.refusals)
         return answer.contacts
-
-    def _remember(self, key: bytes, nearest: list[Contact]) -> None:
-        self._replicas.pop(key, None)
-        self._replicas[key] = nearest
-        if len(self._replicas) > REPLICAS_REMEMBERED:
-            del self._replicas[next(iter(self._replicas))]
 
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
         """Put all records; checking signatures in bulk lets others run in between."""
@@ -335,7 +249,7 @@ class DHT:
             raise Refusal("the asker's contact is not its own")
         if sum(map(len, asker.addresses)) <= MAX_ADDRESS_CHARS:
             self._peers.learn(asker)
-            self._saw(asker)
+            self._searcher.saw(asker)
         nearest = self.table.nearest(target, self.settings.bucket_size)
         return tuple(contact for contact in nearest if contact.id != caller)
 
@@ -345,13 +259,9 @@ class DHT:
             return
         if peer not in self.skews:
             logger.warning("the clock of %s is %.0f s off; records tolerate it", short(peer), skew_s)
-        self.skews[peer] = skew_s
+        _remember(self.skews, peer, skew_s)
 
     # -- upkeep
-
-    def _saw(self, contact: Contact) -> None:
-        if self.table.saw(contact, self._loop.time()) and self._keeping_up:
-            self._spawn(self._hand_over(contact))
 
     async def _hand_over(self, newcomer: Contact) -> None:
         """Give a new peer the records it is among the nearest for; one holder of each does so."""
@@ -370,12 +280,13 @@ class DHT:
         return all(mine < distance(contact.id, key) for contact in others)
 
     async def _refresh(self) -> None:
-        """Look up ourselves and an id in each quiet bucket."""
-        older_than_s = self.settings.refresh_s
-        stale = self.table.refresh_targets(self._loop.time(), older_than_s=older_than_s, rng=self._rng)
-        for target in [self._peers.id, *stale]:
-            lookup = self._lookup(target, width=self.settings.bucket_size)
-            await self._search(lookup, partial(self._ask_peers, target))
+        """Look up ourselves and an id in each quiet bucket; a peer cut off from all begins at its entries."""
+        width, period_s = self.settings.bucket_size, self.settings.refresh_s
+        stale = self.table.refresh_targets(self._loop.time(), older_than_s=period_s, rng=self._rng)
+        seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
+        await self._searcher.find_near(self._peers.id, width=width, seeds=seeds)
+        for target in stale:
+            await self._searcher.find_near(target, width=width)
 
     async def _republish(self) -> None:
         """Store again what we are the nearest holder of: peers have come and gone."""
@@ -392,22 +303,13 @@ class DHT:
             except Exception:
                 logger.exception("upkeep of the DHT failed")
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = self._loop.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
-
-async def _answer_of(
-    ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
-) -> Iterable[Contact] | None:
-    """The contacts a peer named, None if it did not answer."""
-    try:
-        return await ask(contact)
-    except PeerError as error:
-        logger.debug("%s does not answer: %s", short(contact.id), error)
-        return None
+def _remember(known: dict[K, V], key: K, value: V) -> None:
+    """Put ``value`` last and, where there are too many, forget the first."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > REMEMBERED:
+        del known[next(iter(known))]
 
 
 def key_id(key: str | bytes) -> bytes:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DIAL_ROUND_TRIPS = 3
 """TCP, the WebSocket upgrade and the first two messages of Noise XX."""
+MAX_ADDRESSES = 8
 REDIAL_S = 1.0
 """A dial that meets silence tries again after this long."""
 DOWN_S = 0.01
@@ -110,9 +111,11 @@ class SimPeers:
         return self._network.wall_time() + own + statistics.median([0.0, *(skew - own for skew in others)])
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer can be dialled."""
+        """Remember where a peer can be dialled, before what was known already."""
         if contact.addresses:
-            self._contacts[contact.id] = contact
+            known = self.contact_of(contact.id).addresses
+            addresses = tuple(dict.fromkeys(contact.addresses + known))[:MAX_ADDRESSES]
+            self._contacts[contact.id] = Contact(contact.id, addresses)
 
     def contact_of(self, peer: PeerId) -> Contact:
         """What is known of the peer's addresses."""
@@ -288,21 +291,27 @@ class SimPeers:
         return self._links[peer]
 
     async def _open(self, peer: PeerId) -> None:
-        addresses = self.contact_of(peer).addresses
-        if not addresses:
-            raise PeerUnreachable(f"no address of {short(peer)} is known")
-        other = self._network.dialled(addresses[0])
+        failure: PeerError = PeerUnreachable(f"no address of {short(peer)} is known")
+        for address in self.contact_of(peer).addresses:
+            try:
+                return await self._open_at(peer, address)
+            except PeerError as error:
+                failure = error
+        raise failure
+
+    async def _open_at(self, peer: PeerId, address: str) -> None:
+        other = self._network.dialled(address)
         if other is None:
-            raise PeerUnreachable(f"nobody answers at {addresses[0]}")
+            raise PeerUnreachable(f"nobody answers at {address}")
         rtt_s = 2 * self._network.latency_s(self, other)
         await asyncio.sleep(rtt_s)
         while self._network.separated(self.name, other.name):
             await asyncio.sleep(REDIAL_S)
         if not (other.up and other.listen):
-            raise PeerUnreachable(f"nobody answers at {addresses[0]}")
+            raise PeerUnreachable(f"nobody answers at {address}")
         await asyncio.sleep(rtt_s * (DIAL_ROUND_TRIPS - 1))
         if other.id != peer:
-            raise WrongPeer(f"{short(other.id)} answers at {addresses[0]}, not {short(peer)}")
+            raise WrongPeer(f"{short(other.id)} answers at {address}, not {short(peer)}")
         if not (self.up and other.up):
             raise PeerUnreachable(f"{other.name} vanished while being dialled")
         if peer not in self._links:  # it may have dialled us meanwhile

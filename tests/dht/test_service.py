@@ -250,6 +250,24 @@ def test_stop_leaves_no_task_and_serves_no_more() -> None:
     assert run_virtual(main()) == ("unknown", 1)
 
 
+def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
+    async def main() -> tuple[int, int, list[str]]:
+        network, members = await swarm(6)
+        bob = members[1]
+        for member in members:
+            member.dht.start()
+        network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
+        for i in range(4):
+            await bob.dht.store("key", i, ttl_s=60)
+            await asyncio.sleep(10)
+        alone = len(bob.dht.table)
+        network.now().heal()
+        await asyncio.sleep(2000)
+        return alone, len(bob.dht.table), [fault.name for fault in network.fired]
+
+    assert run_virtual(main()) == (0, 5, ["partition", "heal"])
+
+
 def test_bootstrap_tells_how_many_answered() -> None:
     async def main() -> tuple[int, int]:
         network, members = await swarm(4)

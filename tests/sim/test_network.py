@@ -133,6 +133,15 @@ def test_somebody_else_at_the_address_is_the_wrong_peer() -> None:
         run_virtual(main())
 
 
+def test_a_false_address_does_not_hide_the_true_one() -> None:
+    async def main() -> Tell:
+        _, alice, bob = pair()
+        alice.learn(Contact(bob.id, ("sim://alice", "sim://nobody")))
+        return await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+
+    assert run_virtual(main()) == Tell(2)
+
+
 def test_a_peer_in_client_mode_is_called_back_but_never_dialled() -> None:
     async def main() -> Tell:
         network = SimNetwork()
