@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Contact
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.swarm import Swarm, assemble
 
 T = TypeVar("T")
+ENTRIES = 4
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 
 
@@ -29,7 +29,6 @@ class Simulation:
         self._runtime = SimRuntime()
         self._seed = seed
         self._samples_per_s = samples_per_s
-        self._entry: Contact | None = None
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
@@ -72,11 +71,10 @@ class Simulation:
 
     async def _join(self, name: str, samples_per_s: float, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
-        entries = () if self._entry is None else (self._entry,)
+        entries = [contact for swarm in self.swarms.values() if (contact := swarm.contact).addresses][:ENTRIES]
         rng = random.Random(f"{name} {self._seed}")
         services = await assemble(peers, entries, EventLog(), rng, lambda samples: samples / samples_per_s)
         self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name, entries=entries)
-        self._entry = self._entry or (peers.contact if listen else None)
         peers.when_down(lambda: self._on_crash(name))
 
     def _on_crash(self, name: str) -> None:

@@ -93,6 +93,11 @@ class Swarm:
         return self._services.peers.id
 
     @property
+    def contact(self) -> Contact:
+        """This peer's id and the addresses where it can be dialled."""
+        return self._services.peers.contact
+
+    @property
     def run(self) -> str:
         """The run's name."""
         return self._run_id.rpartition("-")[0]

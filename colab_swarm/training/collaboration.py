@@ -53,7 +53,8 @@ class TrainingSettings:
         matchmaking_s: how long a round waits for peers that do not answer at all.
         max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
         round_timeout_s: bound on matchmaking and averaging of one round together.
-        record_ttl_s: life of a progress record; a peer that vanished silently is forgotten after it.
+        max_report_s: longest time between two progress records of a peer; one that vanished without its links
+            breaking is forgotten after four times as long.
         max_replay_bytes: memory for the means a newcomer keeps while it downloads the state.
     """
 
@@ -63,7 +64,7 @@ class TrainingSettings:
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0
-    record_ttl_s: float = 60.0
+    max_report_s: float = 60.0
     max_replay_bytes: int = 1 << 30
 
 
@@ -154,10 +155,8 @@ class Collaboration:
     async def _heartbeat(self) -> None:
         """Exchange progress: often when the batch is nearly full, rarely otherwise, at once after a step."""
         while True:
-            eta_s = self.progress.seconds_to_batch(self._now())
-            period_s = min(max(eta_s / 4, 0.25), self._settings.record_ttl_s / 4)
             try:
-                async with asyncio.timeout(period_s):
+                async with asyncio.timeout(self._period_s()):
                     await self._moved.wait()
             except TimeoutError:
                 pass
@@ -167,8 +166,14 @@ class Collaboration:
             except PeerError as error:
                 logger.info("progress not exchanged: %s", error)
 
+    def _period_s(self) -> float:
+        eta_s = self.progress.seconds_to_batch(self._now())
+        if eta_s == float("inf"):  # nobody has told a speed yet
+            return 1.0
+        return min(max(eta_s / 4, 0.25), self._settings.max_report_s)
+
     async def _exchange(self) -> None:
-        await self._publish(ttl_s=self._settings.record_ttl_s)
+        await self._publish(ttl_s=4 * max(self._period_s(), 15.0))
         await self.refresh()
 
     async def _publish(self, *, ttl_s: float) -> None:

@@ -1,0 +1,241 @@
+"""`SwarmOptimizer` in simulated swarms: the same parameters as one process, whatever happens to single peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import JoinRound, RoundCall
+from colab_swarm.errors import StateError
+from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
+from colab_swarm.simulation import Simulation
+from colab_swarm.swarm import Swarm
+from colab_swarm.training.lamb import Lamb
+from tests.training.toy import (
+    joint_reference,
+    join_training,
+    loss_of,
+    model,
+    parameters_of,
+    train_freely,
+    train_own_rows,
+)
+
+
+def simulation(peers: int = 4, network: str = "lan") -> Simulation:
+    return cs.simulate(peers, network=network, seed=1, samples_per_s=10.0)
+
+
+def lineages(results: dict[str, tuple[torch.Tensor, bytes]]) -> set[bytes]:
+    return {lineage for _, lineage in results.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["lan", "home"])
+def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(network: str) -> None:
+    with simulation(4, network) as sim:
+        results = sim.run(lambda swarm: train_own_rows(swarm, 20))
+    assert len(results) == 4 and len(lineages(results)) == 1
+    for parameters, _ in results.values():
+        torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
+
+
+def test_same_seed_same_run() -> None:
+    ends = []
+    for _ in range(2):
+        with simulation(3, "home") as sim:
+            results = sim.run(lambda swarm: train_freely(swarm, 4))
+            ends.append((sim.time, lineages(results)))
+    assert ends[0] == ends[1]
+
+
+def test_a_peer_alone_trains_like_plain_torch() -> None:
+    with simulation(1) as sim:
+        results = sim.run(lambda swarm: train_freely(swarm, 5, samples=10))
+    torch.testing.assert_close(results["alice"][0], joint_reference(5))
+
+
+@pytest.mark.slow
+def test_a_crash_costs_the_others_nothing_and_a_newcomer_gets_level() -> None:
+    with simulation(4, "home") as sim:
+        sim.network.at(8.0).crash("carol")
+        sim.join("erin", at=10.0)
+        results = sim.run(lambda swarm: train_freely(swarm, 12, target_batch_size=40))
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+        assert results.keys() == {"alice", "bob", "dave", "erin"} and len(lineages(results)) == 1
+        assert sim.swarms["erin"].events.recent(StateReceived)
+        assert not any(e.kept_local for e in sim.swarms["alice"].events.recent(RoundFinished))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [RoundCall, JoinRound])
+def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
+    with simulation(4) as sim:
+        for name in ("alice", "bob"):  # each dies of the first round it organizes
+            role = {"sender": name} if phase is RoundCall else {"receiver": name}
+            sim.network.when(lambda message: isinstance(message, phase), **role).crash(name)
+        results = sim.run(lambda swarm: train_freely(swarm, 12))
+        assert len(sim.network.fired) == 2
+        assert results.keys() == {"carol", "dave"} and len(lineages(results)) == 1
+
+
+def test_a_nan_gradient_is_dropped_and_told() -> None:
+    def train(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped]]:
+        net = model()
+        optimizer = join_training(swarm, net)
+        (net(torch.full((1, 8), float("nan")))).sum().backward()
+        optimizer.step(samples=10)
+        assert optimizer.global_step == 0
+        loss_of(net, 0).backward()
+        optimizer.step(samples=10)
+        return parameters_of(net), swarm.events.recent(BatchDropped)
+
+    with simulation(1) as sim:
+        parameters, dropped = sim.run(train)["alice"]
+    torch.testing.assert_close(parameters, joint_reference(1))
+    assert "NaN" in dropped[0].reason
+
+
+@pytest.mark.parametrize("samples", [0, -1, float("nan"), float("inf"), "16"])
+def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
+    def train(swarm: Swarm) -> None:
+        optimizer = join_training(swarm, model())
+        with pytest.raises(ValueError, match="pass the number of samples"):
+            optimizer.step(samples=samples)  # type: ignore[arg-type]
+
+    with simulation(1) as sim:
+        sim.run(train)
+
+
+@pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"codec": "float12"}])
+def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
+    with simulation(1) as sim, pytest.raises(ValueError, match=str(next(iter(settings.values())))):
+        sim.run(lambda swarm: join_training(swarm, model(), **settings))
+
+
+def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        inner = torch.optim.SGD(net.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
+        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler, max_grad_norm=0.1)
+        rows = slice(0, 3) if swarm.name == "alice" else slice(3, 10)
+        while (step := optimizer.global_step) < 4:
+            loss_of(net, step, rows).backward()
+            optimizer.step(samples=rows.stop - rows.start)
+            if optimizer.global_step == step:
+                optimizer.wait_step()
+        return parameters_of(net)
+
+    net = model()
+    for step in range(4):
+        net.zero_grad()
+        loss_of(net, step).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= parameter.grad / (1 + step)
+    with simulation(2) as sim:
+        for parameters in sim.run(train).values():
+            torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-6)
+
+
+def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_training(swarm, net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, step) * factor).backward()
+            scaler.step(optimizer, samples=10)
+            scaler.update()
+        assert scaler.get_scale() < 2.0**8
+        return parameters_of(net)
+
+    with simulation(1) as sim:
+        torch.testing.assert_close(sim.run(train)["alice"], joint_reference(2))
+
+
+def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
+    def train(swarm: Swarm) -> bytes:
+        optimizer = join_training(swarm, net := model(seed=len(swarm.name)))
+        while optimizer.global_step < 3:
+            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+        return optimizer.lineage
+
+    with simulation(3) as sim:
+        assert len(set(sim.run(train).values())) == 1
+
+
+def test_five_minutes_of_clock_skew_do_not_matter() -> None:
+    with simulation(4) as sim:
+        sim.network.now().skew("bob", 300.0)
+        sim.network.now().skew("carol", -300.0)
+        results = sim.run(lambda swarm: train_freely(swarm, 4))
+        rounds = sim.swarms["alice"].events.recent(RoundFinished)
+        assert len(sim.network.fired) == 2 and len(results) == 4 and len(lineages(results)) == 1
+        assert max(e.group_size for e in rounds) == 4
+
+
+def test_a_peer_with_another_model_is_told() -> None:
+    def train(swarm: Swarm) -> str:
+        if swarm.name == "alice":
+            train_freely(swarm, 3)
+            return ""
+        other = torch.nn.Linear(3, 3)
+        with pytest.raises(StateError, match="another model") as caught:
+            swarm.optimizer(Lamb(other.parameters()), target_batch_size=10)
+        return str(caught.value)
+
+    with simulation(1) as sim:
+        sim.join("bob", at=2.0)
+        assert "same settings" in sim.run(train)["bob"]
+
+
+@pytest.mark.slow
+def test_two_halves_of_a_broken_network_grow_together_again() -> None:
+    with simulation(4) as sim:
+        sim.network.at(4.0).partition({"alice", "bob"}, {"carol", "dave"})
+        sim.network.at(60.0).heal()
+        results = sim.run(lambda swarm: train_freely(swarm, 150))
+        assert len(sim.network.fired) == 2 and len(results) == 4
+        assert any(s.events.recent(StateReceived) for s in sim.swarms.values())
+        assert len(lineages(results)) == 1
+
+
+def test_a_saved_run_goes_on_the_same(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_training(swarm, net)
+        for step in range(6):
+            if step == 3 and swarm.name == "bob":
+                optimizer.save(tmp_path / "saved")
+                net = model(seed=9)
+                optimizer = join_training(swarm, net)
+                optimizer.load(tmp_path / "saved")
+                assert optimizer.global_step == 3
+            loss_of(net, step).backward()
+            optimizer.step(samples=10)
+        return parameters_of(net)
+
+    with simulation(1) as uninterrupted, simulation(1) as interrupted:
+        interrupted.swarms["alice"].name = "bob"
+        straight, resumed = uninterrupted.run(train)["alice"], interrupted.run(train)["alice"]
+    assert torch.equal(straight, resumed)
+
+
+def test_after_leaving_every_call_says_so() -> None:
+    with simulation(1) as sim:
+        swarm = sim.swarms["alice"]
+        optimizer = join_training(swarm, model())
+        swarm.leave()
+        swarm.leave()
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            optimizer.step(samples=1)
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            join_training(swarm, model())
