@@ -1,0 +1,22 @@
+"""The DHT's benchmark runs, and its figures hold where they do not depend on the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from colab_swarm.bench import dht
+from colab_swarm.sim import run_virtual
+
+
+@pytest.mark.slow
+def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
+    searches = run_virtual(dht.search_virtual(1000, 30, seed=3))
+    assert sum(searches.found) >= 29 and sorted(searches.hops)[15] <= 5
+
+
+@pytest.mark.slow
+def test_the_quick_benchmark_gives_all_figures() -> None:
+    figures = {row.key: row.value for row in dht.run(quick=True).rows}
+    assert figures["dht.found_10k"] >= 0.98 and figures["dht.hops_10k"] <= 6.6
+    assert figures["dht.ops_success"] == figures["dht.found_loopback_32"] == 1
+    assert {"dht.store_ms", "dht.get_ms", "dht.ops_per_s", "dht.latency_ms_10k"} <= figures.keys()
