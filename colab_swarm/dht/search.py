@@ -33,7 +33,7 @@ class Searcher:
         self._peers, self._settings = peers, settings
         self._loop = asyncio.get_running_loop()
         self._patience = Patience()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
         """A lookup that begins at ``seeds``, or at whom we know; all replicas of a key are asked at once."""
@@ -103,8 +103,8 @@ class Searcher:
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` in the background until `cancel`."""
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def cancel(self) -> list[asyncio.Task[Any]]:

@@ -41,7 +41,7 @@ class SimNetwork:
         self.loss = profile.loss
         self.fired: list[FiredFault] = []
         self._seed = seed
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._names: dict[str, SimPeers] = {}
         self._ids: dict[PeerId, SimPeers] = {}
         self._skews: dict[str, float] = {}
@@ -74,7 +74,7 @@ class SimNetwork:
 
     def at(self, seconds: float) -> Script:
         """Script a fault for a time on the virtual clock: ``network.at(12.0).crash("bob")``."""
-        return Script(self, lambda fire: self._loop.call_at(seconds, fire))
+        return Script(self, lambda fire: self.loop.call_at(seconds, fire))
 
     def when(
         self,
@@ -97,7 +97,7 @@ class SimNetwork:
 
     def fire(self, name: str, *arguments: Any) -> None:
         """Let a fault happen now and record it."""
-        self.fired.append(FiredFault(self._loop.time(), name, arguments))
+        self.fired.append(FiredFault(self.loop.time(), name, arguments))
         getattr(self, f"_{name}")(*arguments)
 
     def _crash(self, peer: str) -> None:
@@ -109,7 +109,7 @@ class SimNetwork:
 
     def _partition(self, *groups: set[str]) -> None:
         self._groups = tuple(frozenset(group) for group in groups)
-        self._loop.call_later(SILENCE_S, self._break_silent_links, self._groups)
+        self.loop.call_later(SILENCE_S, self._break_silent_links, self._groups)
 
     def _heal(self) -> None:
         self._groups = ()
@@ -184,7 +184,7 @@ class SimNetwork:
             if other is not one:
                 other.tell_lost(one.id)
 
-        self._loop.call_later(link.latency_s, tell)
+        self.loop.call_later(link.latency_s, tell)
 
     def peer_of(self, peer: PeerId) -> SimPeers:
         """The peer with that id."""
@@ -200,4 +200,4 @@ class SimNetwork:
 
     def wall_time(self) -> float:
         """Seconds since the epoch on a clock without skew."""
-        return EPOCH + self._loop.time()
+        return EPOCH + self.loop.time()

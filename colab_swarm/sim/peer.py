@@ -80,7 +80,7 @@ class SimPeers:
         self._streams: dict[str, tuple[type[Any], Callable[[Any, Stream], Awaitable[None]]]] = {}
         self._listeners: list[Callable[[PeerId], None]] = []
         self._mourners: list[Callable[[], None]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # a set would cancel them in any order
 
     def __repr__(self) -> str:
         return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
@@ -166,9 +166,7 @@ class SimPeers:
 
     async def close(self) -> None:
         """Leave: handlers are cancelled, others lose their links to this peer."""
-        tasks = list(self._tasks - {asyncio.current_task()})
-        self.go_down(f"{self.name} left")
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.go_down(f"{self.name} left"), return_exceptions=True)
 
     # -- calls
 
@@ -205,8 +203,7 @@ class SimPeers:
     async def _answer(self, caller: PeerId, link: Link, question: _Question, name: str, body: bytes) -> None:
         end = link.other(self._network.peer_of(caller)._end_of(link))
         try:
-            reply = await self._handle(caller, name, body)
-            encoded = encode(reply)
+            reply, encoded = await self._handle(caller, name, body)
         except CallRefused as refusal:
             if link.alive:
                 link.carry(end, len(str(refusal)), partial(question.fail, refusal))
@@ -214,8 +211,8 @@ class SimPeers:
             if link.alive:
                 link.carry(end, len(encoded), partial(question.answer, encoded), message=reply)
 
-    async def _handle(self, caller: PeerId, name: str, body: bytes) -> Message:
-        """Run the handler; whatever goes wrong becomes `CallRefused`."""
+    async def _handle(self, caller: PeerId, name: str, body: bytes) -> tuple[Message, bytes]:
+        """Run the handler and encode its reply; whatever goes wrong becomes `CallRefused`."""
         if name not in self._calls:
             raise CallRefused("unknown", f"{self.name} does not serve {name}")
         kind, handler = self._calls[name]
@@ -224,7 +221,8 @@ class SimPeers:
         except ProtocolError as error:
             raise CallRefused("invalid", str(error)) from error
         try:
-            return await handler(caller, message)
+            reply = await handler(caller, message)
+            return reply, encode(reply)
         except Exception as error:
             raise self._refusal(name, error) from error
 
@@ -334,13 +332,15 @@ class SimPeers:
             for listener in tuple(self._listeners):
                 listener(peer)
 
-    def go_down(self, reason: str) -> None:
-        """Stop at once: handlers are cancelled, every link breaks."""
+    def go_down(self, reason: str) -> list[asyncio.Task[None]]:
+        """Stop at once: every link breaks; returns the handlers, cancelled but for the one that called this."""
         self.up = False
-        for task in self._tasks - {_current_task()}:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task(self._network.loop)]
+        for task in tasks:
             task.cancel()
         for peer, link in list(self._links.items()):
             self._network.break_link(self, self._network.peer_of(peer), link, reason)
+        return tasks
 
     def links(self) -> list[tuple[PeerId, Link]]:
         """The open links, each with who is at its other end."""
@@ -358,14 +358,6 @@ class SimPeers:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    """The running task; a fault may also fire from a timer, where there is none."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None

@@ -176,6 +176,7 @@ wild_records = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_whatever_upsets_the_books(arrivals: list[tuple[Record, float]]) -> None:

@@ -71,6 +71,23 @@ def test_a_reply_of_another_type_is_a_protocol_error() -> None:
         run_virtual(main())
 
 
+def test_a_reply_over_the_limit_is_the_handlers_fault() -> None:
+    class Long(Message, frozen=True):
+        body: bytes
+
+    async def shout(caller: PeerId, message: Ask) -> Long:
+        return Long(bytes(MAX_MESSAGE_BYTES))
+
+    async def main() -> str:
+        _, alice, bob = pair()
+        bob.serve(Ask, shout)
+        with pytest.raises(CallRefused) as caught:
+            await alice.call(bob.id, Ask(1), Long, timeout_s=5)
+        return caught.value.code
+
+    assert run_virtual(main()) == "failed"
+
+
 def test_a_message_over_the_limit_is_the_callers_mistake() -> None:
     class Long(Message, frozen=True):
         body: bytes
