@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
+MAX_LOST = 100
+MAX_RETRIES = 20
+"""Failures of a lost peer after which it is forgotten."""
 MAX_FAILURES = 2
 """Failures in a row after which a peer is dropped; one is enough if a replacement waits."""
 
@@ -39,13 +42,18 @@ class _Bucket:
 
 
 class RoutingTable:
-    """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket."""
+    """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket.
+
+    Attributes:
+        lost: the peers dropped last; after a partition they are the way back.
+    """
 
     def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
         self._me = me
         self._bucket_size = bucket_size
         self._buckets: dict[int, _Bucket] = {}
         self._failures: dict[PeerId, int] = {}
+        self.lost: dict[PeerId, Contact] = {}
 
     def __len__(self) -> int:
         return sum(len(bucket.contacts) for bucket in self._buckets.values())
@@ -65,6 +73,7 @@ class RoutingTable:
         bucket = self._buckets.setdefault(common_bits(self._me, contact.id), _Bucket())
         bucket.touched_at = now
         self._failures.pop(contact.id, None)
+        self.lost.pop(contact.id, None)
         known = bucket.contacts.pop(contact.id, None) is not None
         if known or len(bucket.contacts) < self._bucket_size:
             bucket.contacts[contact.id] = contact
@@ -83,14 +92,25 @@ class RoutingTable:
     def failed(self, peer: PeerId) -> None:
         """Note that a peer did not answer; who fails again and again gives its place to a replacement."""
         bucket = self._buckets.get(common_bits(self._me, peer))
-        if bucket is None or peer not in bucket.contacts:
+        if bucket is None or not (peer in bucket.contacts or peer in self.lost):
             return
         self._failures[peer] = self._failures.get(peer, 0) + 1
-        if bucket.replacements or self._failures[peer] >= MAX_FAILURES:
-            del bucket.contacts[peer], self._failures[peer]
-            if bucket.replacements:
-                newest, contact = bucket.replacements.popitem()
-                bucket.contacts[newest] = contact
+        if peer in self.lost:
+            if self._failures[peer] >= MAX_RETRIES:
+                del self._failures[peer], self.lost[peer]
+        elif bucket.replacements or self._failures[peer] >= MAX_FAILURES:
+            self._lose(bucket, peer)
+
+    def _lose(self, bucket: _Bucket, peer: PeerId) -> None:
+        """Put the latest replacement in the place of ``peer``."""
+        self._failures[peer] = 0
+        self.lost[peer] = bucket.contacts.pop(peer)
+        if len(self.lost) > MAX_LOST:
+            oldest = next(iter(self.lost))
+            del self.lost[oldest], self._failures[oldest]
+        if bucket.replacements:
+            newest, contact = bucket.replacements.popitem()
+            bucket.contacts[newest] = contact
 
     def nearest(self, target: bytes, count: int) -> list[Contact]:
         """The ``count`` known peers nearest to ``target``, nearest first."""
@@ -132,4 +152,5 @@ class RoutingTable:
             assert len(bucket.contacts) <= self._bucket_size and len(bucket.replacements) <= self._bucket_size
             for peer in [*bucket.contacts, *bucket.replacements]:
                 assert common_bits(self._me, peer) == i
-            assert not bucket.contacts.keys() & bucket.replacements.keys()
+            assert not bucket.contacts.keys() & (bucket.replacements.keys() | self.lost.keys())
+        assert self.lost.keys() <= self._failures.keys() and len(self.lost) <= MAX_LOST

@@ -161,6 +161,7 @@ class DHT:
         """Keep the routing table fresh and the held records where they belong, until `stop`."""
         self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
         self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
+        self._searcher.spawn(self._every(self.settings.retry_s, self._retry))
         self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
 
     async def stop(self) -> None:
@@ -287,6 +288,12 @@ class DHT:
         await self._searcher.find_near(self._peers.id, width=width, seeds=seeds)
         for target in stale:
             await self._searcher.find_near(target, width=width)
+
+    async def _retry(self) -> None:
+        """Try one of the lost peers again; if it is back, meet whom it knows: two halves of a swarm join."""
+        if self.table.lost:
+            lost = self._rng.choice(list(self.table.lost.values()))
+            await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=[lost])
 
     async def _republish(self) -> None:
         """Store again what we are the nearest holder of: peers have come and gone."""

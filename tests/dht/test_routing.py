@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.routing import RoutingTable, common_bits, distance
+from colab_swarm.dht.routing import MAX_FAILURES, MAX_LOST, MAX_RETRIES, RoutingTable, common_bits, distance
 from colab_swarm.net.peers import Contact, PeerId
 
 ME = PeerId(bytes(32))
@@ -58,6 +58,29 @@ def test_without_a_replacement_a_peer_may_fail_once() -> None:
     assert far(0).id in table
     table.failed(far(0).id)
     assert far(0).id not in table and len(table) == 0
+
+
+def test_who_was_dropped_is_remembered_until_it_is_back() -> None:
+    table = RoutingTable(ME)
+    table.saw(far(0), 0.0)
+    for _ in range(2):
+        table.failed(far(0).id)
+    assert list(table.lost.values()) == [far(0)]
+    table.saw(far(0), 1.0)
+    assert not table.lost and far(0).id in table
+
+
+def test_who_stays_away_is_forgotten_and_the_lost_are_bounded() -> None:
+    table = RoutingTable(ME, bucket_size=1000)
+    for i in range(MAX_LOST + 5):
+        table.saw(far(i), 0.0)
+        for _ in range(MAX_FAILURES):
+            table.failed(far(i).id)
+    assert len(table.lost) == MAX_LOST
+    for _ in range(MAX_RETRIES):
+        table.failed(far(50).id)
+    assert far(50).id not in table.lost
+    table.check_invariants()
 
 
 def test_an_answer_makes_up_for_earlier_failures() -> None:

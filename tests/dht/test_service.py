@@ -282,6 +282,26 @@ def test_stop_ends_a_read_in_progress_in_good_order() -> None:
     assert run_virtual(main()) == {}
 
 
+def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
+    async def main() -> tuple[set[int], set[int], list[str]]:
+        network, members = await swarm(8)
+        halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
+        for member in members:
+            member.dht.start()
+        network.now().partition(*halves)
+        for _ in range(10):
+            for member in members:
+                await member.dht.store("key", 1, ttl_s=60)
+                await member.dht.find_peer(PeerId(bytes(32)))
+            await asyncio.sleep(60)
+        apart = {len(member.dht.table) for member in members}
+        network.now().heal()
+        await asyncio.sleep(60)
+        return apart, {len(member.dht.table) for member in members}, [fault.name for fault in network.fired]
+
+    assert run_virtual(main()) == ({3}, {7}, ["partition", "heal"])
+
+
 def test_bootstrap_tells_how_many_answered() -> None:
     async def main() -> tuple[int, int]:
         network, members = await swarm(4)
