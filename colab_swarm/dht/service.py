@@ -90,7 +90,7 @@ class DHT:
 
     async def bootstrap(self, contacts: Iterable[Contact]) -> int:
         """Get to know the swarm through ``contacts``; returns how many peers answered."""
-        self._entries = list(contacts)
+        self._entries = [contact for contact in contacts if contact.id != self._peers.id]
         width = self.settings.bucket_size
         lookup = await self._searcher.find_near(self._peers.id, width=width, seeds=self._entries)
         return len(lookup.nearest(width))

@@ -213,12 +213,12 @@ def test_records_follow_the_peers_that_come_and_go() -> None:
             joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
             for member in joined:
                 member.dht.start()
-            await asyncio.sleep(3000)
+            await asyncio.sleep(1500)
             for member in members:
                 network.now().crash(member.peers.name)
                 await member.dht.stop()
             members = joined
-            await asyncio.sleep(3000)
+            await asyncio.sleep(1500)
         return await read(members[0], "key"), len(network.fired)
 
     assert run_virtual(main()) == ({b"": 7}, 24)
@@ -308,6 +308,6 @@ def test_bootstrap_tells_how_many_answered() -> None:
         newcomer = network.peer("mallory")
         dht = DHT(newcomer, DHTSettings(), random.Random(0))
         nobody = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://nobody",))])
-        return nobody, await dht.bootstrap([members[2].peers.contact])
+        return nobody, await dht.bootstrap([newcomer.contact, members[2].peers.contact])
 
     assert run_virtual(main()) == (0, 4)
