@@ -1,0 +1,45 @@
+"""Run the tutorials and store their outputs, which nbval compares: ``python tests/notebooks/regenerate.py``.
+
+The outputs are what readers see on the web and the reference of the tests, so they stay in the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+TUTORIALS = sorted((Path(__file__).parents[2] / "tutorials").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def regenerate(path: Path) -> None:
+    """Execute one notebook in place.
+
+    Raises:
+        CellExecutionError: a cell failed; the file is untouched.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False).execute()
+    nbformat.write(clean(notebook), path)
+
+
+def clean(notebook: Any) -> Any:
+    """Without widgets, which no file can show, and without the versions of this machine."""
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(WIDGET, None)
+    return notebook
+
+
+if __name__ == "__main__":
+    for tutorial in TUTORIALS:
+        regenerate(tutorial)
+        print(tutorial.name)

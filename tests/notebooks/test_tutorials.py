@@ -1,0 +1,80 @@
+"""What a tutorial may not hold, whatever its cells do; that they run is nbval's business."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.notebooks.regenerate import METADATA, TUTORIALS, WIDGET
+
+VOLATILE = {
+    "the address of a peer": r"\bwss?://|\b\d{1,3}(\.\d{1,3}){3}\b",
+    "an invitation": r"swarm://\S*#[\w-]{8}",
+    "the address of an object": r"\b0x[0-9a-f]{6,}",
+    "a path of this machine": r"(?<![\w<:/])/(home|Users|root|tmp|work|content|usr|opt)/|[A-Z]:\\",
+    "a warning": r"Warning\b",
+}
+"""What differs between machines and days, by its name."""
+
+
+def outputs(notebook: Any) -> str:
+    """All that the cells have printed and shown."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return "\n".join("".join(text) for cell in cells for output in cell["outputs"] for text in _texts(output))
+
+
+def _texts(output: Any) -> list[Any]:
+    return [output.get("text", ""), *output.get("data", {}).values()]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(params=TUTORIALS, ids=lambda path: path.stem)
+def tutorial(request: pytest.FixtureRequest) -> Any:
+    return read(request.param)
+
+
+def test_there_are_tutorials() -> None:
+    assert TUTORIALS
+
+
+@pytest.mark.parametrize("name", VOLATILE)
+def test_a_tutorial_holds_nothing_of_the_machine_it_ran_on(tutorial: Any, name: str) -> None:
+    assert re.search(VOLATILE[name], outputs(tutorial)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("the address of a peer", "alice at 192.168.1.2"),
+        ("the address of a peer", "ws://[::1]:4500"),
+        ("an invitation", "swarm://first-swarm#AYOmcnVuX2lk"),
+        ("the address of an object", "<object at 0x7f3b2c1d>"),
+        ("a path of this machine", 'File "/home/alice/train.py"'),
+        ("a path of this machine", r"C:\Users\alice"),
+        ("a warning", "UserWarning: slow"),
+    ],
+)
+def test_what_is_volatile_is_recognised(name: str, text: str) -> None:
+    assert re.search(VOLATILE[name], text)
+
+
+def test_a_tutorial_has_no_trace_of_widgets_and_versions(tutorial: Any) -> None:
+    assert tutorial["metadata"] == METADATA
+    assert WIDGET not in json.dumps(tutorial)
+
+
+def test_every_code_cell_of_a_tutorial_was_run_in_order(tutorial: Any) -> None:
+    counts = [cell["execution_count"] for cell in tutorial["cells"] if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_cells_stay_short(tutorial: Any) -> None:
+    sources = [cell["source"] for cell in tutorial["cells"] if cell["cell_type"] == "code"]
+    assert max(sum(bool(line.strip()) for line in source) for source in sources) <= 10
