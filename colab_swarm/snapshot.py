@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from colab_swarm.events import (
+    BatchDropped,
+    Event,
+    Fault,
+    PeerJoined,
+    PeerLeft,
+    RoundFinished,
+    StateReceived,
+    StepFinished,
+)
+
 
 @dataclass(frozen=True)
 class PeerRow:
@@ -16,7 +27,7 @@ class PeerRow:
         step: global step the peer is at.
         samples_per_s: its speed.
         samples: samples it holds towards the next step.
-        reachable: whether others can dial it.
+        reachable: whether others can dial it; None if this is not known.
         me: whether it is this peer.
     """
 
@@ -26,7 +37,7 @@ class PeerRow:
     step: int
     samples_per_s: float
     samples: float
-    reachable: bool
+    reachable: bool | None
     me: bool
 
 
@@ -62,3 +73,25 @@ class SwarmSnapshot:
     received_bytes: int
     uptime_s: float
     log: tuple[str, ...]
+
+
+def describe(event: Event) -> str:
+    """The event as a line of the log."""
+    match event:
+        case PeerJoined(peer=peer):
+            return f"{peer[:8]} is linked"
+        case PeerLeft(peer=peer, reason=reason):
+            return f"{peer[:8]} is gone: {reason}"
+        case StepFinished(step=step, samples=samples):
+            return f"step {step}: {samples:g} samples"
+        case RoundFinished(step=step, group_size=size, spans_lost=lost, seconds=seconds):
+            return f"round {step}: {size} peers, {seconds:.2f} s" + (f", {lost} spans lost" if lost else "")
+        case StateReceived(step=step, size_bytes=size, donors=donors):
+            givers = "1 donor" if len(donors) == 1 else f"{len(donors)} donors"
+            return f"state of step {step}: {size / 1e6:.1f} MB from {givers}"
+        case BatchDropped(reason=reason):
+            return f"batch dropped: {reason}"
+        case Fault(where=where, text=text):
+            return f"fault in {where}: {text}"
+        case _:
+            return type(event).__name__

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError
-from colab_swarm.events import EventLog, Fault, PeerLeft, RoundFinished, StateReceived, StepFinished
+from colab_swarm.events import EventLog, StepFinished
 from colab_swarm.invite import NAME, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers, short
 from colab_swarm.runtime import Runs, Runtime
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot
+from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -238,7 +238,7 @@ class Swarm:
             me=self.name,
             reached="accepts connections" if peers.contact.addresses else "outgoing only",
             state="left" if self._left else "training" if optimizer is not None else "joined",
-            peers=rows or self._linked_rows(),
+            peers=(*rows, *self._linked_rows({row.id for row in rows})),
             step=step,
             samples_per_s=speed,
             target_batch_size=target,
@@ -247,18 +247,20 @@ class Swarm:
             sent_bytes=total.sent_bytes,
             received_bytes=total.received_bytes,
             uptime_s=time.monotonic() - self._joined_at,
-            log=tuple(map(_line, self.events.recent()[-8:])),
+            log=tuple(map(describe, self.events.recent()[-8:])),
         )
 
-    def _linked_rows(self) -> tuple[PeerRow, ...]:
-        me = PeerRow(
-            self.name, short(self.id), "peer", 0, 0.0, 0.0, bool(self._services.peers.contact.addresses), True
-        )
-        others = sorted(self._services.peers.linked())
-        return (me, *(PeerRow(short(p), short(p), "peer", 0, 0.0, 0.0, True, False) for p in others))
+    def _linked_rows(self, shown: set[str]) -> list[PeerRow]:
+        """This peer and those it is linked to, without the trainers that are ``shown`` already."""
+        me, reachable = short(self.id), bool(self._services.peers.contact.addresses)
+        others = (short(peer) for peer in sorted(self._services.peers.linked()))
+        rows = [PeerRow(self.name, me, "peer", 0, 0.0, 0.0, reachable, True)]
+        rows += [PeerRow(f"peer-{peer}", peer, "peer", 0, 0.0, 0.0, None, False) for peer in others]
+        return [row for row in rows if row.id not in shown]
 
     def __repr__(self) -> str:
-        state = "left" if self._left else f"{len(self._services.peers.linked())} peers linked"
+        linked = len(self._services.peers.linked())
+        state = "left" if self._left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
@@ -278,22 +280,6 @@ def _row(peer: PeerId, record: Any, me: bool) -> PeerRow:
         reachable=bool(record.addresses),
         me=me,
     )
-
-
-def _line(event: object) -> str:
-    match event:
-        case StepFinished(step=step, samples=samples):
-            return f"step {step}: {samples:g} samples"
-        case RoundFinished(step=step, group_size=size, spans_lost=lost, seconds=seconds):
-            return f"round {step}: {size} peers, {seconds:.2f} s" + (f", {lost} spans lost" if lost else "")
-        case StateReceived(step=step, size_bytes=size, donors=donors):
-            return f"state of step {step}: {size / 1e6:.1f} MB from {len(donors)} donors"
-        case PeerLeft(peer=peer, reason=reason):
-            return f"{peer[:8]} left: {reason}"
-        case Fault(where=where, text=text):
-            return f"fault in {where}: {text}"
-        case _:
-            return type(event).__name__
 
 
 # --- creating and joining -----------------------------------------------------------------------------------------

@@ -43,15 +43,15 @@ class Panel:
         import ipywidgets
 
         self._view = ipywidgets.HTML(render_html(self._read()))
-        button = ipywidgets.Button(description="Leave the swarm", icon="stop")
-        button.on_click(self._leave)
-        play = ipywidgets.Play(interval=1000, max=1_000_000)
-        play.observe(lambda change: self.refresh(), names="value")
-        self._box = ipywidgets.VBox([self._view, ipywidgets.HBox([play, button])])
+        live = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        live.observe(lambda change: self.refresh(), names="value")
+        leave = ipywidgets.Button(description="Leave the swarm", icon="sign-out")
+        leave.on_click(self._leave)
+        self._box = ipywidgets.VBox([self._view, ipywidgets.HBox([live, ipywidgets.Label("live"), leave])])
 
     def _leave(self, button: Any) -> None:
         """A callback must return at once: it holds up the kernel."""
-        button.disabled = True
+        button.disabled, button.description = True, "Left the swarm"
         threading.Thread(target=self._stop, name="colab-swarm-leave", daemon=True).start()
 
     def refresh(self) -> SwarmSnapshot:

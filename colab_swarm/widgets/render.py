@@ -22,14 +22,15 @@ COLUMNS = ("peer", "id", "role", "step", "samples/s", "samples", "reachable")
 def summary(snapshot: SwarmSnapshot) -> str:
     """The state of the swarm in one line."""
     trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
+    state, count = f"{_plain(snapshot.run)}: {_plain(snapshot.state)}", len(snapshot.peers)
+    peers = "1 peer" if count == 1 else f"{count} peers"
+    if snapshot.target_batch_size <= 0:
+        return f"{state}, {peers}"
     parts = [
-        f"{_plain(snapshot.run)}: {_plain(snapshot.state)}, step {snapshot.step}",
-        f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {len(snapshot.peers)} peers",
+        f"{state}, step {snapshot.step}",
+        f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {peers}",
+        f"{snapshot.accumulated:,.0f} of {snapshot.target_batch_size:,.0f} samples for the next step",
     ]
-    if snapshot.target_batch_size > 0:
-        parts.append(
-            f"{snapshot.accumulated:,.0f} of {snapshot.target_batch_size:,.0f} samples for the next step"
-        )
     if losses := _finite(snapshot.loss_history):
         parts.append(f"loss {losses[-1][1]:.3f} (first {losses[0][1]:.3f})")
     return ", ".join(parts)
@@ -53,7 +54,7 @@ def render_html(snapshot: SwarmSnapshot) -> str:
     more = "".join(f"<p>{html.escape(line)}</p>" for line in _more(snapshot))
     log = "<br>".join(html.escape(_plain(line, 200)) for line in snapshot.log)
     return (
-        '<div style="font-family:sans-serif;font-size:13px">'
+        '<div style="font-family:sans-serif;font-size:13px;line-height:1.4">'
         f"<p><b>{html.escape(summary(snapshot))}</b><br>{html.escape(_me(snapshot))}</p>"
         f"{_progress(snapshot)}{render_svg(snapshot.loss_history)}"
         f"<table><tr>{head}</tr>{rows}</table>{more}"
@@ -92,7 +93,7 @@ def _cells(peer: PeerRow) -> tuple[str, ...]:
         str(peer.step),
         f"{peer.samples_per_s:,.1f}",
         f"{peer.samples:,.0f}",
-        "yes" if peer.reachable else "outgoing only",
+        {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
     )
 
 

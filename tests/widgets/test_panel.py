@@ -44,7 +44,7 @@ def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
 def test_the_play_button_refreshes_the_view() -> None:
     panel = Panel(steps(count=2), nothing, live=True)
     before = panel._view.value
-    play, _ = panel._box.children[1].children
+    play, *_ = panel._box.children[1].children
     play.value += 1
     assert "step 1," in before
     assert "step 2," in panel._view.value
@@ -58,7 +58,7 @@ def test_the_stop_button_leaves_once_and_does_not_hold_up_the_kernel() -> None:
         left.set()
 
     panel = Panel(lambda: SNAPSHOT, leave, live=True)
-    _, button = panel._box.children[1].children
+    *_, button = panel._box.children[1].children
     button.click()
     assert button.disabled
     assert not left.is_set()

@@ -1,0 +1,47 @@
+"""What a swarm shows of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.events import BatchDropped, Event, Fault, PeerJoined, PeerLeft, StateReceived, StepFinished
+from colab_swarm.snapshot import describe
+
+BOB = "b0b00000" * 8
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (PeerJoined(1.0, BOB), "b0b00000 is linked"),
+        (PeerLeft(1.0, BOB, "its link broke"), "b0b00000 is gone: its link broke"),
+        (StepFinished(1.0, 7, 96.0, None), "step 7: 96 samples"),
+        (StateReceived(1.0, 7, (BOB,), 3_200_000, 0.5), "state of step 7: 3.2 MB from 1 donor"),
+        (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
+        (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
+    ],
+)
+def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
+    assert describe(event) == line
+
+
+def test_a_peer_shows_whom_it_is_linked_to_before_they_train() -> None:
+    with cs.simulate(peers=2) as simulation:
+        alice = simulation.swarms["alice"]
+        me, other = alice.snapshot().peers
+        assert (me.name, me.me, me.reachable) == ("alice", True, True)
+        assert (other.name, other.me, other.reachable) == (f"peer-{other.id}", False, None)
+        assert repr(alice) == "Swarm(simulation, alice, 1 peer linked)"
+
+
+@pytest.mark.slow
+def test_a_trainer_shows_the_peers_that_only_help() -> None:
+    with cs.simulate(peers=2) as simulation:
+        alice = simulation.swarms["alice"]
+        alice.optimizer(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1), target_batch_size=8)
+        assert [(peer.role, peer.me) for peer in alice.snapshot().peers] == [
+            ("trainer", True),
+            ("peer", False),
+        ]
