@@ -1,0 +1,153 @@
+"""JupyterLab in Chromium, driven by Playwright: a server of its own, notebooks from lists of cells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+OPTIONS = (
+    "--no-browser",
+    "--allow-root",
+    "--ServerApp.token=",
+    "--ServerApp.password=",
+    "--ServerApp.ip=127.0.0.1",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    "--LabApp.extension_manager=readonly",
+)
+FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+CELL = ".jp-Notebook .jp-CodeCell"
+PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
+STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
+FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
+
+
+class Lab:
+    """A JupyterLab server that knows nothing of the user's settings; notebooks go to ``folder/notebooks``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notebooks = folder / "notebooks"
+        self.notebooks.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = folder / "lab.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jupyter", "lab", *OPTIONS, f"--port={self.port}"],
+                env={**os.environ, **_settings(folder)},
+                cwd=self.notebooks,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_up(self, timeout_s: float = 60.0) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=1).close()
+                return
+            except (urllib.error.URLError, TimeoutError):
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    raise RuntimeError(self.log.read_text()[-2000:]) from None
+
+    def close(self) -> None:
+        """End the server and its kernels."""
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait(20)
+
+    def open(self, context: Any, name: str, cells: list[str]) -> Notebook:
+        """Write a notebook and open it in a page of its own."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+        nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
+        page.wait_for_selector(CELL)
+        opened = Notebook(page)
+        opened.wait_idle()
+        return opened
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Environment that keeps Jupyter's files in ``folder``, and no pop-up asks for news."""
+    answer = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    answer.parent.mkdir(parents=True)
+    answer.write_text(json.dumps({"fetchNews": "false"}))
+    own = {name: str(folder / name.lower()) for name in FOLDERS}
+    return own | {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
+
+
+class Notebook:
+    """A notebook that is open in a page of JupyterLab."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+
+    def wait_idle(self) -> None:
+        """Wait until the kernel is up and no cell runs."""
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
+
+    def start(self, cell: int) -> None:
+        """Run a cell and do not wait for its end; keys are often lost while a notebook opens, so try again."""
+        from playwright.sync_api import TimeoutError as NotYet
+
+        for _ in range(6):
+            self.page.click(f"{CELL} >> nth={cell} >> .cm-content")
+            self.page.keyboard.press("Shift+Enter")
+            try:
+                self.page.wait_for_function(STARTED, arg=cell, timeout=2_500)
+                return
+            except NotYet:
+                pass
+        raise AssertionError(f"cell {cell} does not start")
+
+    def run(self, cell: int) -> str:
+        """Run a cell to its end and return the text of its output."""
+        self.start(cell)
+        return self.finish(cell)
+
+    def finish(self, cell: int) -> str:
+        """Wait for a cell's end and return the text of its output."""
+        self.page.wait_for_function(FINISHED, arg=cell, timeout=60_000)
+        self.wait_idle()
+        return self.output(cell)
+
+    def output(self, cell: int) -> str:
+        """What stands under a cell now."""
+        return "\n".join(
+            self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output").all_inner_texts()
+        )
+
+    def wait_output(self, text: str) -> None:
+        """Wait until ``text`` stands under some cell."""
+        self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)
+
+    def click(self, button: str) -> None:
+        """Press a button of a widget."""
+        self.page.click(f'button.jupyter-button:has-text("{button}")')
+
+    def wait_button(self, text: str) -> None:
+        """Wait until a button of a widget says ``text``."""
+        self.page.locator("button.jupyter-button", has_text=text).first.wait_for(timeout=30_000)
+
+    def interrupt(self) -> None:
+        """Press the stop button of the toolbar."""
+        self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
+
+    def restart(self) -> None:
+        """Press the restart button and confirm."""
+        self.page.click('jp-button[data-command="notebook:restart-kernel"]')
+        self.page.click(".jp-Dialog .jp-mod-accept")

@@ -1,0 +1,99 @@
+"""Two notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.browser.lab import Lab
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MISSING = [name for name in ("jupyterlab", "playwright", "ipywidgets") if find_spec(name) is None]
+MISSING += [] if CHROMIUM else ["chromium"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
+]
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+ALICE = [
+    'import colab_swarm as cs\nswarm = cs.create("lab-run", peer_name="alice")\nprint(swarm.invite())',
+    "swarm.panel()",
+    "import torch\n"
+    "sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)\n"
+    "optimizer = swarm.optimizer(sgd, target_batch_size=8)\n"
+    'print("ready")',
+    'print("waiting")\noptimizer.wait_step()',
+    'print("watching")\nswarm.watch()',
+    "print(swarm, optimizer)",
+]
+BOB = [
+    "import colab_swarm as cs\nswarm = cs.join({invite!r})\nswarm",
+    "import time\nwhile '0 peers' not in repr(swarm):\n    time.sleep(0.1)\nprint('alone')",
+]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path)
+    try:
+        lab.wait_up()
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def browser(tmp_path: Path, lab: Lab) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path / "browser", executable_path=CHROMIUM, headless=True, args=QUIET
+        )
+        yield context
+        context.close()
+
+
+def kernels(lab: Lab) -> set[psutil.Process]:
+    """The processes below the server: one for each kernel, if peers start none."""
+    return set(psutil.Process(lab.process.pid).children(recursive=True))
+
+
+def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, browser: Any, tmp_path: Path) -> None:
+    alice = lab.open(browser, "alice", ALICE)
+    invite = alice.run(0).strip()
+    assert "lab-run: joined, 1 peer" in alice.run(1)
+
+    bob = lab.open(browser, "bob", [cell.format(invite=invite) for cell in BOB])
+    assert "lab-run: joined, 2 peers" in bob.run(0)
+    bob.page.screenshot(path=tmp_path / "bob.png")
+    alice.page.click(".widget-play button")
+    alice.wait_output("lab-run: joined, 2 peers")  # the play button repaints the panel
+
+    assert "ready" in alice.run(2)
+    for cell, says in ((3, "waiting"), (4, "watching")):
+        alice.start(cell)
+        alice.wait_output(says)
+        alice.interrupt()
+        alice.finish(cell)
+    assert "Stopped watching; the peer goes on" in alice.output(4)
+    assert "1 peer linked" in alice.run(5)
+    alice.page.screenshot(path=tmp_path / "alice.png")
+
+    alice.click("Leave the swarm")
+    alice.wait_button("Left the swarm")
+    assert "Swarm(lab-run, alice, left)" in alice.run(5)
+    assert "alone" in bob.run(1)
+
+    before = kernels(lab)
+    assert len(before) == 2
+    alice.restart()
+    bob.restart()
+    _, alive = psutil.wait_procs(before, timeout=20)
+    assert not alive
