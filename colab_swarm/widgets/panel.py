@@ -45,13 +45,13 @@ class Panel:
         self._view = ipywidgets.HTML(render_html(self._read()))
         live = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
         live.observe(lambda change: self.refresh(), names="value")
-        leave = ipywidgets.Button(description="Leave the swarm", icon="sign-out")
+        leave = ipywidgets.Button(description="Leave", icon="sign-out")
         leave.on_click(self._leave)
         self._box = ipywidgets.VBox([self._view, ipywidgets.HBox([live, ipywidgets.Label("live"), leave])])
 
     def _leave(self, button: Any) -> None:
         """A callback must return at once: it holds up the kernel."""
-        button.disabled, button.description = True, "Left the swarm"
+        button.disabled, button.description = True, "Left"
         threading.Thread(target=self._stop, name="colab-swarm-leave", daemon=True).start()
 
     def refresh(self) -> SwarmSnapshot:
