@@ -1,16 +1,16 @@
 """The exception tree. The user's own mistake raises at once; a peer's fault becomes a result.
 
-    SwarmError
-    ├── PeerError             something a peer or the network did; services catch it, users rarely see it
-    │   ├── PeerUnreachable   no known address of the peer answered
-    │   ├── PeerLost          the link broke, or the stream was reset, before the talk was over
-    │   ├── PeerTimeout       the peer did not answer in time (also a TimeoutError)
-    │   ├── WrongPeer         somebody else answered at the peer's address
-    │   ├── CallRefused       the peer answered with an error: unknown message, limit, refusal, fault in its handler
-    │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
-    ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
-    ├── JoinError             no peer named in the invitation could be reached
-    └── StateError            a checkpoint or a peer's training state cannot be used
+SwarmError
+├── PeerError             something a peer or the network did; services catch it, users rarely see it
+│   ├── PeerUnreachable   no known address of the peer answered
+│   ├── PeerLost          the link broke, or the stream was reset, before the talk was over
+│   ├── PeerTimeout       the peer did not answer in time (also a TimeoutError)
+│   ├── WrongPeer         somebody else answered at the peer's address
+│   ├── CallRefused       the peer answered with an error: unknown message, limit, refusal, fault in its handler
+│   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
+├── InviteError           the invitation is mistyped, expired, tampered with or of another version
+├── JoinError             no peer named in the invitation could be reached
+└── StateError            a checkpoint or a peer's training state cannot be used
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ class Simulation:
 
     async def _join(self, name: str, samples_per_s: float, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
-        entries = [contact for swarm in self.swarms.values() if (contact := swarm.contact).addresses][:ENTRIES]
+        entries = [contact for swarm in self.swarms.values() if (contact := swarm.contact).addresses][
+            :ENTRIES
+        ]
         rng = random.Random(f"{name} {self._seed}")
         services = await assemble(peers, entries, EventLog(), rng, lambda samples: samples / samples_per_s)
         self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name, entries=entries)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientError, web
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.handshake import Greeter
@@ -91,7 +91,7 @@ class Listener:
         try:
             async with asyncio.timeout(self._timeout_s):
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=greeter)
-        except (PeerError, TimeoutError):
+        except (PeerError, TimeoutError, ClientError):  # ClientError: it hung up again
             raise web.HTTPBadRequest(text=NO_BROWSER) from None
         greeter.use(websocket, start=False)
         greeter.on_message(memoryview(first))

@@ -113,6 +113,7 @@ class Collaboration:
         self._moved = asyncio.Event()
         self._batch_s = 0.0
         self._at_work_since: float | None = None
+        self._applying = False
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -168,6 +169,8 @@ class Collaboration:
 
     def _period_s(self) -> float:
         eta_s = self.progress.seconds_to_batch(self._now())
+        if self._called is not None:  # the round is forming: nothing to watch for
+            return 5.0
         if eta_s == float("inf"):  # nobody has told a speed yet
             return 1.0
         return min(max(eta_s / 4, 0.25), self._settings.max_report_s)
@@ -255,7 +258,9 @@ class Collaboration:
         """Take part in the round of the own step; ``values`` becomes the mean. None: the round went on without us."""
         self._at_work_since = None  # whoever calls us finds us ready
         try:
-            return await self._round(self.progress.own, values, weight)
+            result = await self._round(self.progress.own, values, weight)
+            self._applying = any(member.weight for member in result.group.members)
+            return result
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
             await self.refresh()
@@ -268,8 +273,8 @@ class Collaboration:
         deadline = started + self._settings.round_timeout_s
         candidates = self.progress.participants(own.step, own.lineage)
         group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
-        result = await self.services.averager.average(group, values)
         self._called = None
+        result = await self.services.averager.average(group, values)
         self.services.events.emit(_finished(group, result, self._now(), started))
         return result
 
@@ -292,6 +297,7 @@ class Collaboration:
     def advance(self, lineage: bytes, samples: float, group: Group) -> None:
         """The mean is applied: the own step is one higher."""
         step = self.progress.own.step + 1
+        self._applying = False
         self._states.outdate()
         self._tell(step=step, lineage=lineage, samples=0.0)
         self.progress.on_round((member.id for member in group.members), step, lineage, now=self._now())
@@ -302,15 +308,12 @@ class Collaboration:
     def _on_called(self, step: int, lineage: bytes) -> float | None:
         """An organizer opens a round: in how many seconds this peer will be there, or None if it will not."""
         own, now = self.progress.own, self._now()
-        if own.syncing:
-            self._called = (step, lineage)
-            self._wake.set()
-            return 0.0
-        if (own.step, own.lineage) != (step, lineage):
+        applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
+        if not own.syncing and not applying and (own.step, own.lineage) != (step, lineage):
             return None
         self._called = (step, lineage)
         self._wake.set()
-        if self._at_work_since is None:
+        if own.syncing or self._at_work_since is None:
             return 0.0
         ready_in_s = self._at_work_since + self._batch_s - now
         idle = ready_in_s < -max(3 * self._batch_s, self._settings.matchmaking_s)

@@ -115,19 +115,18 @@ class SwarmOptimizer(Optimizer):
         return self._act(self._runtime.call(report))
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """Wait until the swarm takes its next step, contributing what is accumulated; None after ``timeout_s``.
+        """Wait until the swarm takes its next step, contributing what is accumulated.
 
-        For a peer that has no more data for now, and for tests that want everybody's step.
+        For a peer that has no more data for now. Returns None after ``timeout_s``, or when the swarm went on without
+        this peer: it has caught up then, and what it had accumulated is gone.
         """
         self._check_open()
-        before = self.global_step
         deadline = self._runtime.call(self._collaboration.deadline(timeout_s))
-        due = Due.CATCH_UP
-        while due is not Due.NOTHING and self.global_step == before:
+        while True:
             due = self._runtime.call(self._collaboration.wait_due(deadline))
-            if (result := self._act(due)) is not None:
+            result = self._act(due)
+            if result is not None or due is not Due.ROUND:
                 return result
-        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last ``backward()``; what is accumulated stays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ BATCH = 10
 
 
 def model(seed: int = 0) -> torch.nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    generator = torch.Generator().manual_seed(seed)  # peers are threads here: the global one is everybody's
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return net
 
 
 def loss_of(net: torch.nn.Module, step: int, rows: slice = slice(0, BATCH)) -> torch.Tensor:
@@ -47,10 +51,20 @@ def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmO
     return swarm.optimizer(Lamb(net.parameters(), lr=0.01), **chosen)
 
 
-def train_own_rows(swarm: Swarm, steps: int, **settings: Any) -> tuple[torch.Tensor, bytes]:
-    """Each peer takes its own rows of each step's batch, once, and waits for the others."""
+def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
+    """Until this peer has seen the records of ``count`` peers, itself included."""
+    while len(optimizer.collaboration.progress.records) < count:
+        swarm._runtime.call(optimizer.collaboration.refresh())
+
+
+def train_own_rows(
+    swarm: Swarm, steps: int, meet: Callable[[], object] = lambda: None
+) -> tuple[torch.Tensor, bytes]:
+    """Each peer takes its own rows of each step's batch, once, and waits for the others; begins when all are there."""
     net = model()
-    optimizer = join_training(swarm, net, **settings)
+    optimizer = join_training(swarm, net)
+    wait_for_peers(swarm, optimizer, len(ROWS))
+    meet()
     rows = ROWS[swarm.name]
     while optimizer.global_step < steps:
         step = optimizer.global_step
