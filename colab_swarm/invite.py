@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from colab_swarm.errors import InviteError
-from colab_swarm.net.peers import Contact, Message
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message
 
 VERSION = 1
 CHECK_BYTES = 6
@@ -62,7 +62,7 @@ class Invite(Message, frozen=True):
             )
         try:
             invite = msgspec.msgpack.decode(body[1:], type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
         late_s = (time.time() if now is None else now) - invite.expires_at
         if late_s > 0:

@@ -23,6 +23,7 @@ from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers, short
 from colab_swarm.runtime import Runs, Runtime
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
+from colab_swarm.training.settings import Services
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,18 +54,6 @@ class PeerOptions:
     identity: str | Path | None = None
     upload_mbit_s: float | None = None
     download_mbit_s: float | None = None
-
-
-@dataclass
-class Services:
-    """The services of one peer, on the runtime's loop; ``pace``: seconds a simulated peer takes for n samples."""
-
-    peers: Peers
-    dht: DHT
-    averager: Averager
-    events: EventLog
-    rng: random.Random
-    pace: Callable[[float], float] | None = None
 
 
 class Swarm:
@@ -146,9 +135,9 @@ class Swarm:
             StateError: a swarm trains this already, but nobody could give its state.
         """
         from colab_swarm.tensors.codecs import CODECS
-        from colab_swarm.training.collaboration import TrainingSettings
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
+        from colab_swarm.training.settings import TrainingSettings
 
         if target_batch_size <= 0:
             raise ValueError(
@@ -166,14 +155,8 @@ class Swarm:
             matchmaking_s=matchmaking_s,
         )
         rule = UpdateRule(optimizer, scheduler, max_grad_norm)
-        self._optimizer = SwarmOptimizer(self._runtime, self._training_services(), settings, rule, self.name)
+        self._optimizer = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         return self._optimizer
-
-    def _training_services(self) -> Any:
-        from colab_swarm.training.collaboration import Services as TrainingServices
-
-        s = self._services
-        return TrainingServices(s.peers, s.dht, s.averager, s.events, s.rng, s.pace)
 
     def panel(self) -> Panel:
         """A live view of the swarm: widgets in a notebook, text elsewhere."""

@@ -21,7 +21,7 @@ from colab_swarm.events import PeerJoined, StateReceived
 from colab_swarm.invite import Invite
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.swarm import PeerOptions, Swarm
-from tests.training.toy import joint_reference, join_training, loss_of, model, train_freely, train_own_rows
+from tests.training.toy import join_training, joint_reference, loss_of, model, train_freely, train_own_rows
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def _throughput(plan: Plan, report: Report, invite: str) -> None:
     def phase(pair: list[Connection]) -> float:
         for pipe in pair:
             pipe.send(True)
-        return statistics.mean(pipe.recv() for pipe in pair)
+        return float(statistics.mean(pipe.recv() for pipe in pair))
 
     with (
         _worker(_train, plan, None) as carol,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import Message, PeerId, Peers
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers
 
 CLOCK_SLACK_S = 600.0
 """Two clocks, each 5 minutes off in opposite directions."""
@@ -124,7 +124,7 @@ class Inspector:
             return "its signature is forged"
         try:
             msgspec.msgpack.decode(record.value)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             return "its value is not msgpack"  # readers need not expect it
         return None
 

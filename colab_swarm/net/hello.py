@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from colab_swarm.errors import ProtocolError, WrongPeer
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.noise import Handshake, Keys
-from colab_swarm.net.peers import Contact, Message, PeerId, short
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, short
 
 VERSION = 1
 MAX_ADDRESSES = 16
@@ -131,7 +131,7 @@ class Introduction:
     def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
         try:
             hello = _decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
         if not verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before):
             raise ProtocolError("a hello with a wrong signature")

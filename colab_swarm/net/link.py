@@ -9,15 +9,13 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog
 from colab_swarm.net.answers import Answers
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Traffic
 from colab_swarm.net.frames import Frame, Kind
 from colab_swarm.net.mux import Failure, Mux, encode_opening
-from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, R, short
+from colab_swarm.net.peers import UNDECODABLE, Buffer, Contact, Message, PeerId, R, short
 from colab_swarm.net.services import Services
 from colab_swarm.net.stream import LinkStream, decoder_of
 
@@ -107,7 +105,7 @@ class Link:
             timer.cancel()
         try:
             return decoder_of(reply).decode(body)  # type: ignore[no-any-return]
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             text = f"the answer of {short(self.peer)} is no {reply.__name__}: {error}"
             raise ProtocolError(text) from error
 
@@ -293,7 +291,7 @@ class Link:
     def _failure(self, frame: Frame) -> tuple[str, str]:
         try:
             failure: Failure = decoder_of(Failure).decode(frame.message)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
         return failure.code, f"{short(self.peer)}: {failure.text}"
 

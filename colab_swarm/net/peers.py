@@ -32,6 +32,9 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 18
 """Largest encoded message of a call or a stream item."""
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""

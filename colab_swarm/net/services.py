@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from colab_swarm.net.mux import Opening
-from colab_swarm.net.peers import Message
+from colab_swarm.net.peers import UNDECODABLE, Message
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
@@ -67,5 +67,5 @@ class Services:
             if service is None:
                 raise Unserved("unknown", f"{opening.name[:100]} is not served here")
             return service.handler, service.decoder.decode(opening.body)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise Unserved("invalid", f"undecodable message: {error}") from error

@@ -15,6 +15,7 @@ from colab_swarm.net.mux import item_cost
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
+    UNDECODABLE,
     Buffer,
     M,
     Message,
@@ -89,7 +90,7 @@ class LinkStream:
         self._link.consumed(self.id, item_cost(message, payload))
         try:
             return decoder_of(kind).decode(message), payload
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             self.reset("undecodable item")
             raise ProtocolError(f"an item from {short(self.peer)} is no {kind.__name__}: {error}") from error
 

@@ -14,6 +14,7 @@ from colab_swarm.errors import PeerError, PeerLost, ProtocolError
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
+    UNDECODABLE,
     Buffer,
     M,
     Message,
@@ -54,7 +55,7 @@ def decode(body: bytes, kind: type[M]) -> M:
     try:
         message: M = _decoder(kind).decode(body)
         return message
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not a valid {kind.__name__}: {error}") from error
 
 

@@ -15,9 +15,10 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.runtime import Runs
 from colab_swarm.training.catch_up import CaughtUp, Values
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
-from colab_swarm.training.collaboration import Collaboration, Due, Services, TrainingSettings
+from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
+from colab_swarm.training.settings import Services, TrainingSettings
 
 
 class SwarmOptimizer(Optimizer):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
+from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.tensors.flat import FlatVector
 from colab_swarm.training.catch_up import Values, next_lineage
 from colab_swarm.training.progress import LINEAGE_BYTES
@@ -139,7 +140,7 @@ class Replica:
         """
         try:
             layout = msgspec.msgpack.decode(snapshot.manifest.skeleton, type=_Layout)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNDECODABLE as error:
             raise StateError(f"the donor's state cannot be read: {error}") from error
         tensors = _parted(snapshot.blob, layout.tensors)
         state = unflatten(tensors, decode_skeleton(layout.skeleton))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
 
 TUTORIALS = sorted((Path(__file__).parents[2] / "tutorials").glob("*.ipynb"))
 METADATA = {
@@ -20,11 +19,13 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def regenerate(path: Path) -> None:
-    """Execute one notebook in place.
+    """Execute one notebook in place; needs ``nbclient``, which comes with Jupyter.
 
     Raises:
         CellExecutionError: a cell failed; the file is untouched.
     """
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False).execute()
     nbformat.write(clean(notebook), path)

@@ -15,8 +15,8 @@ from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.lamb import Lamb
 from tests.training.toy import (
-    joint_reference,
     join_training,
+    joint_reference,
     loss_of,
     model,
     parameters_of,
