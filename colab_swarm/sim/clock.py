@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,8 +24,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
-        if self.loop.held:
-            return super().select(None)
         if timeout is None:
             raise RuntimeError("deadlock: every task is waiting and no timer is set")
         self.loop.advance(timeout)
@@ -34,17 +31,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio event loop on virtual time, which begins at 0.
-
-    A thread that works for the simulation calls `hold` before it starts and `release` when it is done:
-    meanwhile the clock stands still; the loop serves what the thread asks (`call_soon_threadsafe`) or waits
-    in real time.
-    """
+    """An asyncio event loop on virtual time, which begins at 0."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._holds = 0
-        self._holds_lock = threading.Lock()
         selector = _JumpingSelector()
         selector.loop = self
         super().__init__(selector)
@@ -57,24 +47,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def advance(self, seconds: float) -> None:
         """Move the clock on."""
         self._now += seconds
-
-    @property
-    def held(self) -> bool:
-        """Whether some thread keeps the clock from jumping."""
-        return self._holds > 0
-
-    def hold(self) -> None:
-        """Keep the clock from jumping until a matching `release`. Safe from any thread."""
-        with self._holds_lock:
-            self._holds += 1
-
-    def release(self) -> None:
-        """Undo one `hold`. Safe from any thread."""
-        with self._holds_lock:
-            if self._holds == 0:
-                raise RuntimeError("release() without hold()")
-            self._holds -= 1
-        self.call_soon_threadsafe(lambda: None)  # wakes the loop if it waits in real time
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call ``func`` at once: a pool thread would finish at a moment that no seed decides."""

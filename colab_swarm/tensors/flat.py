@@ -44,16 +44,6 @@ class FlatVector:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(part)
 
-    def from_parameters(self, values: Floats) -> None:
-        """Copy the parameters into the flat vector."""
-        for parameter, part in self._parts(values):
-            part.copy_(parameter.detach())
-
-    def to_parameters(self, values: Floats) -> None:
-        """Set the parameters from the flat vector."""
-        for parameter, part in self._parts(values):
-            parameter.detach().copy_(part)
-
     def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter with its part of the vector, a view in its shape.
 

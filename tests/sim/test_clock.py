@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from colab_swarm.sim import VirtualTimeLoop, run_virtual, virtual_time
+from colab_swarm.sim import run_virtual, virtual_time
 
 
 def test_a_simulated_day_takes_no_time() -> None:
@@ -72,38 +72,4 @@ def test_the_error_of_a_function_in_an_executor_reaches_who_awaits_it() -> None:
         await asyncio.to_thread(int, "x")
 
     with pytest.raises(ValueError, match="invalid literal"):
-        run_virtual(main())
-
-
-def test_the_clock_stands_still_while_a_thread_holds_it() -> None:
-    async def main() -> tuple[float, float]:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        alarm, answered = loop.create_task(asyncio.sleep(5)), loop.create_future()
-        gate = threading.Event()
-
-        def work() -> None:
-            gate.wait(10)
-            loop.call_soon_threadsafe(lambda: answered.set_result(virtual_time()))
-            loop.release()
-
-        loop.hold()
-        thread = threading.Thread(target=work)
-        thread.start()
-        loop.call_soon(gate.set)
-        at = await answered
-        await alarm
-        thread.join()
-        return at, virtual_time()
-
-    assert run_virtual(main()) == (0.0, 5.0)
-
-
-def test_release_without_hold_is_an_error() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        loop.release()
-
-    with pytest.raises(RuntimeError, match="without hold"):
         run_virtual(main())

@@ -37,16 +37,6 @@ def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
     assert second.grad.tolist() == [6, 7, 8, 9]
 
 
-def test_parameters_survive_the_way_through_the_flat_vector() -> None:
-    first, second = parameters()
-    torch.nn.init.normal_(first)
-    flat, values, before = FlatVector([first, second]), np.empty(10, np.float32), first.detach().clone()
-    flat.from_parameters(values)
-    torch.nn.init.zeros_(first)
-    flat.to_parameters(values)
-    assert torch.equal(first, before)
-
-
 def test_another_model_has_another_schema() -> None:
     first, second = parameters()
     assert FlatVector([first, second]).schema == FlatVector(parameters()).schema
