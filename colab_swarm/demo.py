@@ -19,6 +19,7 @@ from colab_swarm.errors import SwarmError
 
 TARGET_BATCH_SIZE = 96
 TIME_LIMIT_S = 600.0
+SURVIVORS = ("alice", "bob", "dave")
 
 
 @dataclass
@@ -85,19 +86,23 @@ def _run(children: _Children, steps: int) -> None:
     trainer = ["peer", invite, "--steps", str(steps), "--target-batch-size", str(TARGET_BATCH_SIZE)]
     for name in ("alice", "bob", "carol"):
         children.start(name, *trainer)
-    expected = {"alice", "bob", "dave"}
-    swapped = False
-    while not all(name in children.all and children.all[name].finished for name in expected):
+    with _Screen(steps) as screen:
+        _watch(children, steps, trainer, screen, began)
+    trainers = [children.all[name] for name in SURVIVORS]
+    _conclude(children, trainers, time.monotonic() - began)
+
+
+def _watch(children: _Children, steps: int, trainer: list[str], screen: _Screen, began: float) -> None:
+    """Until everybody who is to survive has finished; half-way, carol is killed and dave joins."""
+    while not all(name in children.all and children.all[name].finished for name in SURVIVORS):
         child, told = _next(children, began)
-        _show(child, told)
-        if told["event"] == "ended" and child.name in expected:
+        screen.show(child, told)
+        if told["event"] == "ended" and child.name != "carol":
             raise SwarmError(f"{child.name} ended early with status {child.process.wait()}")
-        if told["event"] == "step" and told["step"] >= steps // 2 and not swapped:
-            swapped = True
+        if told["event"] == "step" and told["step"] >= steps // 2 and "dave" not in children.all:
             children.all["carol"].process.kill()
             children.start("dave", *trainer)
-            print("    --- carol is killed, dave joins ---", flush=True)
-    _conclude(children, [children.all[name] for name in sorted(expected)], time.monotonic() - began)
+            screen.say("    --- carol is killed, dave joins ---")
 
 
 def _wait(children: _Children, event: str, began: float) -> dict[str, Any]:
@@ -121,23 +126,69 @@ def _next(children: _Children, began: float) -> tuple[_Child, dict[str, Any]]:
     return child, told
 
 
-def _show(child: _Child, told: dict[str, Any]) -> None:
+class _Screen:
+    """Shows the peers: a live table with progress in a terminal, a line per event elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._rows: dict[str, str] = {}
+        self._live = None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(refresh_per_second=4)
+
+    def __enter__(self) -> _Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(text, flush=True)
+
+    def show(self, child: _Child, told: dict[str, Any]) -> None:
+        """What a peer told."""
+        text = _described(told)
+        if text is None:
+            return
+        if self._live is None:
+            self.say(f"{child.name:>9}  {text}")
+            return
+        self._rows[child.name] = text
+        self._live.update(self._table(child.steps[-1]["step"] if child.steps else 0))
+
+    def _table(self, step: int) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table("peer", "what it does", box=None)
+        for name, text in self._rows.items():
+            table.add_row(name, text)
+        return Group(table, "", ProgressBar(self._steps, step, width=60))
+
+
+def _described(told: dict[str, Any]) -> str | None:
     match told["event"]:
         case "step":
             loss = "" if told["loss"] is None else f"loss {told['loss']:.3f}"
             speed = f"{told['samples']:.0f} samples, swarm {told['swarm_samples_per_s']:.0f}/s"
-            text = f"step {told['step']:>3}  {loss}  {speed}"
+            return f"step {told['step']:>3}  {loss}  {speed}"
         case "state":
-            text = f"got the state of step {told['step']}: {told['bytes'] / 1e6:.1f} MB from {told['donors']} donors"
+            return f"got the state of step {told['step']}: {told['bytes'] / 1e6:.1f} MB from {told['donors']} donors"
         case "round" if told["spans_lost"] or told["kept_local"]:
-            text = (
+            return (
                 f"a reducer vanished: {told['spans_lost']} spans lost, {told['kept_local']} values kept local"
             )
         case "training" | "finished" | "ended" as event:
-            text = event
+            return str(event)
         case _:
-            return
-    print(f"{child.name:>9}  {text}", flush=True)
+            return None
 
 
 def _conclude(children: _Children, trainers: list[_Child], seconds: float) -> None:

@@ -1,7 +1,7 @@
 """The one background thread and its event loop; blocking calls into it.
 
 A task on Jupyter's own loop gets no time while a cell is busy, so every coroutine of the package runs on a thread
-of its own (DESIGN 3.1). Rules: all threads are daemons (a non-daemon thread makes a kernel restart skip atexit);
+of its own. Rules: all threads are daemons (a non-daemon thread makes a kernel restart skip atexit);
 the host's signal handlers and its loop are never touched; blocking calls are short waits, so that an interrupt is
 seen at once on every platform, and an interrupt cancels the coroutine.
 """

@@ -1,4 +1,4 @@
-"""A lost reducer's span, recovered among the survivors within the round (DeDLOC section 3.2, DESIGN 3.9).
+"""A lost reducer's span, recovered among the survivors within the round (DeDLOC section 3.2).
 
 The *coordinator* of the span is the first living reducer after the lost one, in member order. It asks every
 survivor, chunk by chunk: if anyone has the lost reducer's mean, that is the mean; otherwise it is computed

@@ -1,4 +1,4 @@
-"""Averaging rounds: a group's vectors become their weighted mean, whatever single peers do (DESIGN 3.9)."""
+"""Averaging rounds: a group's vectors become their weighted mean, whatever single peers do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Giving a newcomer the training state: hashed chunks of a snapshot, fetched from several donors at once.
 
-A lane of its own (DESIGN 3.10): the snapshot is a copy, so a donor trains on while it serves, and no lock is shared
+A lane of its own: the snapshot is a copy, so a donor trains on while it serves, and no lock is shared
 with averaging. Donors on one branch hold equal states, so their chunks are interchangeable and a chunk is accepted
 only by its digest: a donor that lies, stalls or vanishes costs the chunks in flight and nothing else.
 """
