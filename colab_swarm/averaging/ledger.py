@@ -16,13 +16,10 @@ class Ledger:
 
     Args:
         values: this member's contribution (float32, flat); means replace it chunk by chunk.
-        kept: memory of the same size for a copy that outlives the round (cheap while a chunk is in the cache), or
-            empty if none is wanted.
     """
 
-    def __init__(self, group: Group, values: Floats, kept: Floats) -> None:
+    def __init__(self, group: Group, values: Floats) -> None:
         self.values = values
-        self._kept = kept
         size = chunk_values(group.codec, group.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         self._states = [bytearray(len(chunks)) for chunks in self.chunks]
@@ -49,8 +46,6 @@ class Ledger:
             return
         if mean is not None:
             self.values[chunk.start : chunk.stop] = mean
-            if len(self._kept):
-                self._kept[chunk.start : chunk.stop] = mean
         self._states[reducer][index] = _NO_MEAN if mean is None else _MEAN
         if missing:
             self._missing[reducer, index] = missing
@@ -81,13 +76,6 @@ class Ledger:
                 if state != _MEAN
             ]
         )
-
-    def retire(self) -> None:
-        """Go on with the copy: the vector belongs to the caller again."""
-        if len(self._kept):
-            for span in self.kept_local():
-                self._kept[span.start : span.stop] = self.values[span.start : span.stop]
-        self.values = self._kept
 
     def incomplete(self) -> Collection[int]:
         """Members that are missing in at least one mean here."""

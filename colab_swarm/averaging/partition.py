@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from colab_swarm.tensors.codecs import BLOCK_VALUES, codec_of
 
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 61_440
+"""Of an encoded chunk at most: with all headers it still fits one TCP segment of 64 KiB."""
 """Encoded size of a chunk, at most: one frame of a link, and under the allocator's mmap threshold."""
 
 

@@ -50,8 +50,8 @@ class RoundResult:
 class Averager:
     """Takes part in averaging rounds, as member and as reducer. Rounds may overlap.
 
-    The last finished round is kept (a copy of its values) so that its other members can still recover from
-    here.
+    The last finished round is kept so that its other members can still recover from here; it is not copied (a
+    copy costs as much as summing): the caller leaves its vector alone until the next round has ended.
     """
 
     def __init__(self, peers: Peers, settings: AveragingSettings | None = None) -> None:
@@ -60,7 +60,7 @@ class Averager:
         self._rounds: dict[bytes, Exchange] = {}
         self._finished: Exchange | None = None
         self._begun = asyncio.Event()
-        self._spare: list[Floats] = []
+        self._spare: Floats = np.empty(0, np.float32)
         peers.serve_stream(ReduceSpan, self._serve_reduce)
         peers.serve_stream(RecallSpan, self._serve_recall)
         peers.serve(RoundPing, self._serve_ping)
@@ -75,7 +75,8 @@ class Averager:
 
         Args:
             group: from the matchmaker; this peer is a member.
-            values: float32, contiguous, one-dimensional, ``group.numel`` long. Not to be touched meanwhile.
+            values: float32, contiguous, one-dimensional, ``group.numel`` long. Not to be changed before the next
+                round has ended: use two vectors in turn.
 
         Returns:
             What was reached before the deadline; a peer's fault shows there and is never raised.
@@ -100,12 +101,11 @@ class Averager:
             self._finish(exchange)
 
     def _begin(self, group: Group, me: int, values: Floats) -> Exchange:
-        kept = self._memory(group.numel if len(group.members) > 1 else 0)
         exchange = Exchange(
             self._peers,
             group,
             me,
-            ledger=Ledger(group, values, kept),
+            ledger=Ledger(group, values),
             sums=self._memory(group.spans()[me].numel),
             settings=self._settings,
         )
@@ -149,19 +149,16 @@ class Averager:
         """Keep the round for its other members, and forget the one before."""
         if self._finished is not None:
             self._forget(self._finished)
-        exchange.ledger.retire()
         self._finished = exchange
 
     def _forget(self, exchange: Exchange) -> None:
         del self._rounds[exchange.group.round_id]
         if not exchange.serving:  # page faults in fresh memory cost more than the sums
-            self._spare = [exchange.ledger.values, exchange.sums]
+            self._spare = exchange.sums
 
     def _memory(self, numel: int) -> Floats:
-        for index, spare in enumerate(self._spare):
-            if len(spare) == numel:
-                return self._spare.pop(index)
-        return np.empty(numel, np.float32)
+        spare, self._spare = self._spare, np.empty(0, np.float32)
+        return spare if len(spare) == numel else np.empty(numel, np.float32)
 
     # --- serving --------------------------------------------------------------------------------------------
 

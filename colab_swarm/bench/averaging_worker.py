@@ -79,7 +79,7 @@ async def swarm(seed: int, numel: int) -> None:
     """A peer on the real network."""
     node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
     averager = Averager(node)
-    values = np.empty(numel, np.float32)
+    values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     say(Ready(node.contact))
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         task = msgspec.json.decode(line, type=Round)
@@ -87,6 +87,7 @@ async def swarm(seed: int, numel: int) -> None:
         assert group is not None
         for member in group.members:
             node.learn(Contact(member.id, member.addresses))
+        values, others = others, values  # the other members may still want what the last round left
         values[:] = filled(seed, numel)
         say(Ready())
         await asyncio.to_thread(sys.stdin.buffer.readline)

@@ -125,7 +125,7 @@ async def serve() -> None:
 async def _serve_websocket(request: web.BaseRequest) -> web.StreamResponse:
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     websocket, first, response = await accept(request, scratch=scratch, receiver=end)
-    end.on_data = _Counter(websocket.send).add
+    end.on_data = _Counter(websocket.send_bytes).add
     end.on_message(memoryview(first))
     await websocket.wait_closed()
     return response
@@ -171,9 +171,9 @@ async def _send_raw(port: int, pieces: int) -> float:
 async def _send_websocket(websocket: WebSocket, end: CarrierEnd, pieces: int) -> float:
     answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     end.on_data = lambda data: answer.set_result(_SECONDS.unpack(data)[0])
-    websocket.send(_COUNT.pack(pieces * len(PIECE)))
+    websocket.send_bytes(_COUNT.pack(pieces * len(PIECE)))
     for _ in range(pieces):
-        websocket.send(PIECE)
+        websocket.send_bytes(PIECE)
         await end.writable.wait()
     return await answer
 

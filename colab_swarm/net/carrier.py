@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,10 @@ class Carrier(Protocol):
 
     @property
     def backlog_bytes(self) -> int: ...
-    def send(self, data: bytes) -> int: ...
+
+    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
+        """Send one message of ``size`` bytes, which ``fill`` writes in place; returns bytes on the wire."""
+
     def close(self, reason: str = "") -> None: ...
     def abort(self, reason: str = "") -> None: ...
     def pause_reading(self) -> None: ...
@@ -38,7 +41,11 @@ class Carrier(Protocol):
 class Cipher(Protocol):
     """Both directions' keys; `colab_swarm.net.noise.Keys` is one."""
 
-    def seal(self, plaintext: bytes) -> bytes: ...
+    overhead_bytes: int
+
+    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
+        """Write the sealed packet, ``overhead_bytes`` longer, into ``out``."""
+
     def open(self, ciphertext: memoryview) -> bytes: ...
 
 

@@ -69,4 +69,4 @@ class Greeter:
     def _say(self, message: bytes) -> None:
         assert self._carrier is not None
         self._spoke_at = self._loop.time()
-        self._carrier.send(message)
+        self._carrier.send_bytes(message)

@@ -8,6 +8,7 @@ import statistics
 import struct
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog
@@ -311,7 +312,8 @@ class Link:
         if self.lost is not None:
             return
         for packet in self.mux.take():
-            size = self._carrier.send(self._cipher.seal(packet))
+            seal = partial(self._cipher.seal_into, packet)
+            size = self._carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
             now = self._loop.time()
             for meter in self._traffic.sent:
                 meter.add(size, now)

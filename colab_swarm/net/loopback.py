@@ -12,9 +12,11 @@ from colab_swarm.net.link import Link
 class NoCipher:
     """Seals nothing."""
 
-    def seal(self, plaintext: bytes) -> bytes:
+    overhead_bytes = 0
+
+    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
         """The same bytes."""
-        return plaintext
+        out[:] = plaintext
 
     def open(self, ciphertext: memoryview) -> bytes:
         """The same bytes, in memory of their own."""
@@ -32,10 +34,12 @@ class Loopback:
         self._loop = asyncio.get_running_loop()
         self._open = True
 
-    def send(self, data: bytes) -> int:
+    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
         """Deliver in the next turn of the event loop."""
-        self._loop.call_soon(self.other._deliver, data)
-        return len(data)
+        message = memoryview(bytearray(size))
+        fill(message)
+        self._loop.call_soon(self.other._deliver, message)
+        return size
 
     def close(self, reason: str = "") -> None:
         """Tell the other end after what was sent before."""
@@ -56,9 +60,9 @@ class Loopback:
     async def wait_closed(self) -> None:
         """Closed at once."""
 
-    def _deliver(self, data: bytes) -> None:
+    def _deliver(self, message: memoryview) -> None:
         if self._open:
-            self.receiver.on_message(memoryview(data))
+            self.receiver.on_message(message)
 
     def _lose(self, reason: str) -> None:
         if self._open:

@@ -46,6 +46,10 @@ class CipherState:
         """Ciphertext and tag (16 bytes longer than ``plaintext``)."""
         return self._aead.encrypt(self._nonce(), plaintext, associated)
 
+    def encrypt_into(self, plaintext: Buffer, out: memoryview) -> None:
+        """As `encrypt` without associated data, into memory of the caller's."""
+        self._aead.encrypt_into(self._nonce(), plaintext, None, out)
+
     def decrypt(self, ciphertext: Buffer, associated: bytes | None = None) -> bytes:
         """The plaintext, in memory of its own.
 
@@ -65,9 +69,11 @@ class Keys:
     sending: CipherState
     receiving: CipherState
 
-    def seal(self, plaintext: bytes) -> bytes:
-        """Encrypt the next packet to the other end."""
-        return self.sending.encrypt(plaintext)
+    overhead_bytes = TAG_BYTES
+
+    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
+        """Encrypt the next packet to the other end into ``out``, `TAG_BYTES` longer."""
+        self.sending.encrypt_into(plaintext, out)
 
     def open(self, ciphertext: Buffer) -> bytes:
         """Decrypt the next packet from the other end; raises `ProtocolError`."""

@@ -16,6 +16,7 @@ import asyncio
 import base64
 import hashlib
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import aiohttp
@@ -123,12 +124,23 @@ class WebSocket(asyncio.BufferedProtocol):
         """Bytes sent but not yet taken by the operating system."""
         return self._transport.get_write_buffer_size()
 
-    def send(self, data: bytes) -> int:
-        """Send one message; returns the bytes it takes on the wire."""
-        head = write_head(_BINARY, len(data), masked=self._client)
+    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
+        """Send one message of ``size`` bytes, which ``fill`` writes behind the head; returns bytes on the wire."""
+        head = write_head(_BINARY, size, masked=self._client)
+        message = bytearray(len(head) + size)
+        message[: len(head)] = head
+        fill(memoryview(message)[len(head) :])
         if not self._transport.is_closing():
-            self._transport.writelines((head, data))
-        return len(head) + len(data)
+            self._transport.write(message)
+        return len(message)
+
+    def send_bytes(self, data: bytes) -> int:
+        """Send one message as it is."""
+
+        def copy(out: memoryview) -> None:
+            out[:] = data
+
+        return self.send(len(data), copy)
 
     def close(self, reason: str = "") -> None:
         """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""

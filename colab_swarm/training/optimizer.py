@@ -35,6 +35,7 @@ class SwarmOptimizer(Optimizer):
         self._runtime = runtime
         self._replica = Replica(rule)
         self._sum: Values = np.zeros(self._replica.flat.numel, np.float32)
+        self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
         self._samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
         self._settings = settings
@@ -187,7 +188,12 @@ class SwarmOptimizer(Optimizer):
 
     def _round(self) -> RoundResult | None:
         weight = self._samples
-        values = self._sum / np.float32(weight) if weight else np.zeros_like(self._sum)
+        values, self._spare = (
+            self._spare,
+            self._values,
+        )  # the swarm may want the last round's until this one ends
+        self._values = values
+        np.multiply(self._sum, np.float32(1 / weight if weight else 0.0), out=values)
         result = self._runtime.call(self._collaboration.average(values, weight))
         if result is None or not any(member.weight for member in result.group.members):
             return None

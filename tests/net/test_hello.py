@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
 from colab_swarm.net.hello import Hello, Introduction
+from colab_swarm.net.noise import Keys
 from tests.net.swarm import identity
 
 NOW = 1.7e9
@@ -25,14 +26,20 @@ def reply(end: Introduction, message: bytes | None) -> bytes | None:
     return end.on_message(message, wall_time=NOW)
 
 
+def sealed(keys: Keys, plaintext: bytes) -> memoryview:
+    packet = memoryview(bytearray(len(plaintext) + keys.overhead_bytes))
+    keys.seal_into(plaintext, packet)
+    return packet
+
+
 def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None:
     alice, bob = ends()
     assert reply(bob, reply(alice, reply(bob, alice.start()))) is None
     assert alice.result is not None and bob.result is not None
     assert alice.result.contact.id == identity("bob").id and alice.result.contact.addresses == ("ws://b:1",)
     assert bob.result.contact.id == identity("alice").id and bob.result.time == NOW
-    assert bob.result.keys.open(memoryview(alice.result.keys.seal(b"there"))) == b"there"
-    assert alice.result.keys.open(memoryview(bob.result.keys.seal(b"back"))) == b"back"
+    assert bob.result.keys.open(sealed(alice.result.keys, b"there")) == b"there"
+    assert alice.result.keys.open(sealed(bob.result.keys, b"back")) == b"back"
 
 
 def test_another_run_is_named() -> None:

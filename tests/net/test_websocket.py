@@ -91,7 +91,7 @@ def test_our_client_talks_to_aiohttps_server() -> None:
         async with aiohttp.ClientSession() as session:
             websocket = await dial(session, address, scratch=scratch(), receiver=got)
             for size in SIZES:
-                websocket.send(bytes([size % 251]) * size)
+                websocket.send_bytes(bytes([size % 251]) * size)
             await until(lambda: len(got.messages) == len(SIZES))
             websocket.close("done")
             await websocket.wait_closed()
@@ -110,7 +110,7 @@ def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
             websocket, first, response = await accept(request, scratch=scratch(), receiver=got)
             got.on_message(memoryview(first))
             ends.append(websocket)
-            websocket.send(b"taken over")
+            websocket.send_bytes(b"taken over")
             await websocket.wait_closed()
             return response
 
