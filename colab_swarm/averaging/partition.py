@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from colab_swarm.tensors.codecs import BLOCK_VALUES, codec_of
 
-CHUNK_BYTES = 61_440
-"""Of an encoded chunk at most: with all headers it still fits one TCP segment of 64 KiB."""
-"""Encoded size of a chunk, at most: one frame of a link, and under the allocator's mmap threshold."""
+CHUNK_BYTES = 122_880
+"""Encoded size of a chunk, at most: with its headers one packet of a link, and under malloc's mmap threshold."""
 
 
 class Span(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, Buffer
 
-MAX_PACKET_BYTES = (1 << 16) + (1 << 12)
+MAX_PACKET_BYTES = 124 << 10
 HEADER = struct.Struct("<QII")
 ALIGNMENT = 16
 

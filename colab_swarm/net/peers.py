@@ -28,7 +28,7 @@ PeerId = NewType("PeerId", bytes)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_PAYLOAD_BYTES = 1 << 20
-"""Largest raw payload of one stream item. Hot items are best at 64 KiB: one frame, no copy."""
+"""Largest raw payload of one stream item. Hot items are best at 120 KiB: one packet, no copy."""
 MAX_MESSAGE_BYTES = 1 << 18
 """Largest encoded message of a call or a stream item."""
 

@@ -25,10 +25,10 @@ from aiohttp import web
 from colab_swarm.errors import PeerLost, ProtocolError
 from colab_swarm.net.carrier import Receiver
 
-SCRATCH_BYTES = 1 << 18
-MAX_MESSAGE_BYTES = 72 << 10
+SCRATCH_BYTES = 1 << 19
+MAX_MESSAGE_BYTES = 126 << 10
 MAX_CONTROL_BYTES = 125
-HIGH_WATER_BYTES = 1 << 17
+HIGH_WATER_BYTES = 1 << 18
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _POLICY_VIOLATION = 1008

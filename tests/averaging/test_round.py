@@ -126,7 +126,7 @@ PHASES: dict[str, Callable[[SimNetwork], None]] = {
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_a_member_may_vanish_at_any_phase(phase: str, codec: str) -> None:
-    outcome = run_round(numel=700_000, script=PHASES[phase], codec=codec)
+    outcome = run_round(numel=1_400_000, script=PHASES[phase], codec=codec)
     assert [fault.name for fault in outcome.fired] == ["crash"]
     values = outcome.assert_equal_vectors()
     assert sorted(outcome.vectors) == others_than("bob")
