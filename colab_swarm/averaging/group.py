@@ -161,13 +161,13 @@ class GatheringSettings:
         window_s: for candidates that could not be called but may come by themselves.
         slack_s: beyond the time a candidate said it would need.
         max_window_s: in any case.
-        call_timeout_s: for the answer to a call.
+        call_timeout_s: for the answer to a call; a peer whose notebook is busy with Python answers late.
     """
 
     window_s: float = 2.0
     slack_s: float = 1.0
     max_window_s: float = 60.0
-    call_timeout_s: float = 2.0
+    call_timeout_s: float = 10.0
 
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9

@@ -28,7 +28,7 @@ class Plan:
     joiner_numel: int
 
 
-FULL = Plan(size="base", tokens=64, batches=12, phases=5, joiner_numel=18_000_000)
+FULL = Plan(size="base", tokens=128, batches=8, phases=5, joiner_numel=18_000_000)
 QUICK = Plan(size="tiny", tokens=128, batches=40, phases=2, joiner_numel=2_000_000)
 AVERAGE_EVERY = 4  # micro-batches of one peer per global step
 

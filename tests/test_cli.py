@@ -1,0 +1,40 @@
+"""The command line: what a person types, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
+    done = run("peer", "swarm://test-run#AZnonsense")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "mistyped or cut off" in done.stderr
+
+
+def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
+    command = [*COMMAND, "backbone", "test-run", "--json-lines"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        told = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and process.stderr.read() == ""
+    assert told["event"] == "invite" and told["invite"].startswith("swarm://test-run#")
+
+
+@pytest.mark.slow
+def test_the_demo_trains_while_one_peer_is_killed_and_another_joins() -> None:
+    done = run("demo", "--steps", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "carol is killed, dave joins" in done.stdout and "carol  ended" in done.stdout
+    assert "equal parameters on alice, bob, dave" in done.stdout
