@@ -133,11 +133,11 @@ def _peer(options: argparse.Namespace) -> None:
         )
         tell("training", step=optimizer.global_step)
         for batch in batches:
+            if options.steps and optimizer.global_step >= options.steps:
+                break
             loss = model(**batch).loss
             loss.backward()
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
-            if options.steps and optimizer.global_step >= options.steps:
-                break
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -34,7 +34,7 @@ def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
 
 @pytest.mark.slow
 def test_the_demo_trains_while_one_peer_is_killed_and_another_joins() -> None:
-    done = run("demo", "--steps", "10")
+    done = run("demo", "--steps", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "carol is killed, dave joins" in done.stdout and "carol  ended" in done.stdout
     assert "equal parameters on alice, bob, dave" in done.stdout
