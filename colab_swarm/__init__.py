@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from colab_swarm.recipes.hyperparameters import parameter_groups
     from colab_swarm.simulation import Simulation, simulate
     from colab_swarm.swarm import PeerOptions, Swarm, create, join
+    from colab_swarm.training.checkpoint import CheckpointFolder
     from colab_swarm.training.lamb import Lamb
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 _HOMES = {
+    "CheckpointFolder": "training.checkpoint",
     "InviteError": "errors",
     "JoinError": "errors",
     "Lamb": "training.lamb",
@@ -49,6 +51,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "Simulation",
     "PeerOptions",
     "SwarmOptimizer",
+    "CheckpointFolder",
     "albert",
     "parameter_groups",
     "Lamb",

@@ -12,9 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
+from colab_swarm.errors import StateError
 from colab_swarm.runtime import Runs
 from colab_swarm.training.catch_up import CaughtUp, Values
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
@@ -134,22 +135,29 @@ class SwarmOptimizer(Optimizer):
         """Forget the gradients of the last ``backward()``; what is accumulated stays."""
         self._replica.rule.optimizer.zero_grad(set_to_none)
 
-    def save(self, path: str | Path) -> None:
-        """Write a checkpoint: parameters, optimizer, scheduler, step, lineage.
+    def save(self, target: str | Path | CheckpointFolder) -> None:
+        """Write a checkpoint (parameters, optimizer, scheduler, step, lineage) to a file, or into a folder that keeps
+        the last few.
 
         Raises:
-            StateError: it could not be written (disk full?); an older file at ``path`` is untouched.
+            StateError: it could not be written (disk full?); an older file there is untouched.
         """
-        save_checkpoint(path, self._replica.state())
+        if isinstance(target, CheckpointFolder):
+            target.save(self.global_step, self._replica.state())
+        else:
+            save_checkpoint(target, self._replica.state())
 
-    def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint; if the swarm is further, its state is fetched at the next step.
+    def load(self, source: str | Path | CheckpointFolder) -> None:
+        """Go on from a checkpoint, of a folder the latest that can be read; if the swarm is further, its state is
+        fetched at the next step.
 
         Raises:
-            StateError: the file is damaged or belongs to another model.
+            StateError: there is none, it is damaged, or it belongs to another model; nothing was changed.
         """
         self._check_open()
-        state = load_checkpoint(path)
+        state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
+        if state is None:
+            raise StateError(f"{source} holds no checkpoint that can be read")
         uninterrupted(lambda: self._replica.load(state))
         self._forget()
         self._runtime.call(self._restart())

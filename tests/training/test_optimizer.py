@@ -229,6 +229,27 @@ def test_a_saved_run_goes_on_the_same(tmp_path: Path) -> None:
     assert torch.equal(straight, resumed)
 
 
+def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path: Path) -> None:
+    folder = cs.CheckpointFolder(tmp_path, keep=2)
+
+    def train(swarm: Swarm) -> None:
+        optimizer = join_training(swarm, net := model())
+        with pytest.raises(StateError, match="no checkpoint"):
+            optimizer.load(folder)
+        for step in range(4):
+            loss_of(net, step).backward()
+            optimizer.step(samples=10)
+            optimizer.save(folder)
+        saved = parameters_of(net)
+        optimizer = join_training(swarm, net := model(seed=5))
+        optimizer.load(folder)
+        assert optimizer.global_step == 4 and torch.equal(parameters_of(net), saved)
+
+    with simulation(1) as sim:
+        sim.run(train)
+    assert len(folder.paths()) == 2
+
+
 def test_after_leaving_every_call_says_so() -> None:
     with simulation(1) as sim:
         swarm = sim.swarms["alice"]
