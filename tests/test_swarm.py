@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,3 +166,17 @@ def test_a_snapshot_is_safe_to_show(alice: Swarm) -> None:
         join_training(bob, model())
         html = bob._repr_html_()
         assert "<b>bob" not in html and "bob" in html
+
+
+def test_a_backbone_needs_no_torch_and_none_of_the_extras() -> None:
+    code = """
+        import sys
+        for absent in ("torch", "transformers", "datasets", "scipy", "safetensors", "rich", "ipywidgets"):
+            sys.modules[absent] = None
+        import colab_swarm as cs
+        with cs.create("test-run") as swarm:
+            print(swarm.panel())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("Panel(test-run: joined, 1 peer)", "")
