@@ -6,7 +6,8 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   initial parameters and every averaged gradient applied since.
 - The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that
   step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
-  downloading the state; so one liar, one clock or one lucky minority never moves the swarm.
+  downloading the state; so one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be
+  dialled have no vote while others can: among themselves they could neither form a round nor give their state.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
   at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
   their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
@@ -122,10 +123,11 @@ class Progress:
         trainers = {peer: record for peer, record in self.records.items() if not record.syncing}
         if not trainers:
             return Branch(self.own.step, self.own.lineage, frozenset())
-        for step in sorted({record.step for record in trainers.values()}, reverse=True):
-            if 2 * sum(record.step >= step for record in trainers.values()) >= len(trainers):
+        voters = [record for record in trainers.values() if record.reduces] or list(trainers.values())
+        for step in sorted({record.step for record in voters}, reverse=True):
+            if 2 * sum(record.step >= step for record in voters) >= len(voters):
                 break
-        votes = Counter(record.lineage for record in trainers.values() if record.step == step)
+        votes = Counter(record.lineage for record in voters if record.step == step)
         lineage = min(votes, key=lambda digest: (-votes[digest], digest))
         there = (
             peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage)

@@ -105,3 +105,11 @@ def test_whatever_the_records_somebody_is_on_the_branch(states: list[tuple[int, 
     assert branch.peers and all(
         others[p].step == branch.step for p in branch.peers if p in others and p != ALICE
     )
+
+
+def test_peers_that_cannot_be_dialled_follow_those_that_can() -> None:
+    clients = {BOB: record(0, reduces=False), CAROL: record(0, reduces=False), DAVE: record(3)}
+    client = progress(record(0, reduces=False), clients)
+    assert client.branch().peers == {DAVE} and client.behind
+    del clients[DAVE]
+    assert not progress(record(0, reduces=False), clients).behind
