@@ -70,6 +70,10 @@ class Averager:
         for kind in (ReduceSpan, RecallSpan, RoundPing):
             self._peers.unserve(kind)
 
+    def holds(self, values: Floats) -> bool:
+        """Whether others may still recover from ``values``, the vector of this or of the last round; any thread."""
+        return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
+
     async def average(self, group: Group, values: Floats) -> RoundResult:
         """Replace ``values`` by the group's weighted mean; members end with the same bits.
 

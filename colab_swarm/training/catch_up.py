@@ -58,7 +58,7 @@ class CatchUp:
     def __init__(self, collaboration: Follows, *, room: int) -> None:
         self._collaboration = collaboration
         self._room = room
-        self._means: dict[int, Values] = {}
+        self._means: dict[tuple[int, bytes], Values] = {}  # by what they are applied to
         self._between_rounds = asyncio.Lock()
 
     async def run(self) -> CaughtUp:
@@ -94,11 +94,11 @@ class CatchUp:
         """Put the means after the snapshot in order. Runs between two rounds, so that none slips through."""
         step, lineage = snapshot.manifest.step, snapshot.manifest.lineage
         means: list[Values] = []
-        while (mean := self._means.get(step)) is not None:
+        while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)
             step, lineage = step + 1, next_lineage(lineage, mean)
         branch = await self._collaboration.refresh()
-        missed = branch.step > step or any(followed > step for followed in self._means)
+        missed = branch.step > step or any(followed > step for followed, _ in self._means)
         if missed or (branch.step == step and branch.lineage != lineage):
             raise StateError("the swarm moved on during the download")
         self._collaboration.level_with(step, lineage)
@@ -111,6 +111,6 @@ class CatchUp:
                 step, lineage = self._collaboration.take_call()
                 mean = await self._collaboration.follow_round(step, lineage)
             if mean is not None:
-                self._means[step] = mean
+                self._means[step, lineage] = mean
             while len(self._means) > self._room:
                 del self._means[min(self._means)]

@@ -287,7 +287,7 @@ class Collaboration:
         Raises:
             StateError: there is a branch, but nobody on it could give its state.
         """
-        self._called = None
+        self._called, self._applying = None, False
         self._tell(syncing=True, samples=0.0)
         await self._exchange()
         branch = self.progress.branch()
@@ -324,9 +324,9 @@ class Collaboration:
             return None
         return None if result.kept_local else values
 
-    def level_with(self, step: int, lineage: bytes) -> None:
-        """The state of ``step`` is about to be loaded: from now on this peer trains."""
-        self._tell(step=step, lineage=lineage, samples=0.0, syncing=False)
+    def level_with(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        """The state of ``step`` is here or about to be loaded: this peer trains or, ``syncing``, will catch up."""
+        self._tell(step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
     def donors(self, branch: Branch) -> list[PeerId]:
         """Who can give the branch's state."""

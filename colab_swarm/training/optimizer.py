@@ -113,7 +113,8 @@ class SwarmOptimizer(Optimizer):
                 f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
             )
         self._check_open()
-        dropped = self._accumulate(float(samples), loss)
+        self._recover()
+        dropped = uninterrupted(lambda: self._accumulate(float(samples), loss))
         report = self._collaboration.report(float(samples), self._mean_loss(), dropped=dropped)
         return self._act(self._runtime.call(report))
 
@@ -124,6 +125,7 @@ class SwarmOptimizer(Optimizer):
         this peer: it has caught up then, and what it had accumulated is gone.
         """
         self._check_open()
+        self._recover()
         deadline = self._runtime.call(self._collaboration.deadline(timeout_s))
         while True:
             due = self._runtime.call(self._collaboration.wait_due(deadline))
@@ -158,12 +160,15 @@ class SwarmOptimizer(Optimizer):
         state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
         if state is None:
             raise StateError(f"{source} holds no checkpoint that can be read")
-        uninterrupted(lambda: self._replica.load(state))
-        self._forget()
-        self._runtime.call(self._restart())
+        uninterrupted(lambda: self._restart(state))
 
-    async def _restart(self) -> None:
-        self._collaboration.level_with(self._replica.step, self._replica.lineage)
+    def _restart(self, state: Any) -> None:
+        self._replica.load(state)
+        self._forget()
+        self._runtime.call(self._level_with_replica(syncing=False))
+
+    async def _level_with_replica(self, *, syncing: bool) -> None:
+        self._collaboration.level_with(self._replica.step, self._replica.lineage, syncing=syncing)
 
     def close(self) -> None:
         """Leave the collaboration; the model stays as it is. Idempotent."""
@@ -196,19 +201,20 @@ class SwarmOptimizer(Optimizer):
 
     def _round(self) -> RoundResult | None:
         weight = self._samples
-        values, self._spare = (
-            self._spare,
-            self._values,
-        )  # the swarm may want the last round's until this one ends
-        self._values = values
+        held = self._collaboration.services.averager.holds(self._values)  # the swarm may still want it
+        values = self._spare if held else self._values
         np.multiply(self._sum, np.float32(1 / weight if weight else 0.0), out=values)
         result = self._runtime.call(self._collaboration.average(values, weight))
         if result is None or not any(member.weight for member in result.group.members):
             return None
-        uninterrupted(lambda: self._replica.apply(values))
+        uninterrupted(lambda: self._take(values, result))
+        return result
+
+    def _take(self, values: Values, result: RoundResult) -> None:
+        """Apply the mean and say so, with no interrupt in between: parameters and record belong together."""
+        self._replica.apply(values)
         self._forget()
         self._runtime.call(self._advance(result))
-        return result
 
     async def _advance(self, result: RoundResult) -> None:
         samples = sum(m.weight for m in result.group.members if m.id in set(result.contributors))
@@ -223,13 +229,22 @@ class SwarmOptimizer(Optimizer):
         caught_up = self._runtime.call(self._collaboration.catch_up())
         if caught_up.snapshot is not None:
             uninterrupted(lambda: self._catch_up(caught_up))
-            self._forget()
 
     def _catch_up(self, caught_up: CaughtUp) -> None:
         assert caught_up.snapshot is not None
-        self._replica.load_snapshot(caught_up.snapshot)
-        for mean in caught_up.means:
-            self._replica.apply(mean)
+        try:
+            self._replica.load_snapshot(caught_up.snapshot)
+            for mean in caught_up.means:
+                self._replica.apply(mean)
+            self._forget()
+        finally:
+            self._recover()  # at once: the swarm takes this peer for level already
+
+    def _recover(self) -> None:
+        """If an interrupt or a bad state kept this peer from the step that its record tells, catch up anew."""
+        own = self._collaboration.progress.own
+        if (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
+            self._runtime.call(self._level_with_replica(syncing=True))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -112,7 +112,7 @@ class Replica:
                 self.rule.optimizer.load_state_dict(state["optimizer"])
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # it may be a stranger's
                 self.rule.optimizer.load_state_dict(before)
                 raise StateError(f"the state belongs to another optimizer: {error}") from error
             with torch.no_grad():
@@ -155,7 +155,8 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
     ):
         raise StateError("this is not the state of a collaboration")
     theirs = state["parameters"]
-    fits = isinstance(theirs, list) and [tuple(t.shape) for t in theirs] == [tuple(t.shape) for t in mine]
+    tensors = isinstance(theirs, list) and all(isinstance(t, torch.Tensor) for t in theirs)
+    fits = tensors and [tuple(t.shape) for t in theirs] == [tuple(t.shape) for t in mine]
     if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
         raise StateError(
             f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "

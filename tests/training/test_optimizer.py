@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.replica import Replica
+from colab_swarm.training.state import Snapshot
 from tests.training.toy import (
     join_training,
     joint_reference,
@@ -206,6 +211,61 @@ def test_two_halves_of_a_broken_network_grow_together_again() -> None:
         assert len(sim.network.fired) == 2 and len(results) == 4
         assert any(s.events.recent(StateReceived) for s in sim.swarms.values())
         assert len(lineages(results)) == 1
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens(seed: int) -> None:
+    with cs.simulate(1, network="home", seed=seed) as sim:
+        for name in ("bob", "carol", "dave", "erin"):
+            sim.join(name, listen=False)
+        results = sim.run(lambda swarm: train_freely(swarm, 8))
+    assert len(results) == 5 and len(lineages(results)) == 1
+
+
+def test_a_state_that_cannot_be_loaded_is_told_and_leaves_a_peer_that_catches_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load, refused = Replica.load_snapshot, []
+
+    def once_bad(self: Replica, snapshot: Snapshot) -> None:
+        refused.append(snapshot)
+        if len(refused) == 1:
+            raise StateError("nonsense")
+        load(self, snapshot)
+
+    def train(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
+        if swarm.name == "bob":
+            with pytest.raises(StateError, match="nonsense"):
+                join_training(swarm, model())
+        return train_freely(swarm, 12)
+
+    monkeypatch.setattr(Replica, "load_snapshot", once_bad)
+    with simulation(1) as sim:
+        sim.join("bob", at=2.0)
+        results = sim.run(train)
+    assert len(refused) > 1 and len(lineages(results)) == 1
+
+
+def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_training(swarm, net)
+        for step in range(3):
+            loss_of(net, step).backward()
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step(samples=10)
+            assert optimizer.collaboration.progress.own.step == optimizer.global_step == step + 1
+        return parameters_of(net)
+
+    def interrupted(work: Callable[[], Any]) -> Any:
+        result = work()
+        if work.__qualname__.endswith("_round.<locals>.<lambda>"):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr("colab_swarm.training.optimizer.uninterrupted", interrupted)
+    with simulation(1) as sim:
+        torch.testing.assert_close(sim.run(train)["alice"], joint_reference(3))
 
 
 def test_a_saved_run_goes_on_the_same(tmp_path: Path) -> None:
