@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections import OrderedDict
 
 import ifaddr
@@ -11,6 +12,13 @@ from colab_swarm.net.hello import MAX_ADDRESSES
 from colab_swarm.net.peers import Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
+MAX_ADDRESS_CHARS = 256
+_ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+
+
+def is_address(text: str) -> bool:
+    """Whether this is ``ws://HOST:PORT``; with a path, a stranger could have us call any web server's API."""
+    return len(text) <= MAX_ADDRESS_CHARS and _ADDRESS.fullmatch(text) is not None
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
@@ -33,10 +41,11 @@ class AddressBook:
         self._contacts: OrderedDict[PeerId, Contact] = OrderedDict()
 
     def learn(self, contact: Contact) -> None:
-        """Remember the addresses, before those known already; an empty contact changes nothing."""
+        """Remember the addresses, before those known already; what is none is left out."""
         known = self.find(contact.id).addresses
         if contact.addresses and contact.addresses != known[: len(contact.addresses)]:
-            addresses = tuple(dict.fromkeys(contact.addresses + known))[:MAX_ADDRESSES]
+            usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
+            addresses = tuple(dict.fromkeys((*usable, *known)))[:MAX_ADDRESSES]
             self._contacts[contact.id] = Contact(contact.id, addresses)
         if contact.id in self._contacts:
             self._contacts.move_to_end(contact.id)

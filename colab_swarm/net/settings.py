@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from colab_swarm.net.addresses import is_address
+from colab_swarm.net.hello import MAX_ADDRESSES
+
 MAX_RUN_ID_BYTES = 64
 
 
@@ -49,3 +52,10 @@ class NodeSettings:
     def __post_init__(self) -> None:
         if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
             raise ValueError(f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port} is no port: 1 to 65535, or 0 for a free one")
+        wrong = [address for address in self.announce or () if not is_address(address)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no address: ws://HOST:PORT is expected")
+        if len(self.announce or ()) > MAX_ADDRESSES:
+            raise ValueError(f"{len(self.announce or ())} addresses to announce are over {MAX_ADDRESSES}")

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from colab_swarm.net.addresses import AddressBook, reachable_addresses
 from colab_swarm.net.hello import MAX_ADDRESSES
 from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.settings import NodeSettings
 
 BOB = PeerId(b"b" * 32)
 
@@ -33,3 +36,21 @@ def test_an_empty_contact_changes_nothing_but_the_peers_own_word_does() -> None:
     assert book.find(BOB).addresses == ("ws://own",)
     book.replace(Contact(BOB))
     assert book.find(BOB) == Contact(BOB)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["ws://h:1/shutdown", "ws://me@h:1", "http://h:1", "", "ws://h:1?a", "ws://" + "h" * 300]
+)
+def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
+    book = AddressBook()
+    book.learn(Contact(BOB, (wrong, "wss://[::1]:4500")))
+    assert book.find(BOB).addresses == ("wss://[::1]:4500",)
+    with pytest.raises(ValueError, match="is no address"):
+        NodeSettings(announce=(wrong,))
+
+
+def test_settings_that_no_peer_could_use_are_mistakes() -> None:
+    with pytest.raises(ValueError, match="are over 16"):
+        NodeSettings(announce=tuple(f"ws://h:{port}" for port in range(17)))
+    with pytest.raises(ValueError, match="port=99999"):
+        NodeSettings(port=99999)
