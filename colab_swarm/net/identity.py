@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -18,7 +17,6 @@ def id_of(public_key: bytes) -> PeerId:
     return PeerId(hashlib.sha256(public_key).digest())
 
 
-@lru_cache(maxsize=8192)  # 171 us a signature; a record is read again and again
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """Whether ``signature`` (64 bytes) over ``data`` was made by the owner of ``public_key`` (32 bytes)."""
     try:
@@ -53,8 +51,11 @@ class Identity:
         except FileNotFoundError:
             identity = cls()
             path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            # written aside: no other process ever reads half a key, nor is one left behind by an interrupt
+            aside = path.with_name(f"{path.name}.{identity.id.hex()[:8]}")
+            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(identity._key.private_bytes_raw())
+            aside.replace(path)
             return identity
         if len(seed) != 32:
             found = f"32 bytes expected, {len(seed)} found"
