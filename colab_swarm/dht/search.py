@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from colab_swarm.dht.lookup import Lookup, Patience
 from colab_swarm.dht.messages import FindPeers, FoundPeers
+from colab_swarm.dht.records import ID_BYTES
 from colab_swarm.dht.routing import RoutingTable
 from colab_swarm.dht.settings import DHTSettings
 from colab_swarm.errors import PeerError
@@ -17,6 +19,17 @@ from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, short
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_ADDRESSES = 16
+MAX_ADDRESS_CHARS = 800
+"""Of all addresses in one contact: a reply carries 20 contacts."""
+
+
+def is_sound(contact: Contact) -> bool:
+    """Whether a stranger's contact may be kept and passed on: an id, and not too many addresses."""
+    chars = sum(map(len, contact.addresses))
+    return (
+        len(contact.id) == ID_BYTES and len(contact.addresses) <= MAX_ADDRESSES and chars <= MAX_ADDRESS_CHARS
+    )
 
 
 class Searcher:
@@ -63,13 +76,18 @@ class Searcher:
                 timeout_s = None if wake_at is None else wake_at - now() + 0.001
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
-                    lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
+                    closer = None if query.cancelled() else query.result()
+                    lookup.on_answer(asked.pop(query), closer and self._some_of(closer))
         except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
             raise
         for peer in asked.values():
             lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
+
+    def _some_of(self, closer: Iterable[Contact]) -> list[Contact]:
+        """What an honest answer holds: the sound ones of the first ``bucket_size``."""
+        return [contact for contact in islice(closer, self._settings.bucket_size) if is_sound(contact)]
 
     async def call(self, contact: Contact, message: Message, reply: type[R]) -> R:
         """Call a peer by its contact; how it goes teaches the routing table and our patience."""

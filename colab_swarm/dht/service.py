@@ -28,7 +28,7 @@ import msgspec
 from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
 from colab_swarm.dht.records import ID_BYTES, Inspector, Record, owner_of, write_record
 from colab_swarm.dht.routing import distance
-from colab_swarm.dht.search import Searcher
+from colab_swarm.dht.search import Searcher, is_sound
 from colab_swarm.dht.settings import DHTSettings
 from colab_swarm.dht.storage import Storage
 from colab_swarm.errors import PeerError
@@ -41,8 +41,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 REMEMBERED = 1000
 """Keys whose replicas, and peers whose skews, are remembered."""
-MAX_ADDRESS_CHARS = 800
-"""Of all addresses in one contact: a reply carries 20 contacts."""
 RECORDS_AT_ONCE = 16
 SKEW_S = 60.0
 """Clocks further apart than this are reported."""
@@ -248,7 +246,7 @@ class DHT:
             raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(target)}")
         if asker.id != caller:
             raise Refusal("the asker's contact is not its own")
-        if sum(map(len, asker.addresses)) <= MAX_ADDRESS_CHARS:
+        if is_sound(asker):
             self._peers.learn(asker)
             self._searcher.saw(asker)
         nearest = self.table.nearest(target, self.settings.bucket_size)
