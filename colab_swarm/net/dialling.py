@@ -25,6 +25,7 @@ async def dial_any(addresses: Sequence[str], dial: Callable[[str], Awaitable[T]]
     """
     waiting = list(addresses)
     running: set[asyncio.Future[T]] = set()
+    done: set[asyncio.Future[T]] = set()
     failures: list[PeerError] = []
     try:
         while waiting or running:
@@ -43,7 +44,7 @@ async def dial_any(addresses: Sequence[str], dial: Callable[[str], Awaitable[T]]
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running, *done, return_exceptions=True)  # some may have failed as one succeeded
     kind = next((type(error) for error in failures if isinstance(error, WrongPeer)), PeerUnreachable)
     raise kind("; ".join(map(str, failures)))
 

@@ -23,6 +23,7 @@ from colab_swarm.net.stream import LinkStream, decoder_of
 logger = logging.getLogger(__name__)
 MAX_BACKLOG_BYTES = 64 << 20
 RTT_SAMPLES = 5
+LEAVE_TIMEOUT_S = 30.0
 _TOKEN = struct.Struct("<d")
 
 
@@ -190,9 +191,15 @@ class Link:
     def leave(self) -> None:
         """Take nothing new; close when what runs is done, at both ends."""
         if self.lost is None:
+            if not self.mux.leaving:
+                self.touch()
             self.mux.leave()
             self.flush_soon()
             self.close_if_done()
+
+    def outstays(self, now: float) -> bool:
+        """Whether this end left a quiet link long ago and the peer does not answer that it leaves too."""
+        return self.mux.leaving and self.mux.quiet and now - self.used_at > LEAVE_TIMEOUT_S
 
     def close(self, reason: str) -> None:
         """Send what is queued, then close; calls and streams fail with `PeerLost`."""

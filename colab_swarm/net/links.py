@@ -65,6 +65,10 @@ class LinkTable:
                 return True
         return False
 
+    def full(self, limit: int) -> bool:
+        """Whether no link may be added: of ``limit`` none can be closed, or too many never leave when told to."""
+        return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
+
     def longest_unused(self) -> Link | None:
         """The quiet link that could be closed first."""
         quiet = [link for link in self if link.mux.quiet and not link.leaving]

@@ -10,7 +10,7 @@ from aiohttp import ClientError, web
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.handshake import Greeter
-from colab_swarm.net.websocket import accept
+from colab_swarm.net.websocket import WebSocket, accept
 
 CONNECTING_S = 1.0
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
@@ -42,6 +42,7 @@ class Listener:
         self._http = web.Server(self._upgrade, access_log=None)
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
+        self._greeting = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port.
@@ -93,6 +94,15 @@ class Listener:
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=greeter)
         except (PeerError, TimeoutError, ClientError):  # ClientError: it hung up again
             raise web.HTTPBadRequest(text=NO_BROWSER) from None
+        await self._shake_hands(greeter, websocket, first)
+        await websocket.wait_closed()
+        return response
+
+    async def _shake_hands(self, greeter: Greeter, websocket: WebSocket, first: bytes) -> None:
+        if self._greeting >= self._max_fresh:
+            websocket.close("too many handshakes at once")
+            return
+        self._greeting += 1
         greeter.use(websocket, start=False)
         greeter.on_message(memoryview(first))
         try:
@@ -100,5 +110,5 @@ class Listener:
                 await greeter.link
         except (PeerError, TimeoutError) as error:
             websocket.close(str(error) or "the handshake stalled")
-        await websocket.wait_closed()
-        return response
+        finally:
+            self._greeting -= 1

@@ -316,4 +316,5 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    return _encoder.encode((code, text[:MAX_TEXT_CHARS]))
+    sendable = text[:MAX_TEXT_CHARS].encode(errors="replace").decode()  # a file name may hold surrogates
+    return _encoder.encode((code, sendable))

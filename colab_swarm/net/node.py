@@ -12,7 +12,7 @@ import aiohttp
 
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, PeerJoined, PeerLeft
-from colab_swarm.net.addresses import AddressBook, reachable_addresses
+from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, AddressBook, reachable_addresses
 from colab_swarm.net.budget import RateMeter, TokenBucket
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Traffic
 from colab_swarm.net.clock import SwarmClock
@@ -100,7 +100,7 @@ class Node:
         node = cls(identity, settings, events or EventLog(), key_check=key_check, wall_clock=wall_clock)
         try:
             await node._open()
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             await node.close()
             raise
         return node
@@ -242,6 +242,8 @@ class Node:
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(DIALS):
+                    if self._closing is not None:
+                        break
                     await asyncio.shield(self._await_link(peer))
                     # of two links that come up at once one is left again: take the best when we get to run
                     link = self._links.best(peer)
@@ -298,7 +300,7 @@ class Node:
     def _greet_caller(self) -> Greeter:
         if self._closing is not None:
             raise PeerLost("this peer is closed")
-        if len(self._links) >= self._settings.max_links and self._links.longest_unused() is None:
+        if self._links.full(self._settings.max_links):
             raise PeerLost(f"this peer has {len(self._links)} links, all busy")
         return self._greeter(expected=None)
 
@@ -311,6 +313,8 @@ class Node:
         self._book.replace(contact)
         self._clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
         sent, received = self._meters.setdefault(contact.id, (RateMeter(), RateMeter()))
+        if len(self._meters) > MAX_BOOK_ENTRIES:
+            del self._meters[next(iter(self._meters))]
         per_peer = self._bucket(self._settings.per_peer_upload_bps)
         traffic = Traffic(
             (sent, self._sent), (received, self._received), (*self._upload, *per_peer), self._download
@@ -377,6 +381,8 @@ class Node:
             for link in self._links:
                 if now - link.heard_at > MISSED_KEEP_ALIVES * settings.keep_alive_s:
                     link.abort(f"silent for {now - link.heard_at:.0f} s")
+                elif link.outstays(now):
+                    link.close("no longer needed")
                 elif link.mux.quiet and now - link.used_at > settings.idle_link_s and self._can_redial(link):
                     link.leave()
                 else:

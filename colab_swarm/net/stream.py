@@ -141,6 +141,9 @@ class LinkStream:
         if self._discarding:
             self._link.consumed(self.id, item_cost(message, payload))
             return
+        if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
+            # a slice keeps its whole packet alive, of which the credit counts nothing
+            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
         self._inbox.append((message, payload))
         self._wake()
 

@@ -29,6 +29,8 @@ SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
 MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
+LINGER_S = 10.0
+"""How long a closed connection may take to send what is queued."""
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _POLICY_VIOLATION = 1008
@@ -110,9 +112,10 @@ class WebSocket(asyncio.BufferedProtocol):
         self.response: aiohttp.ClientResponse | None = None
         self._transport, self._scratch, self._client = transport, scratch, client
         self._rest = b""
-        self._fragments = b""
+        self._fragments = bytearray()
         self._fragmented = False
         self._reason = ""
+        self._linger: asyncio.TimerHandle | None = None
         self._closed = asyncio.get_running_loop().create_future()
         self._previous = transport.get_protocol()
         transport.set_protocol(self)
@@ -149,6 +152,7 @@ class WebSocket(asyncio.BufferedProtocol):
                 _CLOSE, _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
             )
             self._transport.close()
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def abort(self, reason: str = "") -> None:
         """Close at once, dropping what is queued."""
@@ -205,7 +209,7 @@ class WebSocket(asyncio.BufferedProtocol):
         if len(self._fragments) > MAX_MESSAGE_BYTES:
             raise ProtocolError("a fragmented WebSocket message is oversized")
         if final:
-            whole, self._fragments = self._fragments, b""
+            whole, self._fragments = self._fragments, bytearray()
             self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
@@ -229,6 +233,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._previous.connection_lost(exc)
         if self.response is not None:
             self.response.close()
+        if self._linger is not None:
+            self._linger.cancel()
         if not self._closed.done():
             self._closed.set_result(None)
         self.receiver.on_lost(self._reason or (str(exc) if exc else "") or "the connection closed")
