@@ -16,6 +16,7 @@ from colab_swarm.events import RoundFinished, StateReceived, StepFinished
 from colab_swarm.swarm import PeerOptions, Swarm, create, join
 
 Tell = Callable[..., None]
+MAX_HOURS = 24 * 365
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
     backbone = commands.add_parser("backbone", help="begin a run and stay: the peer that everybody can reach")
     backbone.add_argument("name", help="of the run")
-    backbone.add_argument("--hours", type=float, default=24.0, help="life of the invitation")
+    backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
     backbone.set_defaults(run=_backbone)
 
     peer = commands.add_parser("peer", help="join a run and train")
@@ -77,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _hours(text: str) -> float:
+    hours = float(text)
+    if not 0 < hours <= MAX_HOURS:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most {MAX_HOURS}")
+    return hours
 
 
 def _options(options: argparse.Namespace) -> PeerOptions:
