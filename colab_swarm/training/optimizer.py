@@ -139,15 +139,16 @@ class SwarmOptimizer(Optimizer):
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint (parameters, optimizer, scheduler, step, lineage) to a file, or into a folder that keeps
-        the last few.
+        the last few. Any thread may; a step that is due waits for it.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
         """
-        if isinstance(target, CheckpointFolder):
-            target.save(self.global_step, self._replica.state())
-        else:
-            save_checkpoint(target, self._replica.state())
+        with self._replica.still():
+            if isinstance(target, CheckpointFolder):
+                target.save(self.global_step, self._replica.state())
+            else:
+                save_checkpoint(target, self._replica.state())
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Go on from a checkpoint, of a folder the latest that can be read; if the swarm is further, its state is

@@ -88,6 +88,10 @@ class Replica:
             self.step += 1
             self.lineage = lineage
 
+    def still(self) -> threading.Lock:
+        """Enter it, and no update is applied until you leave."""
+        return self._lock
+
     def state(self) -> dict[str, Any]:
         """Everything that makes training go on the same, tensors shared with the live ones."""
         scheduler = self.rule.scheduler

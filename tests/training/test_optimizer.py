@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.lamb import Lamb
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.state import Snapshot
@@ -287,6 +289,32 @@ def test_a_saved_run_goes_on_the_same(tmp_path: Path) -> None:
         interrupted.swarms["alice"].name = "bob"
         straight, resumed = uninterrupted.run(train)["alice"], interrupted.run(train)["alice"]
     assert torch.equal(straight, resumed)
+
+
+def test_an_update_waits_until_a_save_by_another_thread_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow_save(path: Path, state: dict[str, Any]) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        save_checkpoint(path, state)
+
+    def train(swarm: Swarm) -> None:
+        optimizer = join_training(swarm, net := model())
+        saver = threading.Thread(target=optimizer.save, args=(tmp_path / "saved",))
+        saver.start()
+        assert writing.wait(10)
+        loss_of(net, 0).backward()
+        threading.Timer(0.1, go_on.set).start()
+        optimizer.step(samples=10)
+        saver.join()
+        assert load_checkpoint(tmp_path / "saved")["step"] == 0 and optimizer.global_step == 1
+
+    monkeypatch.setattr("colab_swarm.training.optimizer.save_checkpoint", slow_save)
+    with simulation(1) as sim:
+        sim.run(train)
 
 
 def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path: Path) -> None:
