@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
+MAX_TASKS = 2048
 
 
 class Answers:
@@ -40,6 +41,7 @@ class Answers:
     def on_call(self, id: int, opening: memoryview) -> None:
         """The peer calls."""
         try:
+            self._require_room()
             handler, message = self._call_services.find(opening)
         except Unserved as error:
             self._link.mux.fail(id, error.code, str(error))
@@ -49,6 +51,7 @@ class Answers:
     def on_open(self, stream: LinkStream, opening: memoryview) -> None:
         """The peer opens a stream."""
         try:
+            self._require_room()
             handler, message = self._stream_services.find(opening)
         except Unserved as error:
             self._link.mux.reset(stream.id, error.code, str(error))
@@ -64,6 +67,11 @@ class Answers:
         """There is nobody left to answer."""
         for task in self._calls.values():
             task.cancel()
+
+    def _require_room(self) -> None:
+        """What the peer gave up it may begin anew, while the handler of the old still runs."""
+        if len(self.tasks) >= MAX_TASKS:
+            raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
 
     def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self._link.touch()

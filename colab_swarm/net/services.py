@@ -27,7 +27,7 @@ class Unserved(Exception):
     """No handler can take this opening.
 
     Attributes:
-        code: ``unknown`` or ``invalid``, as in `CallRefused`.
+        code: ``unknown``, ``invalid`` or ``busy``, as in `CallRefused`.
     """
 
     def __init__(self, code: str, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.messages import FindValue, FoundValue, Store, Stored
+from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
 from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
@@ -190,6 +190,37 @@ def test_nobody_enters_a_table_under_anothers_name() -> None:
         return caught.value.code
 
     assert run_virtual(main()) == "refused"
+
+
+def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
+    async def main() -> bool:
+        _, (alice, bob) = await swarm(2)
+        alice.dht.table.failed(bob.peers.id)
+        alice.dht.table.failed(bob.peers.id)
+        endless = FindValue(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
+        await bob.peers.call(alice.peers.id, endless, FoundValue, timeout_s=5)
+        return bob.peers.id in alice.dht.table
+
+    assert not run_virtual(main())
+
+
+def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
+    async def main() -> tuple[int, int]:
+        _, (alice, mallory) = await swarm(2)
+        lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://nobody",)) for i in range(3000))
+        asked: list[PeerId] = []
+
+        async def lie(caller: PeerId, message: FindPeers) -> FoundPeers:
+            asked.append(caller)
+            return FoundPeers((Contact(PeerId(b"short"), ("sim://x",)), *lies))
+
+        mallory.peers.unserve(FindPeers)
+        mallory.peers.serve(FindPeers, lie)
+        lookup = await alice.dht._searcher.find_near(bytes(32), width=20)
+        return len(asked), lookup.calls
+
+    asked, calls = run_virtual(main())
+    assert asked == 1 and calls <= 22
 
 
 def test_a_key_of_a_wrong_length_is_refused() -> None:
