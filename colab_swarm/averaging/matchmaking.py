@@ -66,6 +66,7 @@ class Matchmaker:
         self._settings = settings or GatheringSettings()
         self._groups: dict[tuple[int, bytes], Group] = {}
         self._leading: dict[int, _Leading] = {}
+        self._barred: set[PeerId] = set()  # they rank the same next time, and would stop the swarm
         peers.serve(JoinRound, self._serve_join)
         peers.serve(RoundCall, self._serve_call)
 
@@ -105,13 +106,20 @@ class Matchmaker:
     def _rank(self, step: int, candidates: Sequence[PeerId]) -> list[PeerId]:
         """Candidates that can be dialled, in order, this peer included if it can; alone if nobody can."""
         me = self._peers.contact
-        reachable = [peer for peer in candidates if peer != me.id and self._peers.contact_of(peer).addresses]
+        others = set(candidates) - self._barred - {me.id}
+        reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
         return rank(self._prefix, step, [*reachable, me.id] if me.addresses or not reachable else reachable)
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
         """Join at ``organizer`` or where it points; None if there is no group to be had from it."""
         try:
             joined = await self._join_at(organizer, ticket)
+            if joined.group is not None:
+                joined.group.check()
+        except ValueError as error:
+            logger.warning("%s sent a group that is none, and is passed over: %s", short(organizer), error)
+            self._barred.add(organizer)
+            return None
         except PeerError as error:
             logger.debug("organizer %s of step %d is out: %s", short(organizer), ticket.step, error)
             return None
@@ -140,10 +148,6 @@ class Matchmaker:
         return await self._peers.call(peer, message, Coming, timeout_s=self._settings.call_timeout_s)
 
     def _accept(self, group: Group, ticket: Ticket) -> Group:
-        try:
-            group.check()
-        except ValueError as error:
-            raise RoundRefused("invalid", f"the organizer sent a group that is none: {error}") from error
         me = group.index_of(self._peers.id)
         if me is None:
             raise RoundRefused("late", f"the group of step {ticket.step} was formed without us")
@@ -242,7 +246,12 @@ class Matchmaker:
             dialable = bool(self._peers.contact_of(peer).addresses)
             (gathering.on_declined if dialable else gathering.on_silent)(peer)
         else:
-            self._on_answer(leading, peer, answer)
+            try:
+                if answer.group is not None:
+                    answer.group.check()
+                self._on_answer(leading, peer, answer)
+            except ValueError:  # nothing that others would bar this organizer for is handed on
+                gathering.on_declined(peer)
         leading.changed.set()
 
     def _on_answer(self, leading: _Leading, peer: PeerId, answer: Coming) -> None:
@@ -250,7 +259,7 @@ class Matchmaker:
         group = answer.group
         if group is not None and (group.step, group.lineage) == (terms.step, terms.lineage):
             leading.elsewhere = group
-        elif answer.ready_in_s is None:
+        elif answer.ready_in_s is None or peer in self._barred:
             leading.gathering.on_declined(peer)
         elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
             leading.elsewhere = contact

@@ -129,6 +129,23 @@ def test_alone_a_peer_is_its_own_group() -> None:
     in_town(1, script, clients=1)
 
 
+def test_an_organizer_that_sends_a_group_that_is_none_is_passed_over() -> None:
+    async def script(town: Town) -> None:
+        liar, *honest = town.trainers
+
+        async def answer(_peer: PeerId, message: JoinRound) -> Joined:
+            asked.append(message)
+            return Joined(Group(b"short", 7, b"lineage", (), 100))
+
+        asked: list[JoinRound] = []
+        liar.peers.unserve(JoinRound)
+        liar.peers.serve(JoinRound, answer)
+        groups = await asyncio.gather(*(trainer.join() for trainer in honest))
+        assert asked and groups[0] == groups[1] and len(groups[0].members) == 2
+
+    in_town(3, script)
+
+
 def test_a_dead_organizer_is_passed_over() -> None:
     async def script(town: Town) -> None:
         first, *others = town.trainers
