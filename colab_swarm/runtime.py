@@ -55,7 +55,7 @@ class Runtime:
 
         Raises:
             RuntimeError: called from the runtime thread itself, where waiting would never end.
-            KeyboardInterrupt: the user interrupted; the coroutine is cancelled and has ended.
+            KeyboardInterrupt: the user interrupted; the coroutine is being cancelled.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
