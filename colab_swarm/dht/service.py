@@ -202,7 +202,7 @@ class DHT:
         _remember(self._replicas, key, lookup.nearest(width))
         refused = {text for refusals in taken for text in refusals if text}
         if refused:
-            logger.warning("records were refused: %s", "; ".join(sorted(refused)))
+            logger.info("records were refused: %s", "; ".join(sorted(refused)))
         return sum(not any(refusals) for refusals in taken)
 
     async def _ask_store(
