@@ -217,15 +217,18 @@ class Collaboration:
     async def average(self, values: Values, weight: float) -> RoundResult | None:
         """Take part in the round of the own step; ``values`` becomes the mean. None: the round went on without us."""
         self._at_work_since = None  # whoever calls us finds us ready
+        self._applying = True  # a faster member may call the next round before our last mean is here
+        stepping = False
         try:
             result = await self._round(self.progress.own, values, weight)
-            self._applying = any(member.weight for member in result.group.members)
+            stepping = any(member.weight for member in result.group.members)
             return result
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
             await self.refresh()
             return None
         finally:
+            self._applying = stepping
             self._at_work_since = self._now()
 
     async def _round(self, own: ProgressRecord, values: Values, weight: float) -> RoundResult:

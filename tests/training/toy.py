@@ -62,7 +62,9 @@ def train_own_rows(
 ) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once, and waits for the others; begins when all are there."""
     net = model()
-    optimizer = join_training(swarm, net)
+    optimizer = join_training(
+        swarm, net, matchmaking_s=20.0
+    )  # everybody's rows are needed, however busy the machine
     wait_for_peers(swarm, optimizer, len(ROWS))
     meet()
     rows = ROWS[swarm.name]
