@@ -6,10 +6,14 @@ SwarmError
 │   ├── PeerLost          the link broke, or the stream was reset, before the talk was over
 │   ├── PeerTimeout       the peer did not answer in time (also a TimeoutError)
 │   ├── WrongPeer         somebody else answered at the peer's address
+│   ├── NotAdmitted       a peer of the run, but without a valid membership
 │   ├── CallRefused       the peer answered with an error: unknown message, limit, refusal, fault in its handler
 │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
 ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
 ├── JoinError             no peer named in the invitation could be reached
+├── TermsError            the platform's terms may forbid what was asked for, and nobody said to have read them
+├── SecretError           a token or password is needed and was found nowhere
+├── TunnelError           a tunnel could not be opened
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
@@ -40,6 +44,10 @@ class WrongPeer(PeerError):
     """Somebody else answered at the peer's address."""
 
 
+class NotAdmitted(PeerError):
+    """The peer has no membership of the run, or one that has expired or was revoked."""
+
+
 class CallRefused(PeerError):
     """The peer answered with an error.
 
@@ -63,6 +71,18 @@ class InviteError(SwarmError, ValueError):
 
 class JoinError(SwarmError, ConnectionError):
     """No peer named in the invitation could be reached; the text says what was tried."""
+
+
+class TermsError(SwarmError):
+    """The platform's terms may forbid this, and the user has not said to have read them."""
+
+
+class SecretError(SwarmError, LookupError):
+    """A token or password is needed and was found nowhere; the text says where it was sought and how to set it."""
+
+
+class TunnelError(SwarmError, ConnectionError):
+    """A tunnel could not be opened; the text says why and what to do."""
 
 
 class StateError(SwarmError):

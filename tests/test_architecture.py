@@ -18,6 +18,7 @@ LAYERS = [
     {"sim"},
     {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
     {"swarm", "simulation"},
+    {"diagnosis"},
     {"cli", "demo", "bench", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
