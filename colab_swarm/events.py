@@ -86,6 +86,22 @@ class BatchDropped(Event):
 
 
 @dataclass(frozen=True)
+class TunnelChanged(Event):
+    """The tunnel is open at ``address``, or lost if that is None; ``reason`` says why."""
+
+    address: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class QuotaWarning(Event):
+    """``used_bytes`` went out since the tunnel opened, of the ``quota_bytes`` that its plan carries a month."""
+
+    used_bytes: float
+    quota_bytes: float
+
+
+@dataclass(frozen=True)
 class Fault(Event):
     """Something of ours failed and was contained: ``where`` names the door, ``text`` the error."""
 

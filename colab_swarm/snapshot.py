@@ -10,9 +10,11 @@ from colab_swarm.events import (
     Fault,
     PeerJoined,
     PeerLeft,
+    QuotaWarning,
     RoundFinished,
     StateReceived,
     StepFinished,
+    TunnelChanged,
 )
 
 
@@ -91,6 +93,12 @@ def describe(event: Event) -> str:
             return f"state of step {step}: {size / 1e6:.1f} MB from {givers}"
         case BatchDropped(reason=reason):
             return f"batch dropped: {reason}"
+        case TunnelChanged(address=None, reason=reason):
+            return f"tunnel lost: {reason}"
+        case TunnelChanged(address=address):
+            return f"tunnel open at {address}"
+        case QuotaWarning(used_bytes=used, quota_bytes=quota):
+            return f"tunnel: {used / 1e6:.0f} MB sent, {used / quota:.0%} of the plan's {quota / 1e6:.0f} MB a month"
         case Fault(where=where, text=text):
             return f"fault in {where}: {text}"
         case _:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events", "snapshot", "runtime"},
+    {"errors", "events", "snapshot", "runtime", "credentials"},
     {"tensors", "net"},
     {"dht"},
     {"averaging", "moe", "workunits"},
