@@ -5,20 +5,72 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import ifaddr
 
 from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.peers import CIRCUIT, Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
+_ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+_LOCAL = [
+    ipaddress.ip_network(network)
+    for network in (
+        *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16", "127.0.0.0/8"),
+        *("fc00::/7", "fe80::/10", "::1/128"),
+    )
+]
+
+
+class Circuit(NamedTuple):
+    """A way to a peer through a relay: the relay, with the one address to dial it at."""
+
+    relay: Contact
+
+    @classmethod
+    def parse(cls, address: str) -> Circuit | None:
+        """The circuit that an address names; None if it names none."""
+        entry, found, relay = address.partition(CIRCUIT)
+        if not (found and _ADDRESS.fullmatch(entry) and _ID.fullmatch(relay)):
+            return None
+        return cls(Contact(PeerId(bytes.fromhex(relay)), (entry,)))
+
+    def __str__(self) -> str:
+        return f"{self.relay.addresses[0]}{CIRCUIT}{self.relay.id.hex()}"
 
 
 def is_address(text: str) -> bool:
-    """Whether this is ``ws://HOST:PORT``; with a path, a stranger could have us call any web server's API."""
-    return len(text) <= MAX_ADDRESS_CHARS and _ADDRESS.fullmatch(text) is not None
+    """Whether this is ``ws://HOST:PORT``, or a circuit through a relay there.
+
+    With any other path, a stranger could have us call any web server's API.
+    """
+    if len(text) > MAX_ADDRESS_CHARS:
+        return False
+    return _ADDRESS.fullmatch(text) is not None or Circuit.parse(text) is not None
+
+
+def host_of(address: str) -> str:
+    """The host in ``ws://HOST:PORT``, without brackets."""
+    return urlsplit(address).hostname or ""
+
+
+def is_local(host: str) -> bool:
+    """Whether this is an IP address of the machine itself, a home or office network, or a carrier's NAT."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return any(ip in network for network in _LOCAL)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address of the machine itself."""
+    return host == "::1" or host.removeprefix("::ffff:").startswith("127.")
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:

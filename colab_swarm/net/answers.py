@@ -42,7 +42,7 @@ class Answers:
         """The peer calls."""
         try:
             self._require_room()
-            handler, message = self._call_services.find(opening)
+            handler, message = self._call_services.find(opening, self._link.remote.role)
         except Unserved as error:
             self._link.mux.fail(id, error.code, str(error))
         else:
@@ -52,7 +52,7 @@ class Answers:
         """The peer opens a stream."""
         try:
             self._require_room()
-            handler, message = self._stream_services.find(opening)
+            handler, message = self._stream_services.find(opening, self._link.remote.role)
         except Unserved as error:
             self._link.mux.reset(stream.id, error.code, str(error))
         else:

@@ -4,9 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from colab_swarm.net.budget import RateMeter, TokenBucket
+from colab_swarm.net.peers import Contact, PeerId, Role, short
+
+HostPort = tuple[str, int]
+
+
+class Way(StrEnum):
+    """How a link reaches the other end."""
+
+    DIRECT = "direct"
+    PUNCHED = "punched"
+    TUNNEL = "tunnel"
+    RELAYED = "relayed"
+
+
+@dataclass(frozen=True)
+class Path:
+    """How a link reaches the other end.
+
+    Attributes:
+        way: of the four.
+        relay: who relays, if it is relayed.
+        local, remote: IP address and port of both ends of the TCP connection, None in memory.
+        address: the dial address that worked, empty where this end did not dial.
+    """
+
+    way: Way = Way.DIRECT
+    relay: PeerId | None = None
+    local: HostPort | None = None
+    remote: HostPort | None = None
+    address: str = ""
+
+    def __str__(self) -> str:
+        return self.way.value if self.relay is None else f"{self.way.value} by {short(self.relay)}"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Who is at the other end of a link, what it may do, and how it is reached.
+
+    Attributes:
+        contact: its id, and where it says it can be dialled.
+        public_key: Ed25519, 32 bytes.
+        membership: what it showed, and shows now if that was renewed.
+        role: what that makes it.
+        path: how it is reached.
+    """
+
+    contact: Contact
+    public_key: bytes = b""
+    membership: bytes = b""
+    role: Role = Role.WORKER
+    path: Path = Path()
 
 
 class Receiver(Protocol):

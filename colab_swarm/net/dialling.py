@@ -11,7 +11,7 @@ import aiohttp
 from colab_swarm.errors import PeerError, PeerUnreachable, WrongPeer
 from colab_swarm.net.handshake import Greeter
 from colab_swarm.net.link import Link
-from colab_swarm.net.websocket import WebSocket, dial
+from colab_swarm.net.websocket import WebSocket
 
 STAGGER_S = 0.25
 T = TypeVar("T")
@@ -50,27 +50,32 @@ async def dial_any(addresses: Sequence[str], dial: Callable[[str], Awaitable[T]]
 
 
 async def introduce(
-    session: aiohttp.ClientSession, address: str, greeter: Greeter, *, scratch: memoryview, timeout_s: float
+    connect: Callable[[], Awaitable[WebSocket]],
+    greeter: Greeter,
+    *,
+    timeout_s: float,
+    name: str,
+    start: bool = True,
 ) -> Link:
-    """Dial one address and shake hands.
+    """Connect and shake hands; ``start`` for the end that begins, ``name`` tells the way in error texts.
 
     Raises:
         PeerUnreachable: nobody answers there, or not in time.
         PeerLost: refused; the text says why.
-        WrongPeer, ProtocolError: somebody else answers, or garbage.
+        WrongPeer, NotAdmitted, ProtocolError: somebody else answers, or a stranger, or garbage.
     """
     websocket: WebSocket | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            websocket = await dial(session, address, scratch=scratch, receiver=greeter)
-            greeter.use(websocket, start=True)
+            websocket = await connect()
+            greeter.use(websocket, start=start)
             return await greeter.link
     except TimeoutError:
-        raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
+        raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
     except PeerError:
         raise
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerUnreachable(f"{address}: {error}") from error
+        raise PeerUnreachable(f"{name}: {error}") from error
     finally:
-        if websocket is not None and (greeter.link.cancelled() or greeter.link.exception() is not None):
+        if websocket is not None and (not greeter.link.done() or greeter.link.exception() is not None):
             websocket.abort("the handshake failed")

@@ -20,13 +20,14 @@ from typing import Annotated
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from colab_swarm.errors import ProtocolError, WrongPeer
+from colab_swarm.errors import NotAdmitted, ProtocolError, WrongPeer
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.noise import Handshake, Keys
-from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, short
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, short
 
 VERSION = 1
 MAX_ADDRESSES = 16
+MAX_MEMBERSHIP_BYTES = 2048
 _DOMAIN = b"colab_swarm hello"
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -39,12 +40,14 @@ class Hello(Message, frozen=True):
         signature: by that key, 64 bytes.
         addresses: where this peer can be dialled; none in client mode.
         time: its wall clock, seconds since the epoch.
+        membership: what `Admission.admit` checks; empty if it has none.
     """
 
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     time: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+    membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)] = b""
 
 
 def describe_run(run_id: str) -> str:
@@ -58,10 +61,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class Introduced:
-    """A finished handshake: who the peer is, where it listens, its clock when it spoke, and the keys."""
+    """A finished handshake: who the peer is, where it listens, what it may do, and the keys.
+
+    ``time`` is its clock when it spoke.
+    """
 
     contact: Contact
     public_key: bytes
+    membership: bytes
+    role: Role
     time: float
     keys: Keys
 
@@ -74,7 +82,8 @@ class Introduction:
         addresses: where this end can be dialled.
         run_id: the run both ends must be of.
         expected: the id the dialled peer must have; None if this end was dialled.
-        admits: whether a peer with this public key may link; None admits everybody.
+        membership: what this end shows.
+        admit: the role of a peer by its public key and membership; raises `NotAdmitted`.
     """
 
     def __init__(
@@ -84,10 +93,11 @@ class Introduction:
         addresses: tuple[str, ...],
         run_id: str,
         expected: PeerId | None,
-        admits: Callable[[bytes], bool] | None = None,
+        membership: bytes = b"",
+        admit: Callable[[bytes, bytes], Role] = lambda public_key, membership: Role.WORKER,
     ) -> None:
         self._identity, self._addresses, self._run_id = identity, addresses, run_id
-        self._expected, self._admits = expected, admits
+        self._expected, self._membership, self._admit = expected, membership, admit
         self._static = X25519PrivateKey.generate()
         prologue = f"colab_swarm {VERSION} {run_id}".encode()
         self._digest = sha256(prologue).digest()
@@ -104,7 +114,8 @@ class Introduction:
 
         Raises:
             ProtocolError: another run or version, or garbled.
-            WrongPeer: not the expected peer, or not admitted.
+            WrongPeer: not the expected peer.
+            NotAdmitted: it may not link.
         """
         before = self._noise.hash
         payload = self._noise.read(message)
@@ -113,9 +124,19 @@ class Introduction:
             self._greeted = True
             return self._write_hello(wall_time)
         hello = self._check_hello(payload, before)
+        try:
+            role = self._admit(hello.public_key, hello.membership)
+        except NotAdmitted as error:
+            raise NotAdmitted(f"not admitted: {error}") from error
         answer = None if self._noise.finished else self._write_hello(wall_time)
-        contact = Contact(id_of(hello.public_key), hello.addresses)
-        self.result = Introduced(contact, hello.public_key, hello.time, self._noise.split())
+        self.result = Introduced(
+            Contact(id_of(hello.public_key), hello.addresses),
+            hello.public_key,
+            hello.membership,
+            role,
+            hello.time,
+            self._noise.split(),
+        )
         return answer
 
     def _check_run(self, digest: bytes) -> None:
@@ -125,7 +146,7 @@ class Introduction:
     def _write_hello(self, wall_time: float) -> bytes:
         public = self._static.public_key().public_bytes_raw()
         signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
-        hello = Hello(self._identity.public_key, signature, self._addresses, wall_time)
+        hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
         return self._noise.write(_encoder.encode(hello))
 
     def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
@@ -140,6 +161,4 @@ class Introduction:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
         if self._expected is not None and peer != self._expected:
             raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
-        if self._admits is not None and not self._admits(hello.public_key):
-            raise WrongPeer(f"peer {short(peer)} is not admitted")
         return hello

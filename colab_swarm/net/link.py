@@ -13,10 +13,10 @@ from functools import partial
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog
 from colab_swarm.net.answers import Answers
-from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Traffic
+from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Remote, Traffic
 from colab_swarm.net.frames import Frame, Kind
 from colab_swarm.net.mux import Failure, Mux, encode_opening
-from colab_swarm.net.peers import UNDECODABLE, Buffer, Contact, Message, PeerId, R, short
+from colab_swarm.net.peers import UNDECODABLE, Buffer, Message, PeerId, R, short
 from colab_swarm.net.services import Services
 from colab_swarm.net.stream import LinkStream, decoder_of
 
@@ -31,7 +31,7 @@ class Link:
     """One link. Lives from the end of the handshake until ``on_lost``.
 
     Args:
-        contact: the peer, and where it listens.
+        remote: who is at the other end.
         carrier, cipher: how bytes travel and are sealed.
         dialled: whether this end opened the link.
         services: calls and streams this end answers, one registry each.
@@ -42,7 +42,7 @@ class Link:
 
     def __init__(
         self,
-        contact: Contact,
+        remote: Remote,
         *,
         carrier: Carrier,
         cipher: Cipher,
@@ -52,8 +52,8 @@ class Link:
         limits: LinkLimits,
         events: EventLog,
     ) -> None:
-        self.contact, self.dialled = contact, dialled
-        self.peer: PeerId = contact.id
+        self.remote, self.dialled = remote, dialled
+        self.peer: PeerId = remote.contact.id
         self.mux = Mux(initiator=dialled, max_streams=limits.max_streams, max_calls=limits.max_calls)
         self._carrier, self._cipher, self._traffic, self._limits = carrier, cipher, traffic, limits
         self._loop = asyncio.get_running_loop()
@@ -72,7 +72,8 @@ class Link:
 
     def __repr__(self) -> str:
         state = repr(self.mux) if self.lost is None else f"lost: {self.lost}"
-        return f"Link({short(self.peer)}, {'dialled' if self.dialled else 'accepted'}, {state})"
+        how = f"{self.remote.path}, {'dialled' if self.dialled else 'accepted'}"
+        return f"Link({short(self.peer)}, {how}, {state})"
 
     @property
     def leaving(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from colab_swarm.net.carrier import Way
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import PeerId
 
@@ -12,6 +13,9 @@ SIMULTANEOUS_S = 10.0
 
 class LinkTable:
     """Links by peer.
+
+    A link through a relay is only used while there is no other: both ends leave it as soon as they have a better
+    one, and it ends when its calls and streams are over, so nothing is lost in the change.
 
     When both ends dial at once there are two links for a moment. Both ends choose the one that the peer with
     the smaller id dialled, and leave the other, which ends when its calls and streams are over. A link that
@@ -45,6 +49,7 @@ class LinkTable:
         usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
         if len(usable) < 2:
             return usable[0] if usable else None
+        usable = [link for link in usable if not _relayed(link)] or usable
         newest = max(link.opened_at for link in usable)
         rivals = [link for link in usable if newest - link.opened_at < SIMULTANEOUS_S]
         return max(rivals, key=lambda link: (link.dialled == (self._own < peer), link.opened_at))
@@ -73,3 +78,7 @@ class LinkTable:
         """The quiet link that could be closed first."""
         quiet = [link for link in self if link.mux.quiet and not link.leaving]
         return min(quiet, key=lambda link: link.used_at, default=None)
+
+
+def _relayed(link: Link) -> bool:
+    return link.remote.path.way is Way.RELAYED

@@ -35,7 +35,12 @@ class Listener:
     """
 
     def __init__(
-        self, greet: Callable[[], Greeter], *, scratch: memoryview, timeout_s: float, max_fresh: int
+        self,
+        greet: Callable[[web.BaseRequest], Greeter],
+        *,
+        scratch: memoryview,
+        timeout_s: float,
+        max_fresh: int,
     ) -> None:
         self._greet, self._scratch, self._timeout_s, self._max_fresh = greet, scratch, timeout_s, max_fresh
         self._loop = asyncio.get_running_loop()
@@ -86,7 +91,7 @@ class Listener:
         if request.headers.get("Upgrade", "").lower() != "websocket":
             return web.Response(text=NO_BROWSER, status=426)
         try:
-            greeter = self._greet()
+            greeter = self._greet(request)
         except PeerError as error:
             return web.Response(status=503, reason=str(error))
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, NewType, Protocol, Self, TypeAlias, TypeVar
 
@@ -40,11 +41,39 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""
 
 
+class Role(IntEnum):
+    """What a peer may do; each role may do what those before it may."""
+
+    GUEST = 0
+    """Ask the authority for a membership, and nothing else."""
+    VIEWER = 1
+    """Look things up, watch, download the model."""
+    REDUCER = 2
+    """Store records, take part in rounds without contributing, relay."""
+    WORKER = 3
+    """Contribute gradients."""
+    AUTHORITY = 4
+    """Admit others."""
+
+
+CIRCUIT = "/relay/"
+"""What an address through a relay has before the relay's id; see `colab_swarm.net.addresses.Circuit`."""
+
+
 class Contact(Message, frozen=True):
-    """A peer's id and dial addresses like ``ws://203.0.113.7:4500``; none if it cannot be dialled."""
+    """A peer's id and dial addresses, the best first; none if it cannot be dialled.
+
+    Direct ones look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a relay like
+    ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
+    """
 
     id: PeerId
     addresses: tuple[str, ...] = ()
+
+    @property
+    def direct(self) -> bool:
+        """Whether there is an address that needs no relay."""
+        return not all(CIRCUIT in address for address in self.addresses)
 
 
 M = TypeVar("M", bound=Message)
@@ -160,11 +189,22 @@ class Peers(Protocol):
             receive.
         """
 
-    def serve(self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]]) -> None:
-        """Answer calls of type ``kind`` with ``await handler(peer, message)``."""
+    def serve(
+        self,
+        kind: type[M],
+        handler: Callable[[PeerId, M], Awaitable[Message]],
+        *,
+        role: Role = Role.VIEWER,
+    ) -> None:
+        """Answer calls of type ``kind`` by peers of ``role`` or above with ``await handler(peer, message)``."""
 
-    def serve_stream(self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]]) -> None:
+    def serve_stream(
+        self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
+    ) -> None:
         """Run ``await handler(opening, stream)`` for each stream opened with ``kind``; it owns the stream."""
+
+    def role_of(self, peer: PeerId) -> Role:
+        """What the peer may do, by the membership it showed on its link; ``GUEST`` without a link."""
 
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""

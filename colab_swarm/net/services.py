@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from colab_swarm.net.mux import Opening
-from colab_swarm.net.peers import UNDECODABLE, Message
+from colab_swarm.net.peers import UNDECODABLE, Message, Role
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
@@ -17,17 +17,18 @@ _opening_decoder = msgspec.msgpack.Decoder(Opening)
 
 @dataclass(frozen=True)
 class Service:
-    """A handler, and the decoder of the message it takes."""
+    """A handler, the decoder of the message it takes, and the least role that it serves."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     handler: Handler
+    role: Role
 
 
 class Unserved(Exception):
     """No handler can take this opening.
 
     Attributes:
-        code: ``unknown``, ``invalid`` or ``busy``, as in `CallRefused`.
+        code: ``unknown``, ``invalid``, ``refused`` or ``busy``, as in `CallRefused`.
     """
 
     def __init__(self, code: str, text: str) -> None:
@@ -41,31 +42,36 @@ class Services:
     def __init__(self) -> None:
         self._by_name: dict[str, Service] = {}
 
-    def add(self, kind: type[Message], handler: Handler) -> None:
-        """Answer messages of ``kind``.
+    def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
+        """Answer messages of ``kind`` by peers of ``role`` or above.
 
         Raises:
             ValueError: they are answered already.
         """
         if kind.__name__ in self._by_name:
             raise ValueError(f"{kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = Service(msgspec.msgpack.Decoder(kind), handler)
+        self._by_name[kind.__name__] = Service(msgspec.msgpack.Decoder(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
         self._by_name.pop(kind.__name__, None)
 
-    def find(self, encoded: memoryview) -> tuple[Handler, Any]:
-        """The handler that takes an encoded `Opening`, and the decoded message in it.
+    def find(self, encoded: memoryview, role: Role) -> tuple[Handler, Any]:
+        """The handler that takes an encoded `Opening` of a peer of this role, and the decoded message in it.
 
         Raises:
-            Unserved: nobody serves it, or it does not decode.
+            Unserved: nobody serves it, or not to this role, or it does not decode.
         """
         try:
             opening = _opening_decoder.decode(encoded)
             service = self._by_name.get(opening.name)
             if service is None:
                 raise Unserved("unknown", f"{opening.name[:100]} is not served here")
+            if role < service.role:
+                needed = f"{opening.name} needs the role {service.role.name.lower()}"
+                raise Unserved(
+                    "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
+                )
             return service.handler, service.decoder.decode(opening.body)
         except UNDECODABLE as error:
             raise Unserved("invalid", f"undecodable message: {error}") from error

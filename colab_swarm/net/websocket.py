@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp import web
 
 from colab_swarm.errors import PeerLost, ProtocolError
-from colab_swarm.net.carrier import Receiver
+from colab_swarm.net.carrier import HostPort, Receiver
 
 SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
@@ -121,6 +121,13 @@ class WebSocket(asyncio.BufferedProtocol):
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         transport.resume_reading()
+
+    @property
+    def ends(self) -> tuple[HostPort | None, HostPort | None]:
+        """IP address and port of this end and of the other."""
+        info = self._transport.get_extra_info
+        here, there = info("sockname"), info("peername")
+        return here and (here[0], here[1]), there and (there[0], there[1])
 
     @property
     def backlog_bytes(self) -> int:
@@ -255,6 +262,7 @@ async def dial(
         "Connection": "Upgrade",
         "Sec-WebSocket-Version": "13",
         "Sec-WebSocket-Key": key,
+        "ngrok-skip-browser-warning": "1",  # else ngrok's free plan may answer with a page for people
     }
     url = "http" + address.removeprefix("ws")
     response = await session.get(url, headers=headers, allow_redirects=False)

@@ -19,7 +19,7 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Stream, short
+from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
 from colab_swarm.sim.link import Connection, Link
 from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.sim.stream import SimStream, decode, encode
@@ -141,13 +141,25 @@ class SimPeers:
             len(rtts),
         )
 
-    def serve(self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]]) -> None:
+    def serve(
+        self,
+        kind: type[M],
+        handler: Callable[[PeerId, M], Awaitable[Message]],
+        *,
+        role: Role = Role.VIEWER,
+    ) -> None:
         """Answer calls of type ``kind``."""
         self._calls[kind.__name__] = kind, handler
 
-    def serve_stream(self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]]) -> None:
+    def serve_stream(
+        self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
+    ) -> None:
         """Run the handler for each stream opened with ``kind``."""
         self._streams[kind.__name__] = kind, handler
+
+    def role_of(self, peer: PeerId) -> Role:
+        """A simulated run is open: everybody is a worker."""
+        return Role.WORKER
 
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""

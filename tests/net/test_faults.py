@@ -37,7 +37,7 @@ def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # type: 
         async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
             reasons: list[str] = []
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (link,) = bob._links.of(alice.id)
+            (link,) = bob.linker.table.of(alice.id)
             bob.on_lost(lambda peer: reasons.append(link.lost or ""))
             proxy.meddle = meddle
             with pytest.raises(PeerLost):
@@ -57,7 +57,7 @@ def test_a_truncated_message_is_never_delivered() -> None:
             proxy.meddle = lambda data: (sent.append(len(data)), data[:-1])[1]
             with pytest.raises(PeerTimeout):
                 await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
-            assert sent and "serving=0" in repr(bob._links.of(alice.id))
+            assert sent and "serving=0" in repr(bob.linker.table.of(alice.id))
 
     run(main())
 
@@ -162,7 +162,7 @@ def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
         async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), proxied(alice, bob) as proxy:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             reasons: list[str] = []
-            (link,) = alice._links.of(bob.id)
+            (link,) = alice.linker.table.of(bob.id)
             alice.on_lost(lambda peer: reasons.append(link.lost or ""))
             proxy.freeze()
             with pytest.raises(PeerLost, match="silent"):

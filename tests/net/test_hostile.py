@@ -30,7 +30,7 @@ def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(Talk, keep)
             stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-            (link,) = alice._links.of(bob.id)
+            (link,) = alice.linker.table.of(bob.id)
             link.mux._queue.append(encode(Kind.PONG, 0, bytes(100_000)))
             await stream.send(Piece(1), b"12345678")
             await until(lambda: bool(kept))
@@ -43,7 +43,7 @@ def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
     async def main() -> None:
         async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (near,), (far,) = bob._links.of(alice.id), alice._links.of(bob.id)
+            (near,), (far,) = bob.linker.table.of(alice.id), alice.linker.table.of(bob.id)
             far.leave = lambda: None  # type: ignore[method-assign]
             near.leave()
             await until(lambda: far.mux.peer_leaving)
@@ -63,7 +63,7 @@ def test_links_that_never_leave_are_bounded() -> None:
                 caller.learn(alice.contact)
                 try:
                     await caller.call(alice.id, Echo(), Echo, timeout_s=5)
-                    (link,) = caller._links.of(alice.id)
+                    (link,) = caller.linker.table.of(alice.id)
                     link.leave = lambda: None  # type: ignore[method-assign]
                     outcomes.append("linked")
                 except PeerError as error:
@@ -149,7 +149,7 @@ def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyP
                 (await alice.stream(bob.id, Talk(), timeout_s=5)).reset()
             with pytest.raises(CallRefused, match="handlers still run"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (link,) = bob._links.of(alice.id)
+            (link,) = bob.linker.table.of(alice.id)
             assert len(link.tasks()) == 3
             release.set()
             await until(lambda: not link.tasks())

@@ -7,10 +7,31 @@ from dataclasses import replace
 
 import pytest
 
-from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable, ProtocolError, WrongPeer
+from colab_swarm.errors import (
+    CallRefused,
+    NotAdmitted,
+    PeerLost,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WrongPeer,
+)
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.net.peers import Contact, Message, PeerId, Refusal
+from colab_swarm.net.admission import OpenAdmission
+from colab_swarm.net.peers import Contact, Message, PeerId, Refusal, Role
 from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, run, silence, start, until
+
+
+class Without(OpenAdmission):
+    """Admits everybody but one."""
+
+    def __init__(self, public_key: bytes) -> None:
+        self.barred = {public_key}
+
+    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        if public_key in self.barred:
+            raise NotAdmitted("you are on the list")
+        return super().admit(public_key, membership, now=now)
 
 
 def test_a_call_is_answered() -> None:
@@ -150,14 +171,51 @@ def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
 
 def test_a_key_that_is_not_admitted_gets_no_link() -> None:
     async def main() -> None:
-        bob = await start("bob", key_check=lambda key: key != identity("alice").public_key)
+        bob = await start("bob", admission=Without(identity("alice").public_key))
         bob.serve(Echo, echo)
         async with peers("alice", "carol") as (alice, carol):
             alice.learn(bob.contact)
             carol.learn(bob.contact)
-            with pytest.raises((PeerLost, PeerUnreachable), match="not admitted"):
+            with pytest.raises((PeerLost, PeerUnreachable), match="not admitted: you are on the list"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             assert await carol.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+        await bob.close()
+
+    run(main())
+
+
+def test_a_peer_that_is_no_longer_admitted_is_put_out() -> None:
+    async def main() -> None:
+        door = Without(b"")
+        bob = await start("bob", admission=door)
+        bob.serve(Echo, echo)
+        async with peers("alice") as (alice,):
+            alice.learn(bob.contact)
+            assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+            door.barred.add(alice.public_key)
+            bob.linker.recheck()
+            assert bob.linked() == frozenset()
+            await until(lambda: not alice.linked())
+        await bob.close()
+
+    run(main())
+
+
+def test_a_role_is_refused_what_it_may_not() -> None:
+    class Viewers(OpenAdmission):
+        def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+            return Role.WORKER if membership == b"renewed" else Role.VIEWER
+
+    async def main() -> None:
+        bob = await start("bob", admission=Viewers())
+        bob.serve(Echo, echo, role=Role.WORKER)
+        async with peers("alice") as (alice,):
+            alice.learn(bob.contact)
+            with pytest.raises(CallRefused, match="needs the role worker; yours is viewer") as refused:
+                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            assert refused.value.code == "refused" and bob.role_of(alice.id) is Role.VIEWER
+            assert bob.linker.readmit(alice.id, b"renewed") is Role.WORKER
+            assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
         await bob.close()
 
     run(main())
@@ -298,7 +356,7 @@ def test_a_busy_peer_refuses_more_links() -> None:
             carol.learn(bob.contact)
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
-            await until(lambda: "serving=1" in repr(bob._links.of(alice.id)))
+            await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
             with pytest.raises(PeerUnreachable, match="all busy"):
                 await carol.call(bob.id, Echo(), Echo, timeout_s=5)
             call.cancel()
@@ -313,7 +371,7 @@ def test_close_wakes_those_who_wait_for_a_link_and_refuses_new_calls() -> None:
             async with silence() as address:
                 alice.learn(Contact(bob, (address,)))
                 call = asyncio.create_task(alice.call(bob, Echo(), Echo, timeout_s=10))
-                await until(lambda: bob in alice._awaited)
+                await until(lambda: bob in alice.linker._awaited)
                 await alice.close()
             for late in (call, alice.call(bob, Echo(), Echo, timeout_s=10)):
                 with pytest.raises(PeerLost, match="closed"):

@@ -202,7 +202,7 @@ def test_an_undecodable_item_resets_the_stream() -> None:
                 await stream.receive(Piece)
             with pytest.raises(PeerLost):
                 await stream.send(Piece(0))
-            await until(lambda: "streams=0" in repr(bob._links.of(alice.id)))
+            await until(lambda: "streams=0" in repr(bob.linker.table.of(alice.id)))
 
     run(main())
 
@@ -218,7 +218,7 @@ def test_what_a_finished_handler_did_not_read_does_not_block_the_sender() -> Non
                 for index in range(100):
                     await stream.send(Piece(index), bytes(1 << 16))
                 assert (await stream.receive(Piece))[0].index == 7
-            await until(lambda: "streams=0" in repr(alice._links.of(bob.id)))
+            await until(lambda: "streams=0" in repr(alice.linker.table.of(bob.id)))
 
     run(main())
 

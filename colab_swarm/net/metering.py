@@ -1,0 +1,49 @@
+"""A node's traffic: meters for each peer and in all, and the budgets that all links share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
+from colab_swarm.net.budget import RateMeter, TokenBucket
+from colab_swarm.net.carrier import Traffic
+from colab_swarm.net.link import Link
+from colab_swarm.net.peers import LinkStatistics, PeerId
+from colab_swarm.net.settings import NodeSettings
+
+
+class Metering:
+    """Counts what goes over a node's links, and bounds it."""
+
+    def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._per_peer_upload_bps = settings.per_peer_upload_bps
+        self._upload, self._download = self._bucket(settings.upload_bps), self._bucket(settings.download_bps)
+        self._sent, self._received = RateMeter(), RateMeter()
+        self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
+
+    def traffic(self, peer: PeerId) -> Traffic:
+        """Where a new link to the peer counts."""
+        sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
+        if len(self._by_peer) > MAX_BOOK_ENTRIES:
+            del self._by_peer[next(iter(self._by_peer))]
+        upload = (*self._upload, *self._bucket(self._per_peer_upload_bps))
+        return Traffic((sent, self._sent), (received, self._received), upload, self._download)
+
+    def statistics(self, peer: PeerId | None, links: Sequence[Link]) -> LinkStatistics:
+        """Of one peer, or of all; ``links`` are those open now."""
+        totals = self._sent, self._received
+        sent, received = totals if peer is None else self._by_peer.get(peer, (RateMeter(), RateMeter()))
+        rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
+        return LinkStatistics(
+            sent_bytes=sent.total_bytes,
+            received_bytes=received.total_bytes,
+            rtt_s=statistics.median(rtts_s) if rtts_s else None,
+            upload_bps=sent.peak_bps,
+            download_bps=received.peak_bps,
+            links=len(links),
+        )
+
+    def _bucket(self, rate_bps: float | None) -> tuple[TokenBucket, ...]:
+        return () if rate_bps is None else (TokenBucket(rate_bps, self._clock()),)
