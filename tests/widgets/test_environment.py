@@ -5,7 +5,22 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from colab_swarm.widgets.environment import has_frontend, in_colab, in_kaggle, in_notebook
+from colab_swarm.errors import TermsError
+from colab_swarm.widgets.environment import (
+    BINDER,
+    COLAB,
+    JUPYTER,
+    KAGGLE,
+    PLAIN,
+    VS_CODE,
+    Platform,
+    has_frontend,
+    in_colab,
+    in_kaggle,
+    in_notebook,
+    platform,
+    require_terms,
+)
 
 
 @pytest.fixture
@@ -41,3 +56,39 @@ def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None
 def test_colab_is_known_by_its_release_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     assert in_colab()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, JUPYTER),
+        ({"VSCODE_PID": "7"}, VS_CODE),
+        ({"BINDER_SERVICE_HOST": "10.0.0.1"}, BINDER),
+        ({"COLAB_RELEASE_TAG": "release-colab"}, COLAB),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "base image"}, KAGGLE),
+    ],
+)
+def test_each_platform_is_known_by_its_environment(
+    kernel: pytest.MonkeyPatch, variables: dict[str, str], expected: Platform
+) -> None:
+    for name, value in variables.items():
+        kernel.setenv(name, value)
+    assert platform() is expected
+
+
+def test_a_script_is_a_platform_without_terms() -> None:
+    assert platform() is PLAIN
+    require_terms(False)
+
+
+def test_colab_wants_the_terms_read_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
+    with pytest.raises(TermsError, match=r"i_have_read_the_terms=True"):
+        require_terms(False)
+    require_terms(True)
+
+
+def test_kaggle_says_how_to_switch_the_internet_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    assert "switch Internet on" in platform().internet_help
+    require_terms(False)

@@ -1,0 +1,159 @@
+"""The speed test tells what the network can do, and cannot be used to load a peer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
+from colab_swarm.net.peers import UNDECODABLE, Stream
+from colab_swarm.net.speed import (
+    MAX_SIZE_BYTES,
+    PAUSE_S,
+    Beat,
+    Burst,
+    MeasureSpeed,
+    Speed,
+    SpeedTests,
+    Took,
+    _absorb,
+    measure,
+)
+from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
+from tests.net import swarm as real
+
+SLOW_UP = NetworkProfile("slow up", latency_s=0.05, hosts=(HostProfile(8e6, 80e6),))
+
+
+def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPeers]:
+    """Alice and bob; bob answers tests."""
+    network = SimNetwork(profile, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob", host_profile=HostProfile())
+    network.introduce()
+    SpeedTests(bob)
+    return network, alice, bob
+
+
+def test_the_speeds_of_a_known_line_are_found() -> None:
+    async def main() -> Speed:
+        _, alice, bob = pair()
+        return await measure(alice, bob.id, size_bytes=2 << 20)
+
+    speed = run_virtual(main())
+    assert speed.upload_bps == pytest.approx(8e6, rel=0.1)
+    assert speed.download_bps == pytest.approx(80e6, rel=0.1)
+    assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_slow_line_ends_the_test_by_time_and_not_by_size() -> None:
+    async def main() -> float:
+        _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
+        await measure(alice, bob.id, size_bytes=MAX_SIZE_BYTES, timeout_s=30)
+        return virtual_time()
+
+    assert run_virtual(main()) < 5
+
+
+def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
+    async def main() -> None:
+        _, alice, bob = pair()
+        await measure(alice, bob.id, size_bytes=1000)
+        with pytest.raises(CallRefused, match="wait a moment"):
+            await measure(alice, bob.id, size_bytes=1000)
+        await asyncio.sleep(PAUSE_S)
+        await measure(alice, bob.id, size_bytes=1000)
+
+    run_virtual(main())
+
+
+def test_two_peers_are_not_tested_at_once() -> None:
+    async def main() -> list[Speed | BaseException]:
+        network, alice, bob = pair()
+        carol = network.peer("carol")
+        network.introduce()
+        both = (measure(each, bob.id) for each in (alice, carol))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    first, second = run_virtual(main())
+    assert isinstance(first, Speed)
+    assert isinstance(second, CallRefused)
+
+
+def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
+    async def main() -> None:
+        network, alice, bob = pair()
+        with pytest.raises(CallRefused):
+            await measure(bob, alice.id)
+        carol = network.peer("carol")
+        network.introduce()
+
+        async def silent(opening: MeasureSpeed, stream: Stream) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        carol.serve_stream(MeasureSpeed, silent)
+        with pytest.raises(PeerTimeout, match="did not end in 2 s"):
+            await measure(alice, carol.id, timeout_s=2)
+
+    run_virtual(main())
+
+
+def test_a_peer_that_vanishes_amid_the_test_is_lost_and_the_next_test_goes_on() -> None:
+    async def main() -> None:
+        network, alice, bob = pair()
+        network.at(0.5).crash("alice")
+        with pytest.raises(PeerError):
+            await measure(alice, bob.id)
+        assert network.fired
+        carol = network.peer("carol")
+        network.introduce()
+        await measure(carol, bob.id, size_bytes=1000)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("burst_bytes", [100, 1 << 40, -1])
+def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
+    async def main() -> None:
+        network, alice, _ = pair()
+        carol = network.peer("carol")
+        network.introduce()
+
+        async def flood(opening: MeasureSpeed, stream: Stream) -> None:
+            await stream.send(Burst(burst_bytes))
+            await stream.send(Beat(), bytes(2000))
+
+        carol.serve_stream(MeasureSpeed, flood)
+        async with await alice.stream(carol.id, MeasureSpeed(1000), timeout_s=5) as stream:
+            with pytest.raises(ProtocolError, match="more than was agreed"):
+                await _absorb(stream, 1000)
+
+    run_virtual(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=40) | st.builds(lambda *v: msgspec.msgpack.encode(v), st.integers(), st.floats()))
+def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
+    for kind in (MeasureSpeed, Took):
+        try:
+            made = msgspec.msgpack.decode(body, type=kind)
+        except UNDECODABLE:
+            continue
+        if isinstance(made, Took):
+            assert made.seconds >= 0
+        else:
+            assert 0 < made.size_bytes <= MAX_SIZE_BYTES
+
+
+def test_real_peers_on_loopback_measure_each_other() -> None:
+    async def main() -> None:
+        async with real.peers("alice", "bob") as (alice, bob):
+            SpeedTests(bob)
+            speed = await measure(alice, bob.id, size_bytes=1 << 20)
+            assert min(speed.upload_bps, speed.download_bps) > 1e6
+            assert 0 < speed.rtt_s < 5
+
+    real.run(main())
