@@ -1,0 +1,217 @@
+"""One run of ngrok's agent, driven by pyngrok: https://HOST on its edge leads to a local port.
+
+pyngrok knows an agent by the path of its binary. Each agent gets a path of its own (a link in a directory
+that is gone again once the agent runs), so the user's own pyngrok tunnels and ours leave each other alone;
+so does its configuration, which holds the token: on the command line everybody on the machine could read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from colab_swarm.errors import TunnelError
+from colab_swarm.net.guardian import Guardian
+
+if TYPE_CHECKING:
+    from pyngrok.process import NgrokProcess
+
+AGENT_LOG = logging.getLogger("pyngrok.process.ngrok")
+HIDDEN = "(hidden)"
+OPEN_TIMEOUT_S = 60.0
+"""For all of it; the first time ever, that is a download of 10 MB."""
+API_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 5.0
+NO_INTERNET = (
+    "ngrok cannot be reached from here: check the internet connection (on Kaggle: Settings, Internet on)"
+)
+_TOKEN = (
+    "get your token at https://dashboard.ngrok.com/get-started/your-authtoken and keep it as the secret "
+    "NGROK_AUTHTOKEN (Colab: the key icon on the left; Kaggle: Add-ons, Secrets; elsewhere: an environment "
+    "variable)"
+)
+_SPENT = "the month's data volume of your ngrok plan is used up: take a relay or tunnel='cloudflared' instead"
+_TOO_MANY = (
+    "your ngrok account runs as many agents or tunnels as its plan allows: stop another one "
+    "(https://dashboard.ngrok.com/agents), perhaps in a notebook you forgot"
+)
+_OUTDATED = "ngrok's agent is too old: delete the file so that a new one is downloaded, or run `ngrok update`"
+ADVICE = {
+    "105": f"this is no ngrok token: {_TOKEN}",
+    "106": f"ngrok does not know this token: {_TOKEN}",
+    "107": f"ngrok does not accept this token (mistyped, or reset): {_TOKEN}",
+    "108": _TOO_MANY,
+    "120": _OUTDATED,
+    "121": _OUTDATED,
+    "324": _TOO_MANY,
+    "334": "your ngrok address is in use by another agent: stop the notebook that ran before, and try again",
+    "720": _SPENT,
+    "725": _SPENT,
+    "726": _SPENT,
+    "727": "the month's requests of your ngrok plan are used up: take a relay or tunnel='cloudflared' instead",
+    "734": "too many requests in a minute for your ngrok plan: it works again in a minute",
+    "4018": f"ngrok needs an account (free) and its token: {_TOKEN}",
+    "4027": _SPENT,
+    "8013": "ngrok wants a card on file for TCP tunnels, even free ones: use the http tunnel, which needs none",
+}
+"""What to do, by the number of ngrok's error code (https://ngrok.com/docs/errors)."""
+_OFFLINE = re.compile(
+    r"dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable", re.I
+)
+
+
+def explain(text: str) -> str:
+    """What ngrok or pyngrok said, in one sentence with the fix."""
+    code = re.search(r"ERR_NGROK_(\d+)", text)
+    if code is not None:
+        advice = ADVICE.get(code[1], f"see https://ngrok.com/docs/errors/err_ngrok_{code[1]}")
+        return f"{advice} (ERR_NGROK_{code[1]})" if code[1] in ADVICE else f"ngrok: {text[:300]}; {advice}"
+    return f"{NO_INTERNET} ({text[:300]})" if _OFFLINE.search(text) else f"ngrok: {text[:300]}"
+
+
+class NgrokAgent:
+    """A running agent. Make it with `open`; ``address`` is where it can be reached."""
+
+    def __init__(self, port: int, auth_token: str, binary: str | None) -> None:
+        self.address = ""
+        self._port, self._auth_token, self._binary = port, auth_token, binary
+        self._path = ""
+        self._process: NgrokProcess | None = None
+        self._guardian: Guardian | None = None
+        self._given_up = False
+
+    @classmethod
+    async def open(cls, port: int, *, auth_token: str | None, binary: str | None) -> NgrokAgent:
+        """Start the agent and open a tunnel to the local port.
+
+        Args:
+            port: on 127.0.0.1.
+            auth_token: of an ngrok account.
+            binary: path of the agent; None takes pyngrok's, which it downloads if there is none.
+
+        Raises:
+            TunnelError: the text says why and what to do.
+        """
+        if not auth_token:
+            raise TunnelError(explain("ERR_NGROK_4018"))
+        if binary is not None and not os.path.exists(binary):
+            raise TunnelError(f"there is no ngrok agent at {binary}: leave it out to have one downloaded")
+        agent = cls(port, auth_token, binary)
+        starting = asyncio.create_task(asyncio.to_thread(agent._start))
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await asyncio.shield(starting)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            await agent._give_up(starting)
+            if isinstance(error, TimeoutError):
+                raise TunnelError(f"no tunnel after {OPEN_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
+            raise
+        return agent
+
+    def alive(self) -> bool:
+        """Whether the agent's process runs."""
+        return self._process is not None and self._process.proc.poll() is None
+
+    async def answers(self) -> bool:
+        """Whether the agent's local API answers."""
+        assert self._process is not None
+        timeout = aiohttp.ClientTimeout(total=API_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{self._process.api_url}/api/tunnels"),
+            ):
+                return True
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def close(self) -> None:
+        """Stop the agent; returns when its process is gone. Idempotent."""
+        await asyncio.to_thread(self._stop)
+
+    def _start(self) -> None:
+        """Blocking: download if need be, start, open the tunnel. All in one thread, as pyngrok has no other way."""
+        try:
+            from pyngrok.exception import PyngrokError
+        except ImportError:
+            raise TunnelError("tunnel='ngrok' needs pyngrok: pip install pyngrok") from None
+        AGENT_LOG.addFilter(self._redact)
+        try:
+            with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
+                self._connect(Path(private))
+        except (PyngrokError, OSError) as error:
+            self._stop()
+            # not chained: pyngrok's errors hold the agent's log
+            raise TunnelError(explain(str(error).replace(self._auth_token, HIDDEN))) from None
+        if self._given_up:
+            self._stop()
+
+    def _connect(self, private: Path) -> None:
+        from pyngrok import conf, ngrok, process
+
+        config = conf.PyngrokConfig(ngrok_path=self._binary, start_new_session=True)
+        config.auth_token = None  # whatever is set here goes on the command line
+        config.config_path = _write_config(private, config.config_version, self._auth_token)
+        ngrok.install_ngrok(config)
+        if self._given_up:
+            return
+        config.ngrok_path = self._path = _link(Path(config.ngrok_path), private)
+        tunnel = ngrok.connect(f"http://127.0.0.1:{self._port}", "http", pyngrok_config=config)
+        self._process = process.get_process(config)
+        self._guardian = Guardian(self._process.proc.pid)
+        self.address = "ws" + (tunnel.public_url or "").removeprefix("http")
+
+    async def _give_up(self, starting: asyncio.Task[None]) -> None:
+        """Have the starting thread end soon: pyngrok reads the agent's log without a limit in time."""
+        from pyngrok import process
+
+        self._given_up = True
+        started = process._current_processes.get(self._path)  # its public verbs wait for the starting thread
+        if started is not None:
+            started.proc.kill()
+        done, _ = await asyncio.wait([starting], timeout=STOP_TIMEOUT_S)
+        for task in done:
+            task.exception()
+        if not done:
+            starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
+
+    def _stop(self) -> None:
+        from pyngrok import process
+
+        process.kill_process(self._path)
+        if self._guardian is not None:
+            self._guardian.release()
+        AGENT_LOG.removeFilter(self._redact)
+
+    def _redact(self, record: logging.LogRecord) -> bool:
+        """Hide the token: the agent repeats one it refuses, and pyngrok logs that as an error for all to see."""
+        record.msg = str(record.msg).replace(self._auth_token, HIDDEN)
+        return True
+
+
+def _write_config(private: Path, version: str, auth_token: str) -> str:
+    """The agent's configuration (YAML, of which JSON is a part), in the dialect that pyngrok reads."""
+    path = private / "ngrok.yml"
+    secret: dict[str, Any] = {"authtoken": str(auth_token)}
+    path.touch(mode=0o600)
+    path.write_text(json.dumps({"version": version, **({"agent": secret} if version == "3" else secret)}))
+    return str(path)
+
+
+def _link(binary: Path, private: Path) -> str:
+    """Another path of the binary."""
+    path = private / binary.name
+    try:
+        path.symlink_to(binary.absolute())
+    except OSError:  # Windows allows links to administrators only
+        shutil.copy2(binary, path)
+    return str(path)
