@@ -13,6 +13,8 @@ from colab_swarm.net.handshake import Greeter
 from colab_swarm.net.websocket import WebSocket, accept
 
 CONNECTING_S = 1.0
+TICKET = b"colab_swarm circuit "
+"""How a connection to a relay begins that is half of a circuit."""
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 
 
@@ -32,6 +34,9 @@ class Listener:
         scratch: memory to receive into.
         timeout_s: for a connection to become a link; it is aborted afterwards.
         max_fresh: connections that have not become a link; more are refused.
+
+    Attributes:
+        on_ticket: takes connections whose first message begins with `TICKET`; None where nothing is relayed.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
         self._greeting = 0
+        self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port.
@@ -99,7 +105,10 @@ class Listener:
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=greeter)
         except (PeerError, TimeoutError, ClientError):  # ClientError: it hung up again
             raise web.HTTPBadRequest(text=NO_BROWSER) from None
-        await self._shake_hands(greeter, websocket, first)
+        if self.on_ticket is not None and first.startswith(TICKET):
+            self.on_ticket(first, websocket)  # at once: what comes next is not for the greeter
+        else:
+            await self._shake_hands(greeter, websocket, first)
         await websocket.wait_closed()
         return response
 

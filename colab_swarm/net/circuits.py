@@ -1,0 +1,265 @@
+"""A peer's use of relays: reaching others through them, and being reached.
+
+`Circuits` keeps places at a few relays, the nearest ones, and finds others when one dies; see `relay` for the
+talk with each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
+from colab_swarm.net.addresses import Circuit
+from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
+from colab_swarm.net.listener import TICKET
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, PeerId, Refusal, short
+from colab_swarm.net.relay import (
+    Accepted,
+    CircuitOffer,
+    CircuitTicket,
+    OpenCircuit,
+    Reserve,
+    Reserved,
+)
+from colab_swarm.net.websocket import WebSocket
+
+logger = logging.getLogger(__name__)
+PLACES = 2
+LOOK_EVERY_S = 30.0
+CALL_TIMEOUT_S = 5.0
+CANDIDATES = 8
+ENTRIES = 2
+"""Addresses of one relay that are told to others."""
+RETRY_S = 1.0
+NEARER = 0.7
+"""A relay takes the place of another if its round trip is shorter by this factor: no change for nothing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place at a relay until loop time ``until``.
+
+    ``addresses`` are how others reach this peer through it, ``seen_at`` where the relay sees this peer.
+    """
+
+    addresses: tuple[str, ...]
+    seen_at: HostPort
+    until: float
+
+
+def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PLACES) -> list[PeerId]:
+    """The relays to have a place at, nearest first: those held count as nearer than they are.
+
+    Args:
+        rtts_s: measured round trips to the relays that are alive.
+        held: where this peer has a place now.
+    """
+    held = set(held)
+    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (NEARER if id in held else 1.0), id))[:places]
+
+
+class Circuits:
+    """Lets a node dial through relays at once and, after `start`, be dialled through them.
+
+    Args:
+        candidates: relays of the run that this peer knows, in any order.
+        on_change: called when the places have changed.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        candidates: Callable[[], Awaitable[list[Contact]]],
+        on_change: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        self._node, self._candidates, self._on_change, self._rng = node, candidates, on_change, rng
+        self._loop = asyncio.get_running_loop()
+        self._look = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self.places: dict[PeerId, Place] = {}
+        node.linker.open_circuit = self._open
+        node.serve(CircuitOffer, self._on_offer)
+        self._stop_listening = node.on_lost(self._on_lost)
+
+    def start(self) -> None:
+        """Look for relays and keep places at the nearest."""
+        if self._keeping is None:
+            self._keeping = self._node.linker.spawn(self._keep())
+
+    def stop(self) -> None:
+        """Give up all places."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+        self._forget(list(self.places))
+
+    def close(self) -> None:
+        """Use relays no more."""
+        self.stop()
+        self._stop_listening()
+        self._node.linker.open_circuit = None
+        self._node.unserve(CircuitOffer)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """How others reach this peer through the relays."""
+        return tuple(address for place in self.places.values() for address in place.addresses)
+
+    # --- reaching others ------------------------------------------------------------------------------------
+
+    async def _open(self, relay: Contact, peer: PeerId, receiver: Receiver) -> WebSocket:
+        """A connection to ``peer`` through the relay.
+
+        Raises:
+            PeerError: the relay cannot be reached, does not know the peer, or has no room.
+        """
+        self._node.learn(relay)
+        ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
+        gate = _Gate(receiver)
+        websocket = await self._show(relay.id, ticket.token, gate)
+        gate.websocket = websocket
+        try:
+            await gate.opened
+        except BaseException:
+            websocket.abort("no circuit")
+            raise
+        return websocket
+
+    async def _show(self, relay: PeerId, token: bytes, receiver: Receiver) -> WebSocket:
+        """Connect to the relay, where the link to it goes, and show a ticket."""
+        websocket = await self._node.linker.connect(self._entries(relay)[0], receiver)
+        websocket.send_bytes(TICKET + token)
+        return websocket
+
+    def _entries(self, relay: PeerId) -> list[str]:
+        """Addresses of the relay, the one that this peer has a link to first.
+
+        Raises:
+            PeerUnreachable: none is known.
+        """
+        path = self._node.path_to(relay)
+        known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
+        direct = [address for address in dict.fromkeys(known) if address and Circuit.parse(address) is None]
+        if not direct:
+            raise PeerUnreachable(f"no address of relay {short(relay)} is known")
+        return direct
+
+    # --- being reached --------------------------------------------------------------------------------------
+
+    async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Accepted:
+        if relay not in self.places:
+            raise Refusal("this peer holds no place with you")
+        self._node.linker.spawn(self._accept(relay, offer))
+        return Accepted()
+
+    async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
+        path = Path(Way.RELAYED, relay=relay)
+        try:
+            await self._node.linker.greet(
+                lambda receiver: self._show(relay, offer.token, receiver), expected=None, path=path
+            )
+        except PeerError as error:
+            logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
+
+    async def _keep(self) -> None:
+        while True:
+            began = self._loop.time()
+            self._look.clear()
+            await self._renew()
+            nearest = choose(await self._survey(), self.places)
+            for relay in nearest:
+                if relay not in self.places:
+                    await self._reserve(relay)
+            if len(self.places) > PLACES:
+                self._forget([relay for relay in self.places if relay not in nearest])
+            wait_s = LOOK_EVERY_S if self.places else RETRY_S
+            try:
+                async with asyncio.timeout_at(began + wait_s * self._rng.uniform(0.8, 1.2)):
+                    await self._look.wait()
+            except TimeoutError:
+                pass
+
+    async def _renew(self) -> None:
+        now = self._loop.time()
+        for relay, place in list(self.places.items()):
+            if place.until - now < 2 * LOOK_EVERY_S:
+                await self._reserve(relay)
+
+    async def _survey(self) -> dict[PeerId, float]:
+        """Round trips to relays: those with a place, and a few more as long as places are missing."""
+        known = {contact.id: contact for contact in await self._candidates()}
+        known.pop(self._node.id, None)
+        for contact in known.values():
+            self._node.learn(contact)
+        fresh = [id for id in known if id not in self.places]
+        ids = [*self.places, *self._rng.sample(fresh, min(CANDIDATES, len(fresh)))]
+        rtts = await asyncio.gather(*(self._rtt(id) for id in ids))
+        return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
+
+    async def _rtt(self, relay: PeerId) -> float | None:
+        """The handshake has measured it; None if the relay cannot be reached."""
+        try:
+            await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
+        except PeerError as error:
+            logger.info("relay %s: %s", short(relay), error)
+            return None
+        return self._node.statistics(relay).rtt_s
+
+    async def _reserve(self, relay: PeerId) -> None:
+        try:
+            reserved = await self._node.call(relay, Reserve(), Reserved, timeout_s=CALL_TIMEOUT_S)
+            entries = self._entries(relay)
+        except PeerError as error:
+            logger.info("no place at relay %s: %s", short(relay), error)
+            self._forget([relay])
+            return
+        self._node.linker.pinned.add(relay)
+        # others may have to dial it elsewhere than we do: its own word first
+        theirs = [*entries[1:], entries[0]][:ENTRIES]
+        addresses = tuple(str(Circuit(Contact(relay, (entry,)))) for entry in theirs)
+        before = self.addresses
+        until = self._loop.time() + reserved.seconds
+        self.places[relay] = Place(addresses, (reserved.seen_host, reserved.seen_port), until)
+        if self.addresses != before:
+            self._on_change()
+
+    def _forget(self, relays: list[PeerId]) -> None:
+        gone = [self.places.pop(relay) for relay in relays if relay in self.places]
+        self._node.linker.pinned.difference_update(relays)
+        if gone:
+            self._on_change()
+
+    def _on_lost(self, peer: PeerId) -> None:
+        if peer in self.places:
+            self._forget([peer])
+            self._look.set()
+
+
+class _Gate:
+    """Receives until the relay says that the other end is there; then ``receiver`` does."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.websocket: WebSocket | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, data: memoryview) -> None:
+        """The relay's word; the other end says nothing before we do."""
+        assert self.websocket is not None  # set before the event loop can read
+        self.websocket.receiver = self._receiver
+        if not self.opened.done():
+            self.opened.set_result(None)
+
+    def on_writable(self, writable: bool) -> None:
+        """Nothing is sent yet."""
+
+    def on_lost(self, reason: str) -> None:
+        """The relay hung up."""
+        if not self.opened.done():
+            self.opened.set_exception(PeerLost(reason))

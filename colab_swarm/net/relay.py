@@ -1,0 +1,317 @@
+"""A relay: joins two connections into a circuit and pumps bytes between them, within quotas.
+
+1. A peer that cannot be dialled keeps a link to the relay and asks for a place: `Reserve`.
+2. Whoever wants to reach it asks the relay: `OpenCircuit`. The relay gives a ticket to each end (`CircuitTicket`
+   to the one that asked, `CircuitOffer` to the other).
+3. Both connect to the relay's ordinary port and show their ticket as the first message. When both are there the
+   relay says `GO` to the end that asked, and from then on copies messages unread.
+
+The two ends shake hands and encrypt through the circuit as over any connection, so the relay sees sizes and
+times, and who talks to whom, but no key and no content; and it spends no time on cryptography.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from colab_swarm.errors import PeerError
+from colab_swarm.net.budget import TokenBucket
+from colab_swarm.net.listener import TICKET
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
+from colab_swarm.net.websocket import WebSocket
+
+logger = logging.getLogger(__name__)
+TOKEN_BYTES = 16
+GO = b"go"
+TICKET_S = 15.0
+"""How long the two ends may take to show their tickets."""
+OFFER_TIMEOUT_S = 10.0
+Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
+class Reserve(Message, frozen=True):
+    """Keep a place for me: others may reach me through you."""
+
+
+class Reserved(Message, frozen=True):
+    """A place is kept for ``seconds``, as long as the link stands; ``seen_at`` is where the relay sees the peer."""
+
+    seconds: float
+    seen_host: str
+    seen_port: int
+
+
+class OpenCircuit(Message, frozen=True):
+    """I want to reach ``peer``, which has a place here."""
+
+    peer: Id
+
+
+class CircuitTicket(Message, frozen=True):
+    """Show this at the relay's port."""
+
+    token: Token
+
+
+class CircuitOffer(Message, frozen=True):
+    """``peer`` wants to reach you: show this ticket at my port."""
+
+    peer: Id
+    token: Token
+
+
+class Accepted(Message, frozen=True):
+    """The offer is taken."""
+
+
+@dataclass(frozen=True)
+class RelayQuota:
+    """What a relay gives; None for no bound.
+
+    Attributes:
+        places: peers that may hold a place.
+        circuits, circuits_per_peer: open at once, in all and for one peer.
+        circuit_bytes, circuit_s: one circuit carries so much, for so long; then it is closed.
+        circuit_bps, total_bps: bits per second of one circuit and of all.
+        total_bytes: all circuits together, since the relay began; then it opens no more.
+    """
+
+    places: int = 256
+    circuits: int = 256
+    circuits_per_peer: int = 32
+    circuit_bytes: float | None = None
+    circuit_s: float | None = None
+    circuit_bps: float | None = None
+    total_bps: float | None = None
+    total_bytes: float | None = None
+    place_s: float = 300.0
+
+
+@dataclass(eq=False)
+class Circuit:
+    """One circuit; ``tokens`` are those that have not been shown, with which end they stand for."""
+
+    ends: tuple[PeerId, PeerId]
+    opened_at: float
+    buckets: tuple[TokenBucket, ...]
+    carried_bytes: int = 0
+    tokens: dict[bytes, int] = field(default_factory=dict)
+    sockets: dict[int, WebSocket] = field(default_factory=dict)
+
+
+class Books:
+    """Who holds a place, which circuits there are, what they carried. Pure; illegal moves raise `Refusal`."""
+
+    def __init__(self, quota: RelayQuota, now: float) -> None:
+        self.quota = quota
+        self.places: dict[PeerId, float] = {}
+        self.circuits: set[Circuit] = set()
+        self.carried_bytes = 0
+        self.carried_for: dict[PeerId, int] = {}
+        self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
+
+    def reserve(self, peer: PeerId, now: float) -> None:
+        """Keep a place for the peer, or keep it for longer."""
+        self.places = {one: until for one, until in self.places.items() if until > now}
+        if peer not in self.places and len(self.places) >= self.quota.places:
+            raise Refusal(f"all {self.quota.places} places are taken")
+        self.places[peer] = now + self.quota.place_s
+
+    def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
+        """A circuit between two peers, with a ticket for each end."""
+        quota = self.quota
+        if self.places.get(called, 0.0) <= now:
+            raise Refusal(f"{short(called)} holds no place here")
+        if len(self.circuits) >= quota.circuits:
+            raise Refusal(f"{quota.circuits} circuits are open here")
+        for peer in (caller, called):
+            if sum(peer in circuit.ends for circuit in self.circuits) >= quota.circuits_per_peer:
+                raise Refusal(f"{quota.circuits_per_peer} circuits of {short(peer)} are open here")
+        if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
+            raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
+        own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
+        circuit = Circuit((caller, called), now, (*own, *self._total))
+        circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
+        self.circuits.add(circuit)
+        return circuit
+
+    def find(self, token: bytes) -> tuple[Circuit, int] | None:
+        """The circuit that a ticket is for and the end it stands for; a ticket is good once."""
+        for circuit in self.circuits:
+            if token in circuit.tokens:
+                return circuit, circuit.tokens.pop(token)
+        return None
+
+    def carry(self, circuit: Circuit, size: int, now: float) -> tuple[float, str | None]:
+        """Account for bytes: in how many seconds more may come, and why the circuit must end, if it must."""
+        quota, (caller, called) = self.quota, circuit.ends
+        circuit.carried_bytes += size
+        self.carried_bytes += size
+        for peer in (caller, called):
+            self.carried_for[peer] = self.carried_for.get(peer, 0) + size
+        for bucket in circuit.buckets:
+            bucket.take(size, now)
+        if quota.circuit_bytes is not None and circuit.carried_bytes > quota.circuit_bytes:
+            return 0.0, f"the relay carries {quota.circuit_bytes / 1e6:g} MB per circuit"
+        if quota.total_bytes is not None and self.carried_bytes > quota.total_bytes:
+            return 0.0, f"the relay has carried its {quota.total_bytes / 1e9:g} GB"
+        return max((bucket.delay(now) for bucket in circuit.buckets), default=0.0), None
+
+    def overdue(self, now: float) -> dict[Circuit, str]:
+        """Circuits whose time is up, with the reason."""
+        limit_s = self.quota.circuit_s
+        late = {one: "the other end did not come" for one in self.circuits if self._stalled(one, now)}
+        if limit_s is not None:
+            text = f"the relay keeps a circuit for {limit_s:g} s"
+            late |= {one: text for one in self.circuits if now - one.opened_at > limit_s}
+        return late
+
+    def _stalled(self, circuit: Circuit, now: float) -> bool:
+        return len(circuit.sockets) < 2 and now - circuit.opened_at > TICKET_S
+
+
+class Relay:
+    """Relays for the peers of the run until `close`.
+
+    Args:
+        node: a peer that others can dial.
+        quota: what it gives.
+    """
+
+    def __init__(self, node: Node, quota: RelayQuota = RelayQuota()) -> None:
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self.books = Books(quota, self._loop.time())
+        node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
+        node.serve(OpenCircuit, self._on_open)
+        node.linker.listener.on_ticket = self._on_ticket
+        self._stop_listening = node.on_lost(self._on_lost)
+        self._upkeep = node.linker.spawn(self._expire())
+
+    def close(self) -> None:
+        """End all circuits and relay no more."""
+        self._stop_listening()
+        self._upkeep.cancel()
+        self._node.linker.listener.on_ticket = None
+        self._node.unserve(Reserve)
+        self._node.unserve(OpenCircuit)
+        for circuit in list(self.books.circuits):
+            self.end(circuit, "the relay closed")
+
+    def __repr__(self) -> str:
+        books = self.books
+        return f"Relay({len(books.places)} places, {len(books.circuits)} circuits, {books.carried_bytes / 1e6:.1f} MB)"
+
+    async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
+        path = self._node.path_to(peer)
+        host, port = (path and path.remote) or ("", 0)
+        self.books.reserve(peer, self._loop.time())
+        return Reserved(self.books.quota.place_s, host, port)
+
+    async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
+        called = PeerId(message.peer)
+        if called not in self._node.linked():
+            raise Refusal(f"{short(called)} has no link to this relay")
+        circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
+        mine, theirs = circuit.tokens
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
+        return CircuitTicket(mine)
+
+    async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
+        try:
+            await self._node.call(called, offer, Accepted, timeout_s=OFFER_TIMEOUT_S)
+        except PeerError as error:
+            self.end(circuit, str(error))
+
+    def _on_ticket(self, ticket: bytes, socket: WebSocket) -> None:
+        """A connection showed a ticket; from here on what it receives goes through the circuit."""
+        found = self.books.find(ticket.removeprefix(TICKET))
+        if found is None:
+            socket.close("this ticket is not valid, or no longer")
+            return
+        circuit, end = found
+        pump = socket.receiver = _Pump(self, circuit, socket)
+        circuit.sockets[end] = socket
+        if len(circuit.sockets) == 2:
+            near, far = circuit.sockets[0], circuit.sockets[1]
+            pumps = (near.receiver, far.receiver)
+            assert isinstance(pumps[0], _Pump) and isinstance(pumps[1], _Pump)
+            pumps[0].other, pumps[1].other = pumps[1], pumps[0]
+            near.send_bytes(GO)
+        logger.debug("%s at %s", pump, self)
+
+    def end(self, circuit: Circuit, reason: str) -> None:
+        """Close the circuit, if it is still open."""
+        if circuit in self.books.circuits:
+            self.books.circuits.remove(circuit)
+            for socket in circuit.sockets.values():
+                socket.close(reason)
+
+    def _on_lost(self, peer: PeerId) -> None:
+        self.books.places.pop(peer, None)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for circuit, reason in self.books.overdue(self._loop.time()).items():
+                self.end(circuit, reason)
+
+
+class _Pump:
+    """Receives at one end of a circuit and sends to the other.
+
+    Reading pauses while the other end's buffer is full, and while a bandwidth quota is used up.
+    """
+
+    def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
+        self._relay, self._circuit, self.socket = relay, circuit, socket
+        self._loop = asyncio.get_running_loop()
+        self._reasons_to_wait: set[str] = set()
+        self.other: _Pump | None = None
+
+    def __repr__(self) -> str:
+        return f"_Pump({self._circuit.carried_bytes} bytes)"
+
+    def on_message(self, data: memoryview) -> None:
+        """Copy to the other end."""
+        if self.other is None:  # it speaks before the relay's word: no peer of ours does
+            self._relay.end(self._circuit, "spoke too early")
+            return
+
+        def copy(out: memoryview) -> None:
+            out[:] = data
+
+        self.other.socket.send(len(data), copy)
+        delay_s, fault = self._relay.books.carry(self._circuit, len(data), self._loop.time())
+        if fault is not None:
+            self._relay.end(self._circuit, fault)
+        elif delay_s > 0:
+            self._wait("quota")
+            self._loop.call_later(delay_s, self._go_on, "quota")
+
+    def on_writable(self, writable: bool) -> None:
+        """This end's buffer filled up, or has room again: the other end waits."""
+        if self.other is not None:
+            (self.other._go_on if writable else self.other._wait)("buffer")
+
+    def on_lost(self, reason: str) -> None:
+        """This end is gone."""
+        self._relay.end(self._circuit, f"the other end of the circuit is gone: {reason}")
+
+    def _wait(self, reason: str) -> None:
+        self._reasons_to_wait.add(reason)
+        self.socket.pause_reading()
+
+    def _go_on(self, reason: str) -> None:
+        self._reasons_to_wait.discard(reason)
+        if not self._reasons_to_wait:
+            self.socket.resume_reading()

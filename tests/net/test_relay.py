@@ -1,0 +1,215 @@
+"""Circuits: the relay's books, and two peers that cannot be dialled talking through one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from colab_swarm.errors import PeerError, PeerLost
+from colab_swarm.net.carrier import Way
+from colab_swarm.net.circuits import Circuits, choose
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, PeerId, Refusal
+from colab_swarm.net.relay import Books, Relay, RelayQuota, _Pump
+from tests.net.swarm import Echo, Piece, Talk, peers, run, until
+
+ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
+
+
+def books(**quota: float) -> Books:
+    made = Books(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
+    made.reserve(BOB, now=0.0)
+    return made
+
+
+def test_a_circuit_needs_a_place_at_its_far_end() -> None:
+    one = books(place_s=100)
+    assert len(one.open(ALICE, BOB, 1.0, os.urandom).tokens) == 2
+    with pytest.raises(Refusal, match="holds no place"):
+        one.open(BOB, ALICE, 1.0, os.urandom)
+    with pytest.raises(Refusal, match="holds no place"):
+        one.open(ALICE, BOB, 101.0, os.urandom)
+
+
+def test_places_and_circuits_are_counted() -> None:
+    one = books(places=1, circuits=2, circuits_per_peer=1, place_s=10)
+    with pytest.raises(Refusal, match="all 1 places"):
+        one.reserve(CAROL, now=1.0)
+    one.reserve(BOB, now=5.0)
+    one.reserve(CAROL, now=16.0)
+    assert set(one.places) == {CAROL}
+    one.open(ALICE, CAROL, 16.0, os.urandom)
+    with pytest.raises(Refusal, match="1 circuits of"):
+        one.open(BOB, CAROL, 16.0, os.urandom)
+
+
+def test_a_ticket_is_good_once() -> None:
+    one = books()
+    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
+    mine, theirs = circuit.tokens
+    assert one.find(theirs) == (circuit, 1) and one.find(theirs) is None
+    assert one.find(b"guessed") is None and one.find(mine) == (circuit, 0)
+
+
+def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
+    one = books(circuit_bytes=1000, circuit_s=60, circuit_bps=8e6)
+    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
+    assert one.carry(circuit, 1000, 0.0) == (0.0, None)
+    assert one.carry(circuit, 1, 0.0)[1] == "the relay carries 0.001 MB per circuit"
+    circuit.sockets = {0: None, 1: None}  # type: ignore[dict-item]
+    assert one.overdue(59.0) == {}
+    assert one.overdue(61.0) == {circuit: "the relay keeps a circuit for 60 s"}
+    assert one.carried_for == {ALICE: 1001, BOB: 1001}
+
+
+def test_bandwidth_and_total_are_bounded() -> None:
+    one = books(circuit_bps=8e6, total_bytes=2_000_000)
+    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
+    delay_s, fault = one.carry(circuit, 1_100_000, 0.0)
+    assert delay_s == pytest.approx(1.0) and fault is None
+    assert "has carried its" in str(one.carry(circuit, 1_000_000, 9.0)[1])
+    with pytest.raises(Refusal, match="has carried its"):
+        one.open(ALICE, BOB, 9.0, os.urandom)
+
+
+def test_a_circuit_whose_far_end_does_not_come_is_dropped() -> None:
+    one = books()
+    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
+    assert one.overdue(14.0) == {} and list(one.overdue(16.0)) == [circuit]
+
+
+def test_the_nearest_relays_are_chosen_and_not_changed_for_nothing() -> None:
+    assert choose({ALICE: 0.1, BOB: 0.02, CAROL: 0.05}, (), places=2) == [BOB, CAROL]
+    assert choose({ALICE: 0.02, BOB: 0.019}, [ALICE], places=1) == [ALICE]
+    assert choose({ALICE: 0.1, BOB: 0.019}, [ALICE], places=1) == [BOB]
+
+
+@asynccontextmanager
+async def relayed(
+    *relays: Node, quota: RelayQuota | None = None
+) -> AsyncIterator[tuple[Node, Node, list[Relay]]]:
+    """Alice and bob, neither of whom can be dialled; bob holds a place at each relay."""
+    serving = [Relay(relay, quota or RelayQuota()) for relay in relays]
+
+    async def candidates() -> list[Contact]:
+        return [relay.contact for relay in relays]
+
+    async with peers("alice", "bob", listen=False) as (alice, bob):
+        near = Circuits(alice, candidates, lambda: None, random.Random(1))
+        far = Circuits(bob, candidates, lambda: bob.announce(far.addresses), random.Random(2))
+        far.start()
+        await until(lambda: len(far.places) == len(relays))
+        alice.learn(Contact(bob.id, far.addresses))
+        yield alice, bob, serving
+        near.close()
+        far.close()
+    for one in serving:
+        one.close()
+
+
+def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
+    async def main() -> None:
+        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+            big = Echo(os.urandom(200_000))
+            assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
+            for one, other in ((alice, bob), (bob, alice)):
+                path = one.path_to(other.id)
+                assert path and path.way is Way.RELAYED and path.relay == carol.id
+            assert relay.books.carried_bytes > 400_000
+
+    run(main())
+
+
+def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = bytearray()
+    pass_on = _Pump.on_message
+
+    def spy(pump: _Pump, data: memoryview) -> None:
+        seen.extend(data)
+        pass_on(pump, data)
+
+    async def main() -> None:
+        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+            assert await alice.call(bob.id, Echo(b"attack at dawn" * 50), Echo, timeout_s=5)
+            assert bob.public_key not in seen and alice.id not in seen
+
+    monkeypatch.setattr(_Pump, "on_message", spy)
+    run(main())
+    assert len(seen) > 1400 and b"attack at dawn" not in seen
+
+
+def test_a_transfer_through_a_dying_relay_goes_on_over_another() -> None:
+    async def main() -> None:
+        async with peers("carol", "dave") as (carol, dave), relayed(carol, dave) as (alice, bob, relays):
+            got: list[int] = []
+            failed = 0
+
+            async def collect(opening: Talk, stream) -> None:  # type: ignore[no-untyped-def]
+                while True:
+                    piece, payload = await stream.receive(Piece)
+                    assert bytes(payload) == bytes([piece.index % 256]) * 100_000
+                    got.append(piece.index)
+
+            bob.serve_stream(Talk, collect)
+            for index in range(40):
+                while True:
+                    try:
+                        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+                        await stream.send(Piece(index), bytes([index % 256]) * 100_000)
+                        await stream.end()
+                        break
+                    except PeerError:
+                        failed += 1
+                        assert failed < 5
+                if index == 20:
+                    await until(lambda: 20 in got)
+                    path = alice.path_to(bob.id)
+                    assert path
+                    killed = next(one for one in (carol, dave) if one.id == path.relay)
+                    relays[(carol, dave).index(killed)].close()
+                    await killed.close()
+            await until(lambda: 39 in got)
+            path = alice.path_to(bob.id)
+            assert path and path.relay not in (None, killed.id)
+            assert got == sorted(got)
+
+    run(main())
+
+
+def test_a_circuit_over_its_quota_fails_with_the_reason() -> None:
+    async def main() -> None:
+        quota = RelayQuota(circuit_bytes=300_000)
+        async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
+            assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
+            with pytest.raises(PeerLost, match=r"the relay carries 0\.3 MB per circuit"):
+                await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
+
+    run(main())
+
+
+def test_a_slow_circuit_holds_back_its_sender() -> None:
+    async def main() -> None:
+        quota = RelayQuota(circuit_bps=8e6)
+        async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
+            assert loop.time() - began > 0.2  # 400 kB less the burst of 100 kB at 1 MB/s
+
+    run(main())
+
+
+def test_peers_without_a_place_are_not_called() -> None:
+    async def main() -> None:
+        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+            relay.books.places.clear()
+            with pytest.raises(PeerError, match="holds no place"):
+                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+
+    run(main())
