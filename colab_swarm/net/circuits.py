@@ -42,13 +42,9 @@ NEARER = 0.7
 
 @dataclass(frozen=True)
 class Place:
-    """A place at a relay until loop time ``until``.
-
-    ``addresses`` are how others reach this peer through it, ``seen_at`` where the relay sees this peer.
-    """
+    """A place at a relay until loop time ``until``; ``addresses`` are how others reach this peer through it."""
 
     addresses: tuple[str, ...]
-    seen_at: HostPort
     until: float
 
 
@@ -82,6 +78,7 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._seen_at: dict[PeerId, HostPort] = {}
         self.places: dict[PeerId, Place] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer)
@@ -111,6 +108,10 @@ class Circuits:
         """How others reach this peer through the relays."""
         return tuple(address for place in self.places.values() for address in place.addresses)
 
+    def seen_at(self, relay: PeerId) -> HostPort | None:
+        """Where a relay sees this peer's connection to it; None if it has not told."""
+        return self._seen_at.get(relay)
+
     # --- reaching others ------------------------------------------------------------------------------------
 
     async def _open(self, relay: Contact, peer: PeerId, receiver: Receiver) -> WebSocket:
@@ -121,6 +122,7 @@ class Circuits:
         """
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
+        self._seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
         gate = _Gate(receiver)
         websocket = await self._show(relay.id, ticket.token, gate)
         gate.websocket = websocket
@@ -224,8 +226,8 @@ class Circuits:
         theirs = [*entries[1:], entries[0]][:ENTRIES]
         addresses = tuple(str(Circuit(Contact(relay, (entry,)))) for entry in theirs)
         before = self.addresses
-        until = self._loop.time() + reserved.seconds
-        self.places[relay] = Place(addresses, (reserved.seen_host, reserved.seen_port), until)
+        self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
+        self.places[relay] = Place(addresses, self._loop.time() + reserved.seconds)
         if self.addresses != before:
             self._on_change()
 
@@ -236,6 +238,7 @@ class Circuits:
             self._on_change()
 
     def _on_lost(self, peer: PeerId) -> None:
+        self._seen_at.pop(peer, None)
         if peer in self.places:
             self._forget([peer])
             self._look.set()

@@ -20,7 +20,8 @@ class Greeter:
     Args:
         introduction: this end of the handshake.
         wall_clock: seconds since the epoch.
-        make_link: called with the carrier, what the peer said and the measured round trip (seconds).
+        make_link: called with the carrier, what the peer said and the measured round trip (seconds); sends
+            nothing yet. If it raises a `PeerError`, the other end learns no more.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class Greeter:
         rtt_s = self._loop.time() - self._spoke_at
         try:
             answer = self._introduction.on_message(bytes(data), wall_time=self._wall_clock())
-            if answer is not None:
-                self._say(answer)
             if self._introduction.result is not None:
                 link = self._make_link(self._carrier, self._introduction.result, rtt_s)
                 self._carrier.receiver = link
                 self.link.set_result(link)
+            if answer is not None:
+                self._say(answer)
         except PeerError as error:
             self.link.set_exception(error)
 

@@ -25,6 +25,7 @@ from colab_swarm.net.listener import Listener
 from colab_swarm.net.loopback import NoCipher, link_to_self
 from colab_swarm.net.metering import Metering
 from colab_swarm.net.peers import Contact, PeerId, Role, short
+from colab_swarm.net.punch import bound_socket
 from colab_swarm.net.services import Services
 from colab_swarm.net.settings import NodeSettings
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
@@ -63,7 +64,11 @@ class Linker:
         self._own_ends: tuple[Link, Link] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                force_close=True,
+                socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
+            ),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -140,8 +145,7 @@ class Linker:
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
         circuit = Circuit.parse(address)
         if circuit is None:
-            path = Path(Way.TUNNEL if address.startswith("wss") else Way.DIRECT, address=address)
-            return await self.dial_once(address, peer, self._greeter(peer, path))
+            return await self.dial_direct(peer, address)
         if self.open_circuit is None or circuit.relay.id in (peer, self._identity.id):
             raise PeerUnreachable(f"{address}: this peer uses no relays")
         relay, open_circuit = circuit.relay, self.open_circuit
@@ -152,19 +156,40 @@ class Linker:
         self.on_relayed(link)
         return link
 
-    async def dial_once(self, address: str, peer: PeerId, greeter: Greeter) -> Link:
-        """Dial one direct address and let ``greeter`` shake hands.
+    async def dial_direct(self, peer: PeerId, address: str) -> Link:
+        """Dial one direct address.
 
         Raises:
             PeerUnreachable: nobody answers there, or it refuses the link.
             WrongPeer, NotAdmitted, ProtocolError: somebody else answers, or a stranger, or garbage.
         """
+        path = Path(Way.TUNNEL if address.startswith("wss") else Way.DIRECT, address=address)
+        return await self._introduce(address, self._greeter(peer, path))
+
+    async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
+        """Find out whether the peer can be dialled at a direct address; no link comes of it.
+
+        Raises:
+            PeerError: it cannot; see `dial_direct`.
+        """
+
+        def hang_up(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
+            raise _Probed
+
+        greeter = Greeter(self.introduction(peer), wall_clock=self._wall_clock, make_link=hang_up)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._introduce(address, greeter)
+        except _Probed:
+            pass
+        except TimeoutError:
+            raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
+
+    async def _introduce(self, address: str, greeter: Greeter) -> Link:
+        timeout_s = self._settings.dial_timeout_s
         try:
             return await introduce(
-                lambda: self.connect(address, greeter),
-                greeter,
-                timeout_s=self._settings.dial_timeout_s,
-                name=address,
+                lambda: self.connect(address, greeter), greeter, timeout_s=timeout_s, name=address
             )
         except PeerLost as error:
             ours = describe_run(self._settings.run_id)
@@ -364,3 +389,7 @@ class Linker:
         await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
         await self.listener.close()
         await self._session.close()
+
+
+class _Probed(PeerError):
+    """The handshake went far enough to know that the peer is there."""

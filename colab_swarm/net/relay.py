@@ -23,6 +23,7 @@ import msgspec
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.budget import TokenBucket
+from colab_swarm.net.carrier import HostPort
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
@@ -43,7 +44,7 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """A place is kept for ``seconds``, as long as the link stands; ``seen_at`` is where the relay sees the peer."""
+    """A place is kept for ``seconds``, as long as the link stands; the relay sees the peer at ``seen``."""
 
     seconds: float
     seen_host: str
@@ -57,9 +58,11 @@ class OpenCircuit(Message, frozen=True):
 
 
 class CircuitTicket(Message, frozen=True):
-    """Show this at the relay's port."""
+    """Show this at the relay's port; ``seen`` as in `Reserved`."""
 
     token: Token
+    seen_host: str
+    seen_port: int
 
 
 class CircuitOffer(Message, frozen=True):
@@ -212,10 +215,12 @@ class Relay:
         return f"Relay({len(books.places)} places, {len(books.circuits)} circuits, {books.carried_bytes / 1e6:.1f} MB)"
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
-        path = self._node.path_to(peer)
-        host, port = (path and path.remote) or ("", 0)
         self.books.reserve(peer, self._loop.time())
-        return Reserved(self.books.quota.place_s, host, port)
+        return Reserved(self.books.quota.place_s, *self._seen(peer))
+
+    def _seen(self, peer: PeerId) -> HostPort:
+        path = self._node.path_to(peer)
+        return (path and path.remote) or ("", 0)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
@@ -224,7 +229,7 @@ class Relay:
         circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
-        return CircuitTicket(mine)
+        return CircuitTicket(mine, *self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:

@@ -1,0 +1,204 @@
+"""From a relayed link to a better one: the other end dials back, or both punch a hole, agreed over the relayed link.
+
+    asking end                               asked end
+    Upgrade(direct addresses, endpoints) ->  dials the addresses, if there are any
+                                         <-  Endpoints
+    Ready (to measure the round trip)    ->
+                                         <-  Ready
+    Ready: half a round trip from now    ->
+    punches                                  punches
+
+Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in
+the peer's own network, for two peers behind one NAT. The asking end shakes hands first on every connection that
+comes up. The link table prefers the new link, and both ends leave the relayed one when its streams are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Annotated
+
+import msgspec
+
+from colab_swarm.errors import PeerError, PeerUnreachable
+from colab_swarm.net.addresses import Circuit
+from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
+from colab_swarm.net.link import Link
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
+from colab_swarm.net.punch import CAN_PUNCH, MAX_TARGETS, Endpoint, plan_tries, punch
+from colab_swarm.net.websocket import WebSocket
+
+logger = logging.getLogger(__name__)
+PUNCH_S = 6.0
+"""How long one attempt goes on."""
+TALK_TIMEOUT_S = 10.0
+Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
+Address = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Upgrade(Message, frozen=True):
+    """Opens the talk: dial me there, or find me here."""
+
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_TARGETS)]
+    endpoints: Endpoints
+
+
+class Ready(Message, frozen=True):
+    """The next turn of the talk; the first answer says where its sender may be found."""
+
+    endpoints: Endpoints = ()
+
+
+class Upgrades:
+    """Upgrades the relayed links of a node until `close`.
+
+    Args:
+        seen_at: where a relay sees this peer, from outside; None if it has not told.
+        on_end: called with each peer and why the attempt failed, or None if it has not.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        seen_at: Callable[[PeerId], HostPort | None],
+        on_end: Callable[[PeerId, str | None], None],
+        rng: random.Random,
+    ) -> None:
+        self._node, self._seen_at, self._on_end, self._rng = node, seen_at, on_end, rng
+        self._loop = asyncio.get_running_loop()
+        self._busy: set[PeerId] = set()
+        node.linker.on_relayed = self._on_relayed
+        node.serve_stream(Upgrade, self._on_upgrade)
+
+    def close(self) -> None:
+        """Upgrade nothing more."""
+        self._node.linker.on_relayed = lambda link: None
+        self._node.unserve(Upgrade)
+
+    def _on_relayed(self, link: Link) -> None:
+        self._node.linker.spawn(self._ask(link))
+
+    async def _ask(self, link: Link) -> None:
+        if link.peer in self._busy:
+            return
+        self._busy.add(link.peer)
+        fault: str | None = None
+        try:
+            async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
+                await self._talk(link)
+            if self._relayed(link.peer):
+                fault = (
+                    f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+                )
+        except (PeerError, TimeoutError) as error:
+            fault = str(error) or "the talk took too long"
+        finally:
+            self._busy.discard(link.peer)
+        logger.info("upgrade of the link to %s: %s", short(link.peer), fault or "done")
+        self._on_end(link.peer, fault)
+
+    async def _talk(self, link: Link) -> None:
+        port, endpoints = self._endpoints(link)
+        addresses = tuple(one for one in self._node.contact.addresses if Circuit.parse(one) is None)
+        async with link.open_stream(Upgrade(addresses[:MAX_TARGETS], endpoints)) as stream:
+            theirs = (await stream.receive(Ready))[0].endpoints
+            if not self._relayed(link.peer):
+                return  # it dialled back
+            asked_at = self._loop.time()
+            await stream.send(Ready())
+            await stream.receive(Ready)
+            rtt_s = self._loop.time() - asked_at
+            await stream.send(Ready())
+        await self._punch(link.peer, port, theirs, rtt_s, asked=False)
+
+    async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
+        link = self._node.linker.table.best(stream.peer)
+        if link is None or link.remote.path.way is not Way.RELAYED:
+            raise Refusal("only a relayed link can be upgraded")
+        port, endpoints = self._endpoints(link)
+        async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
+            if await self._dial_back(stream.peer, opening.addresses):
+                endpoints = ()
+            asked_at = self._loop.time()
+            await stream.send(Ready(endpoints))
+            await stream.receive(Ready)
+            rtt_s = self._loop.time() - asked_at
+            await stream.send(Ready())
+            await stream.receive(Ready)
+            await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
+        self._on_end(stream.peer, None if not self._relayed(stream.peer) else "the holes did not meet")
+
+    async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...]) -> bool:
+        for address in addresses:
+            try:
+                await self._node.linker.dial_direct(peer, address)
+                return True
+            except PeerError as error:
+                logger.info("no way back to %s: %s", short(peer), error)
+        return False
+
+    def _endpoints(self, link: Link) -> tuple[int, tuple[Endpoint, ...]]:
+        """The local port of the connection to the relay, and where that connection can be met."""
+        relay = link.remote.path.relay
+        path = None if relay is None else self._node.path_to(relay)
+        if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:
+            return 0, ()
+        seen = self._seen_at(relay)
+        ends = dict.fromkeys(end for end in (seen, path.local) if end is not None)
+        return path.local[1], tuple(Endpoint(*end) for end in ends)
+
+    async def _punch(
+        self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, asked: bool
+    ) -> None:
+        """Punch until a link comes up that is not relayed, or the time is over."""
+        if not port or not targets:
+            raise PeerUnreachable("one of the two ends cannot punch holes")
+        now = self._loop.time()
+        until = now + PUNCH_S
+        tries = plan_tries(now, until, rtt_s=rtt_s, asked=asked, rng=self._rng)
+        linked = asyncio.Event()
+
+        async def greet_all() -> None:
+            async with aclosing(punch(port, targets, tries, until=until)) as sockets:
+                async for connected in sockets:
+                    self._node.linker.spawn(self._greet(connected, None if asked else peer, linked))
+
+        punching = self._node.linker.spawn(greet_all())
+        waiting = self._node.linker.spawn(linked.wait())
+        try:
+            await asyncio.wait({punching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            punching.cancel()
+            waiting.cancel()
+
+    async def _greet(self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event) -> None:
+        """Make the connection a link; whoever is at its other end, the handshake tells."""
+
+        async def take_over(receiver: Receiver) -> WebSocket:
+            transport, _ = await self._loop.create_connection(_Silent, sock=connected)
+            scratch = self._node.linker.scratch
+            return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
+
+        try:
+            await self._node.linker.greet(take_over, expected=expected, path=Path(Way.PUNCHED))
+            linked.set()
+        except PeerError as error:
+            logger.info("a punched connection became no link: %s", error)
+
+    def _relayed(self, peer: PeerId) -> bool:
+        path = self._node.path_to(peer)
+        return path is None or path.way is Way.RELAYED
+
+
+class _Silent(asyncio.Protocol):
+    """Reads nothing until a WebSocket takes the connection over."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()

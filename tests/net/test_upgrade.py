@@ -1,0 +1,104 @@
+"""Relayed links that become direct or punched ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from colab_swarm.net import upgrade
+from colab_swarm.net.carrier import Way
+from colab_swarm.net.circuits import Circuits
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, PeerId, Stream
+from colab_swarm.net.relay import Relay
+from colab_swarm.net.upgrade import Upgrades
+from tests.net.swarm import Echo, Piece, Talk, peers, run, until
+
+
+@asynccontextmanager
+async def relayed(
+    *, alice_listens: bool = False
+) -> AsyncIterator[tuple[Node, Node, dict[PeerId, str | None]]]:
+    """Alice and bob; bob cannot be dialled and holds a place at carol's; what became of upgrades, by peer."""
+    async with (
+        peers("carol") as (carol,),
+        peers("alice", listen=alice_listens) as (alice,),
+        peers("bob", listen=False) as (bob,),
+    ):
+        relay = Relay(carol)
+        outcomes: dict[PeerId, str | None] = {}
+
+        async def candidates() -> list[Contact]:
+            return [carol.contact]
+
+        ways = []
+        for node in (alice, bob):
+            circuits = Circuits(node, candidates, lambda: None, random.Random(1))
+            ways += [circuits, Upgrades(node, circuits.seen_at, outcomes.__setitem__, random.Random(2))]
+        bobs = ways[2]
+        assert isinstance(bobs, Circuits)
+        bobs.start()
+        await until(lambda: bobs.addresses)
+        alice.learn(Contact(bob.id, bobs.addresses))
+        yield alice, bob, outcomes
+        for way in ways:
+            way.close()
+        relay.close()
+
+
+def way(node: Node, other: Node) -> Way | None:
+    path = node.path_to(other.id)
+    return path and path.way
+
+
+def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> None:
+    async def main() -> None:
+        async with relayed() as (alice, bob, outcomes):
+            got: list[int] = []
+
+            async def collect(opening: Talk, stream: Stream) -> None:
+                while True:
+                    got.append((await stream.receive(Piece))[0].index)
+
+            bob.serve_stream(Talk, collect)
+            stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+            assert way(alice, bob) is Way.RELAYED
+            await stream.send(Piece(0))
+            await until(lambda: way(alice, bob) is Way.PUNCHED and way(bob, alice) is Way.PUNCHED)
+            assert len(alice.linker.table.of(bob.id)) == 2  # the stream still needs the relayed one
+            await stream.send(Piece(1))
+            await until(lambda: got == [0, 1])
+            assert await alice.call(bob.id, Echo(b"over the hole"), Echo, timeout_s=5)
+            await stream.end()
+            await until(lambda: len(alice.linker.table.of(bob.id)) == len(bob.linker.table.of(alice.id)) == 1)
+            await until(lambda: outcomes == {alice.id: None, bob.id: None})
+
+    run(main())
+
+
+def test_the_other_end_dials_back_where_it_can() -> None:
+    async def main() -> None:
+        async with relayed(alice_listens=True) as (alice, bob, outcomes):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            await until(lambda: way(alice, bob) is Way.DIRECT)
+            await until(lambda: outcomes.get(bob.id, "not yet") is None)
+
+    run(main())
+
+
+def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upgrade, "CAN_PUNCH", False)
+
+    async def main() -> None:
+        async with relayed() as (alice, bob, outcomes):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            await until(lambda: outcomes.get(bob.id) == "one of the two ends cannot punch holes")
+            assert way(alice, bob) is Way.RELAYED
+            assert await alice.call(bob.id, Echo(b"still"), Echo, timeout_s=5) == Echo(b"still")
+
+    run(main())
