@@ -1,17 +1,17 @@
 """TCP hole punching: two peers behind NATs dial each other at once, from ports that a common peer saw from outside.
 
-A NAT lets in what answers something that went out. So both ends send a SYN from the same local port as their
-connection to the common peer: a NAT that keeps ports gives it the address the other end was told. Where an
-unsolicited SYN is dropped, the one that comes second finds the hole open. Where it is answered by RST, the RST closes
-the hole again, and there are two ways:
+A NAT lets in what answers something that went out. So both ends send a SYN from the local port of their connection
+to the common peer, which a NAT that keeps ports shows under the address the other end was told:
 
-- the SYNs cross in flight: both ends begin at the same moment, known to half a round trip;
-- each end first sends a *quiet* SYN that dies after a few hops, behind its own NAT and before the other's. An ICMP
-  error does not close the hole (RFC 5382, REQ-10).
+- Where an unsolicited SYN is dropped, the later one finds the hole open and meets a socket that waits for it
+  (simultaneous open, RFC 9293 section 3.5). So a connect that is not refused is left alone: another socket would
+  begin at another sequence number, which Linux's NAT then takes for an intruder's. For the same reason, opening the
+  hole by a SYN that dies on its way (small TTL) is of no use: the ICMP error ends its socket.
+- Where it is answered by RST, which closes the hole, the SYNs must cross in flight: both ends connect on a common
+  beat, known to half a round trip, again and again.
+- A full cone lets in everybody: a listener on the port takes the SYN.
 
-Each try does both. Guha and Francis, "Characterization and Measurement of TCP Traversal through NATs and Firewalls"
-(IMC 2005), compare these ways. Nothing helps if a NAT takes a new port for every connection, unless the other is a
-full cone.
+Nothing helps if a NAT takes a new port for every connection, unless the other is a full cone.
 
 Windows has no SO_REUSEPORT, and its SO_REUSEADDR lets any process take a port over: no punching there (`CAN_PUNCH`).
 On macOS all sockets of a port need SO_REUSEPORT, which `bound_socket` sets everywhere.
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import random
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -34,10 +35,7 @@ from colab_swarm.net.peers import Message
 
 CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
 MAX_TARGETS = 8
-QUIET_HOPS = (5, 3, 8, 2)
-"""Routers a quiet SYN passes, try by try: more than up to one's own NAT (1 to 4), fewer than up to the other's."""
-_MIN_LEAD_S = 0.05
-_MIN_TRY_S = 0.25
+_MIN_BEAT_S = 0.15
 _BACKLOG = 8
 
 
@@ -59,48 +57,27 @@ class Endpoint(Message, frozen=True):
         return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
-@dataclass(frozen=True)
-class Try:
-    """One connect to each target.
+def plan_beats(
+    now: float, until: float, *, rtt_s: float, asked: bool, rng: random.Random
+) -> tuple[float, ...]:
+    """When to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
 
-    Attributes:
-        begin_at, end_at: when to connect, and when to give it up; loop time, seconds.
-        hops: how many routers the first SYN passes; None lets it go all the way.
-    """
-
-    begin_at: float
-    end_at: float
-    hops: int | None
-
-
-def plan_tries(now: float, until: float, *, rtt_s: float, asked: bool, rng: random.Random) -> tuple[Try, ...]:
-    """When to connect: pairs of a quiet SYN and, a little later, a loud one.
-
-    The end that asks measures the round trip on the connection both have in common, then sends the start signal. It
-    begins half a round trip later, when the other end receives it. As the way there may take longer than the way
-    back, the asking end moves its later tries at random, by up to half a round trip.
+    The end that asks measures the round trip on the connection that both have with the common peer, then sends the
+    start signal and begins half a round trip later, when the other end receives it. As the way there may take longer
+    than the way back, it moves every other beat at random, by up to half a round trip.
 
     Args:
         now: when the signal was sent, or received; loop time, seconds.
         until: when to end; loop time, seconds.
         rtt_s: of the signal's path, seconds.
         asked: whether this end received the signal.
-        rng: moves the tries.
+        rng: moves the beats.
     """
-    lead_s = _MIN_LEAD_S + rtt_s / 2
-    whole_s = (
-        lead_s + _MIN_TRY_S + 2 * rtt_s
-    )  # a loud SYN has time for its answer, also if the signal came late
+    beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if asked else now + rtt_s / 2
-    tries: list[Try] = []
-    while begin_at + len(tries) / 2 * whole_s < until:
-        number = len(tries) // 2
-        quiet_at = begin_at + number * whole_s
-        shift_s = 0.0 if asked or number == 0 else rng.uniform(-rtt_s / 2, rtt_s / 2)
-        loud_at = quiet_at + lead_s + shift_s
-        tries.append(Try(quiet_at, loud_at, QUIET_HOPS[number % len(QUIET_HOPS)]))
-        tries.append(Try(loud_at, quiet_at + whole_s, None))
-    return tuple(tries)
+    count = max(0, math.ceil((until - begin_at) / beat_s))
+    shifts_s = [0.0 if asked or k % 2 == 0 else rng.uniform(-rtt_s / 2, rtt_s / 2) for k in range(count)]
+    return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
 
 
 def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
@@ -127,24 +104,28 @@ def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
 
 
 async def punch(
-    port: int, targets: Sequence[Endpoint], tries: Sequence[Try], *, until: float
-) -> AsyncGenerator[socket.socket, None]:
+    port: int, targets: Sequence[Endpoint], beats: Sequence[float], *, until: float
+) -> AsyncIterator[socket.socket]:
     """Every connection that comes up from or to local ``port``, as it comes, until ``until`` (loop time).
 
     The two ends need not see the same one first, and a stranger may come in: greet all, keep the first that becomes
-    a link. Wrap this in `contextlib.aclosing`: leaving ends the tries. The sockets given are the caller's to close.
+    a link. Wrap this in `contextlib.aclosing`: leaving ends the attempts. The sockets given are the caller's.
 
     Args:
         port: local port of a connection made with `bound_socket`, as seen by the common peer.
         targets: where the other end may be: seen from outside, and in its own network; 8 at most are tried.
-        tries: from `plan_tries`.
+        beats: when to connect, from `plan_beats`.
         until: no network fault is raised; there may be no connection until then.
     """
     loop = asyncio.get_running_loop()
-    usable = [target for target in targets[:MAX_TARGETS] if target.family is not None]
+    families = {target: target.family for target in targets[:MAX_TARGETS]}
     found: asyncio.Queue[socket.socket | None] = asyncio.Queue()
-    jobs = [_accept_all(target, port, found) for target in {one.family: one for one in usable}.values()]
-    jobs += [_connect_often(target, port, tries, found) for target in usable]
+    jobs = [_accept_all(family, port, found) for family in {*families.values()} if family is not None]
+    jobs += [
+        _connect_often(target, family, port, beats, found)
+        for target, family in families.items()
+        if family is not None
+    ]
     tasks = [loop.create_task(job) for job in jobs]
     end = loop.call_at(until, found.put_nowait, None)
     try:
@@ -161,48 +142,37 @@ async def punch(
                 unclaimed.close()
 
 
-async def _accept_all(target: Endpoint, port: int, found: asyncio.Queue[socket.socket | None]) -> None:
-    """Where the other end's SYN gets through by itself there is a plain connection and no crossing."""
-    loop = asyncio.get_running_loop()
-    assert target.family is not None
-    with suppress(OSError), bound_socket(target.family, port) as listener:
+async def _accept_all(
+    family: socket.AddressFamily, port: int, found: asyncio.Queue[socket.socket | None]
+) -> None:
+    with suppress(OSError), bound_socket(family, port) as listener:
         listener.listen(_BACKLOG)
         while True:
-            connected, _ = await loop.sock_accept(listener)
+            connected, _ = await asyncio.get_running_loop().sock_accept(listener)
             found.put_nowait(connected)
 
 
 async def _connect_often(
-    target: Endpoint, port: int, tries: Sequence[Try], found: asyncio.Queue[socket.socket | None]
+    target: Endpoint,
+    family: socket.AddressFamily,
+    port: int,
+    beats: Sequence[float],
+    found: asyncio.Queue[socket.socket | None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    for attempt in tries:
-        await asyncio.sleep(attempt.begin_at - loop.time())
-        with suppress(OSError):  # refused, unreachable, timed out, or the connection is there already
-            async with asyncio.timeout_at(attempt.end_at):
-                connected = await _connect(target, port, attempt.hops)
-                found.put_nowait(connected)
+    for at, following_at in pairwise((*beats, math.inf)):
+        if following_at > loop.time():  # otherwise it was missed while the last connect was pending
+            await asyncio.sleep(at - loop.time())
+            with suppress(OSError):  # refused, unreachable, or the listener has the same connection already
+                found.put_nowait(await _connect(target, family, port))
 
 
-async def _connect(target: Endpoint, port: int, hops: int | None) -> socket.socket:
-    """Connect from ``port``; with ``hops``, only what is sent after the first SYN goes all the way."""
-    assert target.family is not None
-    address = (target.host, target.port)
-    connecting = bound_socket(target.family, port)
+async def _connect(target: Endpoint, family: socket.AddressFamily, port: int) -> socket.socket:
+    connecting = bound_socket(family, port)
     try:
-        if hops is not None:
-            option = (
-                (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS)
-                if target.family == socket.AF_INET6
-                else (socket.IPPROTO_IP, socket.IP_TTL)
-            )
-            usual_hops = connecting.getsockopt(*option)
-            connecting.setsockopt(*option, hops)
-            connecting.connect_ex(address)  # sends the SYN; what becomes of it is seen below
-            connecting.setsockopt(*option, usual_hops)
-        await asyncio.get_running_loop().sock_connect(connecting, address)
+        await asyncio.get_running_loop().sock_connect(connecting, (target.host, target.port))
         if connecting.getsockname() == connecting.getpeername():
-            raise ConnectionRefusedError(f"{address} is this very socket")  # TCP connects to itself, too
+            raise ConnectionRefusedError(f"{target} is this very socket")  # TCP connects to itself, too
     except BaseException:
         connecting.close()
         raise

@@ -1,0 +1,1 @@
+"""Peers behind real NATs, in network namespaces of the kernel."""

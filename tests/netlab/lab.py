@@ -1,0 +1,267 @@
+"""A small internet in network namespaces: public hosts, and sites of hosts behind a router with a NAT.
+
+    pub, pub2 … ── wan ──┐
+                         core (routes, takes hops off each packet)
+    a ── router-a ── wan ┘
+
+Root, iproute2 and iptables are needed. Every namespace is called ``swarmlab-PID-NUMBER-HOST``: a lab that begins
+removes those of dead processes, with what runs in them, so that a killed test leaves nothing for long.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+PREFIX = "swarmlab"
+ROOT = Path(__file__).parent.parent.parent
+CORE_HOPS = 8
+"""Routers between two homes; the core stands for all of them."""
+_numbers = itertools.count(1)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no lab here; None if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    absent = [tool for tool in ("ip", "iptables-restore", "setpriv") if shutil.which(tool) is None]
+    if absent:
+        return f"{', '.join(absent)} not found: apt-get install iproute2 iptables util-linux"
+    name = f"{PREFIX}-{os.getpid()}-0-probe"
+    try:
+        _ip(f"netns add {name}")
+        _inside(name, "iptables-restore", feed="*nat\n-A POSTROUTING -j MASQUERADE\nCOMMIT\n")
+    except RuntimeError as error:
+        return f"this kernel or container allows no NAT in a namespace: {error}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return None
+
+
+@dataclass(frozen=True)
+class Nat:
+    """What a router does.
+
+    Attributes:
+        mapping: ``masquerade`` keeps the source port and lets in answers only; ``full cone`` lets in everything,
+            for its first host; ``random`` takes a new port for every connection.
+        unsolicited: whether a packet from outside that belongs to nothing is dropped or answered by RST.
+        only_https: whether all that goes out is dropped but TCP to port 443.
+    """
+
+    mapping: Literal["masquerade", "full cone", "random"] = "masquerade"
+    unsolicited: Literal["drop", "rst"] = "drop"
+    only_https: bool = False
+
+    def rules(self, first_host: str) -> str:
+        """For ``iptables-restore``."""
+        fresh = "-m conntrack --ctstate NEW"
+        nat = ["-A POSTROUTING -o wan -j MASQUERADE" + " --random-fully" * (self.mapping == "random")]
+        filters = []
+        if self.only_https:
+            filters += ["-A FORWARD -i lan -p tcp --dport 443 -j ACCEPT", "-A FORWARD -i lan -j DROP"]
+        if self.mapping == "full cone":
+            nat += [f"-A PREROUTING -i wan -j DNAT --to-destination {first_host}"]
+        else:
+            filters += [f"-A FORWARD -i wan {fresh} -j DROP"]
+        if self.unsolicited == "drop":
+            filters += ["-A INPUT -i wan -j DROP"]  # otherwise the router's own kernel answers by RST
+        return "\n".join(["*nat", *nat, "COMMIT", "*filter", *filters, "COMMIT", ""])
+
+
+class Site:
+    """Hosts behind one router."""
+
+    def __init__(self, *hosts: str, nat: Nat | None = None) -> None:
+        self.hosts, self.nat = hosts, nat or Nat()
+
+
+class Program:
+    """A process on a host that prints JSON lines."""
+
+    def __init__(self, host: str, process: subprocess.Popen[str]) -> None:
+        self.process, self._host = process, host
+        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def line(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """The next line; what the process writes to stderr is in pytest's captured output."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise AssertionError(f"{self._host} printed nothing for {timeout_s:.0f} s") from None
+        assert line is not None, f"the program on {self._host} ended with status {self.process.wait()}"
+        return line
+
+    def tell(self, line: str) -> None:
+        """Write a line to its stdin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """As if the machine lost power, but the kernel closes its connections."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Lab:
+    """Use as a context manager.
+
+    Args:
+        sites: hosts behind NATs; names are free but ``core``.
+        public: hosts with a public address each.
+        rtt_s: between any two public addresses, seconds. Above zero a program forwards the packets, which makes
+            about 40 MB/s; zero leaves it to the kernel.
+        loss: share of packets the core drops; needs ``rtt_s``.
+    """
+
+    def __init__(
+        self, *sites: Site, public: Sequence[str] = ("pub",), rtt_s: float = 0.0, loss: float = 0.0
+    ) -> None:
+        self._prefix = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-"
+        self._programs: list[Program] = []
+        self._rtt_s, self._loss = rtt_s, loss
+        self._sites = {f"router-{site.hosts[0]}": site for site in sites}
+        self._wans = {name: f"203.0.113.{k}" for k, name in enumerate((*public, *self._sites), 10)}
+        self._addresses = {name: self._wans[name] for name in public}
+        for k, site in enumerate(sites, 1):
+            self._addresses |= {host: f"10.{k}.0.{n}" for n, host in enumerate(site.hosts, 2)}
+
+    def address(self, host: str) -> str:
+        """The host's own IPv4 address, private behind a NAT."""
+        return self._addresses[host]
+
+    def outside(self, host: str) -> str:
+        """The address under which the internet sees the host."""
+        router = next((name for name, site in self._sites.items() if host in site.hosts), host)
+        return self._wans[router]
+
+    def run(self, host: str, argv: Sequence[str]) -> Program:
+        """Start a program there; it dies with the lab, and with this thread."""
+        space = ["ip", "netns", "exec", self._prefix + host, "setpriv", "--pdeathsig", "KILL"]
+        process = subprocess.Popen(
+            [*space, *argv], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._programs.append(Program(host, process))
+        return self._programs[-1]
+
+    def python(self, host: str, module: str, *arguments: object) -> Program:
+        """Start a Python module there."""
+        return self.run(host, [sys.executable, "-m", module, *map(str, arguments)])
+
+    def __enter__(self) -> Self:
+        _remove_stale()
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _build(self) -> None:
+        for name in ("core", *self._sites, *self._addresses):
+            _ip(f"netns add {self._prefix}{name}")
+            self._configure(name, "link set lo up")
+        self._forward("core")
+        self._join_wans()
+        for k, (router, site) in enumerate(self._sites.items(), 1):
+            self._configure(router, "link add lan type bridge", f"addr add 10.{k}.0.1/24 dev lan")
+            self._configure(router, "link set lan up")
+            self._forward(router)
+            for n, host in enumerate(site.hosts):
+                self._cable(host, "eth", router, f"port{n}")
+                self._configure(router, f"link set port{n} master lan up")
+                self._configure(host, f"addr add {self._addresses[host]}/24 dev eth", "link set eth up")
+                self._configure(host, f"route add default via 10.{k}.0.1")
+            _inside(
+                self._prefix + router, "iptables-restore", feed=site.nat.rules(self._addresses[site.hosts[0]])
+            )
+
+    def _join_wans(self) -> None:
+        """Cables to the core, or TUN devices that a program forwards between."""
+        if self._rtt_s > 0:
+            links = {self._prefix + name: address for name, address in self._wans.items()}
+            figures = (self._rtt_s / 2, self._loss, CORE_HOPS)
+            core = self.python("core", "tests.netlab.core", json.dumps(links), *figures)
+            assert core.line() == {"ready": True}
+            return
+        for k, (name, address) in enumerate(self._wans.items()):
+            self._cable(name, "wan", "core", f"to{k}")
+            self._configure("core", f"addr add 192.0.2.1/32 dev to{k}", f"link set to{k} up")
+            self._configure("core", f"route add {address}/32 dev to{k}")
+            self._configure(name, f"addr add {address}/32 dev wan", "link set wan up")
+            self._configure(name, "route add default via 192.0.2.1 dev wan onlink")
+        hops = f"*mangle\n-A PREROUTING -j TTL --ttl-dec {CORE_HOPS - 1}\nCOMMIT\n"
+        _inside(self._prefix + "core", "iptables-restore", feed=hops)
+
+    def _cable(self, here: str, name: str, there: str, far_name: str) -> None:
+        ends = [f"name {name} netns {self._prefix}{here}", f"name {far_name} netns {self._prefix}{there}"]
+        _ip(f"link add {ends[0]} type veth peer {ends[1]}")
+
+    def _configure(self, name: str, *lines: str) -> None:
+        _ip(*lines, space=self._prefix + name)
+
+    def _forward(self, name: str) -> None:
+        _inside(self._prefix + name, "tee", "/proc/sys/net/ipv4/ip_forward", feed="1")
+
+    def _remove(self) -> None:
+        for program in self._programs:
+            program.kill()
+        _remove(lambda name: name.startswith(self._prefix))
+
+
+def _ip(*lines: str, space: str | None = None) -> None:
+    _call(["ip", *(["-n", space] if space else []), "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def _inside(space: str, *command: str, feed: str = "") -> None:
+    _call(["ip", "netns", "exec", space, *command], feed)
+
+
+def _call(command: list[str], feed: str = "") -> str:
+    done = subprocess.run(command, input=feed, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} < {feed!r}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _remove(chosen: Any) -> None:
+    for name in (line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines()):
+        if chosen(name):
+            for pid in _call(["ip", "netns", "pids", name]).split():
+                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _remove_stale() -> None:
+    def abandoned(name: str) -> bool:
+        prefix, _, rest = name.partition("-")
+        pid = rest.split("-")[0]
+        return prefix == PREFIX and pid.isdigit() and not Path("/proc", pid).exists()
+
+    _remove(abandoned)
