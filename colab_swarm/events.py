@@ -102,6 +102,36 @@ class QuotaWarning(Event):
 
 
 @dataclass(frozen=True)
+class MembershipRenewed(Event):
+    """This peer may stay for ``seconds`` more."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MembershipEnding(Event):
+    """This peer's membership ends in ``seconds`` and could not be renewed; ``reason`` says why, and what to do."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClockSkewed(Event):
+    """This peer's clock is ``behind_s`` behind the swarm's (ahead if negative); ``text`` says so and what to do."""
+
+    behind_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class PeersRevoked(Event):
+    """The authority has revoked ``count`` peers or invitations since this peer last heard of it."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Fault(Event):
     """Something of ours failed and was contained: ``where`` names the door, ``text`` the error."""
 

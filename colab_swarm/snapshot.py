@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from colab_swarm.events import (
     BatchDropped,
+    ClockSkewed,
     Event,
     Fault,
+    MembershipEnding,
+    MembershipRenewed,
     PeerJoined,
     PeerLeft,
+    PeersRevoked,
     QuotaWarning,
     RoundFinished,
     StateReceived,
@@ -99,6 +103,14 @@ def describe(event: Event) -> str:
             return f"tunnel open at {address}"
         case QuotaWarning(used_bytes=used, quota_bytes=quota):
             return f"tunnel: {used / 1e6:.0f} MB sent, {used / quota:.0%} of the plan's {quota / 1e6:.0f} MB a month"
+        case MembershipRenewed(seconds=seconds):
+            return f"membership renewed for {seconds / 3600:.1f} h"
+        case MembershipEnding(seconds=seconds, reason=reason):
+            return f"membership ends in {seconds / 3600:.1f} h: {reason}"
+        case ClockSkewed(text=text):
+            return text
+        case PeersRevoked(count=count):
+            return f"the authority put {count} out"
         case Fault(where=where, text=text):
             return f"fault in {where}: {text}"
         case _:

@@ -12,7 +12,7 @@ LAYERS = [
     {"errors", "events", "snapshot", "runtime", "credentials"},
     {"tensors", "net"},
     {"dht"},
-    {"averaging", "moe", "workunits"},
+    {"averaging", "moe", "workunits", "trust"},
     {"elastic", "training"},
     {"recipes"},
     {"sim"},

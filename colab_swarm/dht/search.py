@@ -14,7 +14,7 @@ from colab_swarm.dht.messages import FindPeers, FoundPeers
 from colab_swarm.dht.records import ID_BYTES
 from colab_swarm.dht.routing import RoutingTable
 from colab_swarm.dht.settings import DHTSettings
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, short
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,10 @@ class Searcher:
         asked_at = self._loop.time()
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=self._settings.timeout_s)
-        except PeerError:
-            self.table.failed(contact.id)
+        except PeerError as error:
+            # whoever refuses what our role may not do is alive
+            if not (isinstance(error, CallRefused) and error.code == "refused"):
+                self.table.failed(contact.id)
             raise
         self._patience.learn(self._loop.time() - asked_at)
         self.saw(contact)

@@ -32,7 +32,7 @@ from colab_swarm.dht.search import Searcher, is_sound
 from colab_swarm.dht.settings import DHTSettings
 from colab_swarm.dht.storage import Storage
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Contact, PeerId, Peers, Refusal, short
+from colab_swarm.net.peers import Contact, PeerId, Peers, Refusal, Role, short
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading"]
 
@@ -82,7 +82,7 @@ class DHT:
         self._last_version = 0
         peers.serve(FindPeers, self._on_find_peers)
         peers.serve(FindValue, self._on_find_value)
-        peers.serve(Store, self._on_store)
+        peers.serve(Store, self._on_store, role=Role.REDUCER)
 
     # -- what users call
 

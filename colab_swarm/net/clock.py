@@ -1,13 +1,16 @@
 """Swarm time: the own clock moved by the median offset of the linked peers, the own zero included.
 
 With zero among them, two peers whose clocks differ meet in the middle, and one liar among honest peers moves
-nothing.
+nothing. The own clock is never moved by more than `MAX_OFFSET_S`: whoever is all that a newcomer sees could
+otherwise make what has expired valid again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from statistics import median
+
+MAX_OFFSET_S = 600.0
 
 
 class SwarmClock:
@@ -26,5 +29,10 @@ class SwarmClock:
 
     @property
     def offset_s(self) -> float:
-        """Seconds to add to the own clock."""
-        return median([0.0, *self._offsets_s.values()])
+        """Seconds to add to the own clock, 10 minutes at most."""
+        return max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *self._offsets_s.values()])))
+
+    @property
+    def behind_s(self) -> float:
+        """How far the own clock is behind the linked peers' median; negative if it is ahead."""
+        return median(self._offsets_s.values() or [0.0])

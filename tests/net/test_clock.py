@@ -13,6 +13,13 @@ def test_two_skewed_peers_meet_in_the_middle() -> None:
     assert abs((1000.0 + alice.offset_s) - (1300.0 + bob.offset_s)) < 1e-6
 
 
+def test_a_clock_that_is_off_is_told_in_full_and_moved_by_ten_minutes_at_most() -> None:
+    clock = SwarmClock()
+    for peer in ("bob", "carol"):
+        clock.observe(peer, theirs=7200.0, ours=0.0, rtt_s=0.0)
+    assert clock.behind_s == 7200.0 and clock.offset_s == 600.0
+
+
 def test_a_forgotten_peer_no_longer_counts() -> None:
     clock = SwarmClock()
     clock.observe("bob", theirs=10.0, ours=0.0, rtt_s=0.0)

@@ -1,0 +1,247 @@
+"""Memberships: who may be what, checked offline; every field is protected, every bound holds."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import NotAdmitted, ProtocolError
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import (
+    GUEST_S,
+    MAX_GUESTS,
+    MAX_REVOKED,
+    SLACK_S,
+    Grant,
+    Membership,
+    MembershipAdmission,
+    Revocations,
+)
+from colab_swarm.net.peers import PeerId, Role
+
+RUN, NOW, HOUR = "my-run-0badcafe", 1_750_000_000.0, 3600.0
+AUTHORITY, ALICE, BOB, LINK = (
+    Identity(sha256(name).digest()) for name in (b"auth", b"alice", b"bob", b"link")
+)
+
+
+def grant(sign: Any = AUTHORITY.sign, **changes: Any) -> Grant:
+    plain = Grant(RUN, Role.WORKER, LINK.public_key, NOW + HOUR, NOW + 10 * HOUR)
+    return msgspec.structs.replace(plain, **changes).signed(sign)
+
+
+def membership(sign: Any = AUTHORITY.sign, **changes: Any) -> Membership:
+    plain = Membership(RUN, Role.WORKER, ALICE.public_key, "alice", NOW, NOW + 4 * HOUR)
+    return msgspec.structs.replace(plain, **changes).signed(sign)
+
+
+def admission(own: Identity = BOB) -> MembershipAdmission:
+    return MembershipAdmission(RUN, authority=AUTHORITY.public_key, own=own.public_key)
+
+
+def admit(shown: Membership, *, at: MembershipAdmission | None = None, now: float = NOW) -> Role:
+    return (at or admission()).admit(ALICE.public_key, shown.encode(), now=now)
+
+
+def refused(shown: Membership | bytes, match: str, *, now: float = NOW) -> None:
+    data = shown if isinstance(shown, bytes) else shown.encode()
+    with pytest.raises(NotAdmitted, match=match) as error:
+        admission().admit(ALICE.public_key, data, now=now)
+    assert len(str(error.value).encode()) <= 100  # it travels as a WebSocket's close reason
+
+
+def test_the_authority_admits_directly_and_through_an_invitation() -> None:
+    assert admit(membership()) is Role.WORKER
+    assert admit(membership(role=Role.VIEWER)) is Role.VIEWER
+    own = Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW)
+    assert admit(own) is Role.WORKER and own.expires_at == NOW + 10 * HOUR
+
+
+def test_the_authority_shows_nothing_but_its_key() -> None:
+    assert admission().admit(AUTHORITY.public_key, b"", now=NOW) is Role.AUTHORITY
+
+
+def test_who_shows_nothing_is_a_guest_at_the_authority_and_nowhere_else() -> None:
+    refused(b"", "no membership: join with an invitation")
+    assert admission(AUTHORITY).admit(ALICE.public_key, b"", now=NOW) is Role.GUEST
+    assert admission(AUTHORITY).admit(ALICE.public_key, b"garbage", now=NOW) is Role.GUEST
+
+
+def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
+    at = admission(AUTHORITY)
+    assert at.admit(ALICE.public_key, b"", now=NOW) is Role.GUEST
+    with pytest.raises(NotAdmitted, match="no membership was asked for in a minute"):
+        at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1)
+    assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 2) is Role.GUEST
+    assert admit(membership(), at=at, now=NOW + GUEST_S + 3) is Role.WORKER
+    assert at.admit(ALICE.public_key, b"", now=NOW + 3 * GUEST_S) is Role.GUEST
+
+
+def test_guests_are_counted() -> None:
+    at = admission(AUTHORITY)
+    for i in range(MAX_GUESTS):
+        at.admit(i.to_bytes(32), b"", now=NOW)
+    with pytest.raises(NotAdmitted, match="too many newcomers"):
+        at.admit(ALICE.public_key, b"", now=NOW)
+    assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1) is Role.GUEST
+
+
+def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
+    end = NOW + 4 * HOUR
+    assert admit(membership(), now=end + SLACK_S - 1) is Role.WORKER
+    refused(membership(), "ended 3 hours ago: join again with a new invitation", now=end + 3 * HOUR)
+    assert admit(membership(), now=NOW - SLACK_S + 1) is Role.WORKER
+    refused(membership(), "begins in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
+
+
+def test_a_member_remembered_is_put_out_when_its_time_is_over() -> None:
+    at = admission()
+    assert admit(membership(), at=at) is Role.WORKER
+    with pytest.raises(NotAdmitted, match="ended 20 hours ago"):
+        admit(membership(), at=at, now=NOW + 24 * HOUR)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"key": BOB.public_key}, "another peer's"),
+        ({"run_id": "other-run-1"}, "another run"),
+        ({"role": Role.AUTHORITY}, "nobody can give"),
+        ({"role": Role.GUEST}, "nobody can give"),
+    ],
+)
+def test_what_even_the_authority_cannot_sign(change: dict[str, Any], match: str) -> None:
+    refused(membership(**change), match)
+
+
+def test_an_invitation_cannot_give_more_than_it_has() -> None:
+    def under(given: Grant, **changes: Any) -> Membership:
+        plain = Membership.by_invitation(given, LINK, key=ALICE.public_key, now=NOW)
+        return msgspec.structs.replace(plain, **changes).signed(LINK.sign)
+
+    viewer = grant(role=Role.VIEWER)
+    refused(under(viewer, role=Role.WORKER), "more than its invitation allows")
+    refused(under(grant(), expires_at=NOW + 11 * HOUR), "more than its invitation allows")
+    refused(under(grant(), issued_at=NOW + 2 * HOUR), "more than its invitation allows", now=NOW + 2 * HOUR)
+    refused(under(grant(run_id="other-run-1"), run_id=RUN), "another run")
+    refused(under(grant(sign=BOB.sign)), "not signed by this run's authority")
+    refused(under(grant(uses=3, offline=False)), "only good at the authority")
+    refused(under(grant(uses=3)), "only good at the authority")
+
+
+def test_the_signer_must_be_the_one_that_the_chain_names() -> None:
+    refused(membership(sign=BOB.sign), "signature is wrong")
+    refused(membership(sign=LINK.sign), "signature is wrong")
+    refused(membership(grant=grant()), "signature is wrong")  # by the authority, yet under a grant
+    refused(membership(grant=grant(), sign=BOB.sign), "signature is wrong")
+
+
+CHANGES: dict[str, Any] = {
+    "role": Role.REDUCER,
+    "name": "mallory",
+    "issued_at": NOW - 1.0,
+    "expires_at": NOW + 9 * HOUR,
+    "signature": bytes(64),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_every_field_of_a_membership_is_protected(field: str) -> None:
+    changed = msgspec.structs.replace(membership(), **{field: CHANGES[field]})
+    refused(changed, "signature is wrong")
+
+
+GRANT_CHANGES: dict[str, Any] = {
+    "role": Role.VIEWER,
+    "key": BOB.public_key,
+    "join_until": NOW + 99 * HOUR,
+    "member_until": NOW + 99 * HOUR,
+    "uses": 1,
+    "offline": False,
+    "signature": bytes(64),
+}
+
+
+@pytest.mark.parametrize("field", GRANT_CHANGES)
+def test_every_field_of_a_grant_is_protected(field: str) -> None:
+    changed = msgspec.structs.replace(grant(), **{field: GRANT_CHANGES[field]})
+    shown = Membership.by_invitation(changed, LINK, key=ALICE.public_key, now=NOW)
+    refused(shown, "not signed by this run's authority")
+
+
+def test_a_membership_fits_in_a_handshake() -> None:
+    longest = membership(run_id="r" * 64, name="n" * 64, grant=grant(run_id="r" * 64, uses=10_000))
+    assert len(longest.encode()) < 700
+
+
+@given(st.binary(max_size=3000))
+def test_any_bytes_are_a_membership_or_one_sentence(data: bytes) -> None:
+    refused(data, "membership")
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_changed_byte_never_gives_another_membership(at: int, flip: int) -> None:
+    shown = bytearray(membership().encode())
+    shown[at % len(shown)] ^= flip
+    with pytest.raises(NotAdmitted):
+        admission().admit(ALICE.public_key, bytes(shown), now=NOW)
+
+
+# --- revocation ---------------------------------------------------------------------------------------------------
+
+
+def revocations(*subjects: PeerId, version: int = 1, sign: Any = AUTHORITY.sign) -> bytes:
+    return Revocations(RUN, version, subjects).signed(sign).encode()
+
+
+def test_a_revoked_peer_is_out_though_its_membership_is_sound() -> None:
+    at = admission()
+    assert admit(membership(), at=at) is Role.WORKER
+    assert at.learn(revocations(ALICE.id))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        admit(membership(), at=at)
+    guarded = admission(AUTHORITY)
+    guarded.learn(revocations(ALICE.id))
+    with pytest.raises(NotAdmitted, match="revoked"):  # not even a guest
+        guarded.admit(ALICE.public_key, b"", now=NOW)
+
+
+def test_a_revoked_invitation_puts_out_who_signed_in_by_it_and_keeps_the_others() -> None:
+    at = admission()
+    at.learn(revocations(LINK.id))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        admit(Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW), at=at)
+    assert admit(membership(), at=at) is Role.WORKER
+
+
+def test_only_newer_lists_by_the_authority_are_taken() -> None:
+    at = admission()
+    assert at.learn(revocations(ALICE.id, version=5))
+    assert not at.learn(revocations(version=5)) and not at.learn(revocations(version=4))
+    with pytest.raises(ProtocolError, match="not signed"):
+        at.learn(revocations(version=6, sign=BOB.sign))
+    with pytest.raises(ProtocolError, match="not signed"):
+        at.learn(Revocations("other-run", 6).signed(AUTHORITY.sign).encode())
+    assert at.revoked.subjects == (ALICE.id,)
+
+
+def test_the_list_is_bounded_and_forgets_the_oldest() -> None:
+    subjects = tuple(PeerId(i.to_bytes(32)) for i in range(MAX_REVOKED))
+    full = Revocations(RUN, 7, subjects)
+    more = full.adding(ALICE.id, now=NOW, sign=AUTHORITY.sign)
+    assert more.subjects == (*subjects[1:], ALICE.id) and more.version == int(NOW)
+    assert len(more.encode()) < 32_000  # a record of the DHT
+    again = more.adding(ALICE.id, now=0.0, sign=AUTHORITY.sign)
+    assert again.subjects == more.subjects and again.version == more.version + 1
+    assert admission().learn(again.encode())
+
+
+@given(st.binary(max_size=500))
+def test_any_bytes_are_revocations_or_a_breach_of_protocol(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        admission().learn(data)
