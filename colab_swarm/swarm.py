@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError
@@ -345,7 +346,7 @@ async def assemble(
     if entries and await dht.bootstrap(entries) == 0:
         raise JoinError(await _why_not(peers, entries))
     dht.start()
-    return Services(peers, dht, Averager(peers), events, rng, pace)
+    return Services(peers, Rooms(peers), dht, Averager(peers), events, rng, pace)
 
 
 async def _why_not(peers: Peers, entries: Sequence[Contact]) -> str:

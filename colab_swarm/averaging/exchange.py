@@ -57,6 +57,7 @@ class Exchange:
     Args:
         me: this peer's place among the members.
         sums: float32 memory for the own span.
+        collects: whether this member wants the others' means; an assistant does not.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Exchange:
         ledger: Ledger,
         sums: Floats,
         settings: AveragingSettings,
+        collects: bool = True,
     ) -> None:
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger = ledger
@@ -78,7 +80,8 @@ class Exchange:
         """Per reducer: what could be got of its span from anybody is here."""
         self.lost: set[int] = set()
         """Reducers that were lost before all of their means were here."""
-        self.sums = sums
+        self.sums, self.collects = sums, collects
+        self.recovering = [asyncio.Lock() for _ in group.members]
         self.sent_bytes = self.received_bytes = 0
         self.serving = 0
         self._codec, self._mean_codec = codec_of(group.codec), codec_of(group.mean_codec)
@@ -89,11 +92,21 @@ class Exchange:
         self._streaming: set[int] = set()
         self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
         self._limits: dict[int, asyncio.Timeout] = {}
+        if not collects:  # nobody need wait for what is not coming here
+            for reducer in range(len(group.members)):
+                if reducer != me:
+                    self.settled[reducer].set()
         self._publish(self.reducer.start())
+        if not collects:
+            self.drop(me, "it assists")
 
     def member(self, index: int) -> Member:
         """The member at ``index``."""
         return self.group.members[index]
+
+    def awaited(self) -> list[asyncio.Event]:
+        """What the round at this member ends with, in member order."""
+        return self.final if self.collects else [self.final[self.me]]
 
     # --- as a member ----------------------------------------------------------------------------------------
 

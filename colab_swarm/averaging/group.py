@@ -19,6 +19,11 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, short
 from colab_swarm.tensors.codecs import CODECS
 
+MAX_STEP = 1 << 48
+MAX_NUMEL = 1 << 40
+MAX_TEXT = 512
+"""Bounds on what a stranger may tell: characters of a prefix, bytes of a digest."""
+
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
 
@@ -40,7 +45,7 @@ class Ticket(Message, frozen=True):
 
     ``weight`` (usually samples) may be 0: the peer only receives. ``lineage`` and ``schema`` are digests of
     the training history and of the vector's layout: all members have the same. ``reduces``: accepts
-    connections.
+    connections. ``assists``: trains nothing and wants no means, it reduces for the others.
     """
 
     prefix: str
@@ -54,6 +59,14 @@ class Ticket(Message, frozen=True):
     download_bps: float | None = None
     codec: str = "float32"
     mean_codec: str = "float32"
+    assists: bool = False
+
+    def __post_init__(self) -> None:
+        digests = (self.lineage, self.schema)
+        if not 0 <= self.step < MAX_STEP or not 0 <= self.numel < MAX_NUMEL:
+            raise ValueError(f"a ticket for step {self.step} of {self.numel} values is out of range")
+        if max(map(len, (self.prefix, *digests))) > MAX_TEXT:
+            raise ValueError("a ticket's prefix, lineage or schema is too long")
 
 
 class Member(Message, frozen=True):
@@ -75,6 +88,7 @@ class Group(Message, frozen=True):
     numel: int
     codec: str = "float32"
     mean_codec: str = "float32"
+    prefix: str = ""
 
     def index_of(self, peer: PeerId) -> int | None:
         """Position of a peer among the members; None if it is none."""
@@ -110,6 +124,11 @@ class JoinRound(Message, frozen=True):
     ticket: Ticket
     contact: Contact
 
+    @property
+    def prefix(self) -> str:
+        """The collaboration it is about."""
+        return self.ticket.prefix
+
 
 class Joined(Message, frozen=True):
     """The organizer's answer: the group, or who organizes instead, or why not."""
@@ -121,11 +140,14 @@ class Joined(Message, frozen=True):
 
 
 class RoundCall(Message, frozen=True):
-    """From an organizer (or somebody looking for one): a round begins, are you coming?"""
+    """From an organizer (or somebody looking for one): a round on these terms begins, are you coming?"""
 
-    prefix: str
-    step: int
-    lineage: bytes
+    terms: Ticket
+
+    @property
+    def prefix(self) -> str:
+        """The collaboration it is about."""
+        return self.terms.prefix
 
 
 class Coming(Message, frozen=True):
@@ -246,13 +268,18 @@ class Gathering:
         return min(latest, self._opened_at + self._settings.max_window_s)
 
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
-        """The group of those who are here.
+        """The group of those who are here. Who trains alone needs no assistant, nor to send anything.
 
         Raises:
-            ValueError: nobody is here, or several are but none accepts connections.
+            ValueError: nobody who trains is here, or several are but none accepts connections.
         """
         here = sorted(self._joined.items())
-        alone = len(here) == 1
+        trainers = [entry for entry in here if not entry[1][0].assists]
+        if not trainers:
+            raise ValueError("nobody who trains is here")
+        alone = len(trainers) == 1
+        if alone:
+            here = trainers
         members = tuple(
             Member(peer, contact.addresses, ticket.weight, 1.0 if alone else share)
             for (peer, (ticket, contact)), share in zip(
@@ -260,7 +287,7 @@ class Gathering:
             )
         )
         t = self._terms
-        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec)
+        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix)
         group.check()
         return group
 

@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from colab_swarm.averaging.bars import Bars
 from colab_swarm.averaging.group import (
     Coming,
     Gathering,
@@ -20,6 +21,7 @@ from colab_swarm.averaging.group import (
     Group,
     Joined,
     JoinRound,
+    RefusalReason,
     RoundCall,
     RoundRefused,
     Strategy,
@@ -28,8 +30,9 @@ from colab_swarm.averaging.group import (
     rank,
     valid_weight,
 )
+from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Contact, PeerId, Peers, short
+from colab_swarm.net.peers import Contact, PeerId, Role, short
 
 logger = logging.getLogger(__name__)
 
@@ -41,39 +44,39 @@ class Matchmaker:
     """Forms groups among the peers of one collaboration.
 
     Args:
-        prefix: name of the collaboration; one matchmaker per peer.
+        prefix: name of the collaboration.
         expected: ``expected(step, lineage)``: peers believed to take part, this one included or not.
-        on_called: ``on_called(step, lineage)``: in how many seconds this peer joins; None: it will not.
+        on_called: ``on_called(terms)``: in how many seconds this peer joins; None: it will not.
             Returns at once.
         strategy: who reduces how much.
     """
 
     def __init__(
         self,
-        peers: Peers,
+        rooms: Rooms,
         prefix: str,
         *,
-        expected: Callable[[int, bytes], Sequence[PeerId]],
-        on_called: Callable[[int, bytes], float | None],
+        expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
+        on_called: Callable[[Ticket], float | None],
         strategy: Strategy = equal_shares,
         settings: GatheringSettings | None = None,
     ) -> None:
-        self._peers = peers
+        self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
         self._expected = expected
         self._on_called = on_called
         self._strategy = strategy
         self._settings = settings or GatheringSettings()
         self._groups: dict[tuple[int, bytes], Group] = {}
-        self._leading: dict[int, _Leading] = {}
-        self._barred: set[PeerId] = set()  # they rank the same next time, and would stop the swarm
-        peers.serve(JoinRound, self._serve_join)
-        peers.serve(RoundCall, self._serve_call)
+        self._leading: dict[tuple[int, bytes], _Leading] = {}
+        self._bars = Bars()
+        rooms.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
+        rooms.serve(prefix, RoundCall, self._serve_call, Role.REDUCER)
 
     def close(self) -> None:
         """Organize nothing more."""
-        self._peers.unserve(JoinRound)
-        self._peers.unserve(RoundCall)
+        self._rooms.unserve(self._prefix, JoinRound)
+        self._rooms.unserve(self._prefix, RoundCall)
         for leading in self._leading.values():
             leading.task.cancel()
 
@@ -95,7 +98,8 @@ class Matchmaker:
                 while True:
                     for organizer in self._rank(ticket.step, candidates):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
-                            return self._accept(group, ticket)
+                            self._accept(group)
+                            return group
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             text = f"no organizer of step {ticket.step} among {len(candidates)} candidates answered in time"
@@ -106,7 +110,7 @@ class Matchmaker:
     def _rank(self, step: int, candidates: Sequence[PeerId]) -> list[PeerId]:
         """Candidates that can be dialled, in order, this peer included if it can; alone if nobody can."""
         me = self._peers.contact
-        others = set(candidates) - self._barred - {me.id}
+        others = [peer for peer in candidates if peer != me.id and not self._barred(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
         return rank(self._prefix, step, [*reachable, me.id] if me.addresses or not reachable else reachable)
 
@@ -118,16 +122,23 @@ class Matchmaker:
                 joined.group.check()
         except ValueError as error:
             logger.warning("%s sent a group that is none, and is passed over: %s", short(organizer), error)
-            self._barred.add(organizer)
+            self._bars.bar(organizer, now=_now())
             return None
         except PeerError as error:
             logger.debug("organizer %s of step %d is out: %s", short(organizer), ticket.step, error)
             return None
+        if refusal := self._refusal(joined, ticket):
+            if organizer != self._peers.id and self._bars.on_refusal(organizer, ticket.step, now=_now()):
+                logger.warning(
+                    "%s refuses step %d for ever, and is passed over", short(organizer), ticket.step
+                )
+                return None
+            raise RoundRefused(refusal[0], f"{short(organizer)}: {refusal[1]}")
         if joined.group is not None:
             return joined.group
-        if joined.reason is not None and joined.reason != "unreachable":
-            raise RoundRefused(joined.reason, f"{short(organizer)}: {joined.text}")
         if joined.organizer is None or hops <= 0 or joined.organizer.id == self._peers.id:
+            return None
+        if self._barred(joined.organizer.id):
             return None
         self._peers.learn(joined.organizer)
         return await self._ask(joined.organizer.id, ticket, hops=hops - 1)
@@ -144,20 +155,33 @@ class Matchmaker:
         return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
 
     async def _call(self, peer: PeerId, terms: Ticket) -> Coming:
-        message = RoundCall(self._prefix, terms.step, terms.lineage)
-        return await self._peers.call(peer, message, Coming, timeout_s=self._settings.call_timeout_s)
+        return await self._peers.call(peer, RoundCall(terms), Coming, timeout_s=self._settings.call_timeout_s)
 
-    def _accept(self, group: Group, ticket: Ticket) -> Group:
-        me = group.index_of(self._peers.id)
-        if me is None:
-            raise RoundRefused("late", f"the group of step {ticket.step} was formed without us")
-        if (group.step, group.lineage, group.numel) != (ticket.step, ticket.lineage, ticket.numel):
-            raise RoundRefused("resync", f"the group of step {ticket.step} is of another lineage")
+    def _refusal(self, joined: Joined, ticket: Ticket) -> tuple[RefusalReason, str] | None:
+        """Why the answer gives this peer no part in the round; None if it does, or if another must be asked."""
+        group = joined.group
+        if group is None:
+            told = joined.reason
+            return None if told is None or told == "unreachable" else (told, joined.text)
+        if group.index_of(self._peers.id) is None:
+            return "late", f"the group of step {ticket.step} was formed without us"
+        if (group.prefix, group.step, group.lineage, group.numel) != (
+            ticket.prefix,
+            ticket.step,
+            ticket.lineage,
+            ticket.numel,
+        ):
+            return "resync", f"the group of step {ticket.step} is of another lineage"
+        return None
+
+    def _accept(self, group: Group) -> None:
         for member in group.members:
             if member.addresses and member.id != self._peers.id:
                 self._peers.learn(Contact(member.id, member.addresses))
         self._remember(group)
-        return group
+
+    def _barred(self, peer: PeerId) -> bool:
+        return self._bars.barred(peer, now=_now())
 
     def _remember(self, group: Group) -> None:
         self._groups[group.step, group.lineage] = group
@@ -167,28 +191,34 @@ class Matchmaker:
     # --- being asked ----------------------------------------------------------------------------------------
 
     async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
-        if call.prefix != self._prefix:
-            return Coming()
-        if group := self._groups.get((call.step, call.lineage)):
+        if group := self._groups.get((call.terms.step, call.terms.lineage)):
             return Coming(None, group)
-        return Coming(self._on_called(call.step, call.lineage))
+        return Coming(self._on_called(call.terms))
 
     async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
-        if ticket.prefix != self._prefix or contact.id != peer:
-            return Joined(reason="invalid", text=f"this is {self._prefix!r}, and a ticket is personal")
+        if contact.id != peer:
+            return Joined(reason="invalid", text="a ticket is personal")
+        if ticket.weight != 0 and self._peers.role_of(peer) < Role.WORKER:
+            return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
         if group := self._groups.get((ticket.step, ticket.lineage)):
             return _hand_out(group, peer)
-        leading = self._leading.get(ticket.step)
+        leading = self._leading.get((ticket.step, ticket.lineage))
         if leading is None:
-            ready_in_s = self._on_called(ticket.step, ticket.lineage)
+            ready_in_s = self._on_called(ticket)
             if ready_in_s is None:
-                return Joined(reason="unreachable", text="not at this step")
+                return self._decline(ticket)
             leading = self._lead(ticket, ready_in_s)
         if refusal := leading.gathering.on_join(ticket, contact):
             return Joined(reason=refusal[0], text=refusal[1])
         leading.changed.set()
         return await self._outcome(leading, peer)
+
+    def _decline(self, ticket: Ticket) -> Joined:
+        if any(step == ticket.step for step, _ in self._leading):
+            text = f"step {ticket.step} here is of another lineage: load the state from a peer"
+            return Joined(reason="resync", text=text)
+        return Joined(reason="unreachable", text="not at this step")
 
     async def _outcome(self, leading: _Leading, peer: PeerId) -> Joined:
         try:
@@ -209,20 +239,21 @@ class Matchmaker:
     # --- organizing -----------------------------------------------------------------------------------------
 
     def _lead(self, terms: Ticket, ready_in_s: float) -> _Leading:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         gathering = Gathering(terms, now=now, settings=self._settings)
         gathering.on_coming(self._peers.id, ready_in_s, now=now)
         leading = _Leading(gathering)
-        self._leading[terms.step] = leading
+        self._leading[terms.step, terms.lineage] = leading
         leading.task = asyncio.create_task(self._organize(leading), name=f"organize step {terms.step}")
         return leading
 
     async def _organize(self, leading: _Leading) -> Group | Contact | None:
         """Form the group, or find it or its organizer elsewhere; None if no group is possible."""
         terms, me = leading.gathering.terms, self._peers.id
-        candidates = [peer for peer in self._expected(terms.step, terms.lineage) if peer != me]
-        calls = [asyncio.create_task(self._invite(leading, peer)) for peer in candidates]
+        calls: list[asyncio.Task[None]] = []
         try:
+            candidates = [peer for peer in await self._expected(terms.step, terms.lineage) if peer != me]
+            calls = [asyncio.create_task(self._invite(leading, peer)) for peer in candidates]
             await self._wait_closing(leading)
             group = leading.elsewhere or leading.gathering.form(self._round_id(terms), self._strategy)
         except ValueError as error:
@@ -231,15 +262,15 @@ class Matchmaker:
         finally:
             for call in calls:
                 call.cancel()
-            del self._leading[terms.step]
+            del self._leading[terms.step, terms.lineage]
         if isinstance(group, Group):
             self._remember(group)
         return group
 
     async def _invite(self, leading: _Leading, peer: PeerId) -> None:
         """Call one candidate and tell the gathering what came of it."""
-        gathering, terms, clock = leading.gathering, leading.gathering.terms, asyncio.get_running_loop()
-        gathering.on_called(peer, now=clock.time())
+        gathering, terms = leading.gathering, leading.gathering.terms
+        gathering.on_called(peer, now=_now())
         try:
             answer = await self._call(peer, terms)
         except PeerError:
@@ -259,13 +290,12 @@ class Matchmaker:
         group = answer.group
         if group is not None and (group.step, group.lineage) == (terms.step, terms.lineage):
             leading.elsewhere = group
-        elif answer.ready_in_s is None or peer in self._barred:
+        elif answer.ready_in_s is None or self._barred(peer):
             leading.gathering.on_declined(peer)
         elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
             leading.elsewhere = contact
         else:
-            now = asyncio.get_running_loop().time()
-            leading.gathering.on_coming(peer, answer.ready_in_s, now=now)
+            leading.gathering.on_coming(peer, answer.ready_in_s, now=_now())
 
     async def _wait_closing(self, leading: _Leading) -> None:
         """Return when the gathering is to be closed, or somebody else has the group."""
@@ -280,7 +310,7 @@ class Matchmaker:
                 pass
 
     def _round_id(self, terms: Ticket) -> bytes:
-        now = struct.pack("<d", asyncio.get_running_loop().time())
+        now = struct.pack("<d", _now())
         seed = f"{self._prefix}|{terms.step}|".encode() + terms.lineage + self._peers.id + now
         return hashlib.sha256(seed).digest()[:16]
 
@@ -294,6 +324,10 @@ class _Leading:
         self.gathering = gathering
         self.changed = asyncio.Event()
         self.elsewhere: Group | Contact | None = None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _hand_out(group: Group, peer: PeerId) -> Joined:

@@ -7,7 +7,8 @@ coordinator, or from the next if that is lost too.
 
 Why it does not deadlock: a coordinator's question waits until the answering member is done with the *lost
 reducer*; a fetch waits until the *coordinator* is done with its own recovery, which only ever fetches from
-those before it. Recovery travels as float32, so that what all end with is bit-identical.
+those before it. An assistant, which collects no means, recovers a span when it is asked for one. Recovery
+travels as float32, so that what all end with is bit-identical.
 """
 
 from __future__ import annotations
@@ -71,11 +72,18 @@ async def serve_recall(round_: Exchange, opening: RecallSpan, stream: Stream) ->
     """Answer a coordinator's or a fellow member's `RecallSpan`.
 
     Raises:
-        ValueError: the opening names chunks that do not exist.
+        ValueError: the opening names a span or chunks that do not exist.
     """
+    if not 0 <= opening.reducer < len(round_.group.members):
+        raise ValueError(f"there is no span {opening.reducer}")
     for index in opening.wanted:
         round_.ledger.chunk(opening.reducer, index)
-    await (round_.settled if opening.contributions else round_.final)[opening.reducer].wait()
+    if opening.contributions:
+        await round_.settled[opening.reducer].wait()
+    elif round_.collects or opening.reducer == round_.me:
+        await round_.final[opening.reducer].wait()
+    else:
+        await _recover_for_others(round_, opening.reducer)
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
@@ -86,6 +94,14 @@ async def serve_recall(round_: Exchange, opening: RecallSpan, stream: Stream) ->
         await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
+
+
+async def _recover_for_others(round_: Exchange, reducer: int) -> None:
+    async with round_.recovering[reducer]:
+        if not round_.final[reducer].is_set():
+            round_.lost.add(reducer)
+            await recover(round_, reducer)
+            round_.final[reducer].set()
 
 
 async def _recompute(round_: Exchange, reducer: int) -> None:

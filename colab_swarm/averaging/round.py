@@ -17,7 +17,7 @@ from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import PeerId, Peers, Refusal, Stream
+from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.tensors.codecs import Floats
 
 __all__ = ["Averager", "AveragingSettings", "RoundResult"]
@@ -50,19 +50,19 @@ class RoundResult:
 class Averager:
     """Takes part in averaging rounds, as member and as reducer. Rounds may overlap.
 
-    The last finished round is kept so that its other members can still recover from here; it is not copied (a
-    copy costs as much as summing): the caller leaves its vector alone until the next round has ended.
+    The last finished round of each collaboration is kept so that its other members can still recover from here; it
+    is not copied (a copy costs as much as summing): the caller leaves its vector alone until the next has ended.
     """
 
     def __init__(self, peers: Peers, settings: AveragingSettings | None = None) -> None:
         self._peers = peers
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, Exchange] = {}
-        self._finished: Exchange | None = None
+        self._finished: dict[str, Exchange] = {}  # by prefix
         self._begun = asyncio.Event()
-        self._spare: Floats = np.empty(0, np.float32)
-        peers.serve_stream(ReduceSpan, self._serve_reduce)
-        peers.serve_stream(RecallSpan, self._serve_recall)
+        self._spare: dict[str, Floats] = {}
+        peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
+        peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)
 
     async def close(self) -> None:
@@ -96,27 +96,53 @@ class Averager:
             )
         if not values.flags.c_contiguous:
             raise ValueError("the vector must be contiguous")
+        sums = self._memory(group.prefix, group.spans()[me].numel)
+        return await self._take_part(group, me, values, sums=sums)
+
+    async def reduce(self, group: Group) -> RoundResult:
+        """Take part in a round for the others only: reduce the own span, recover what is asked for, collect nothing.
+
+        Raises:
+            ValueError: this peer is no member.
+            RoundRefused: this very round was averaged or given up before.
+        """
+        me = group.index_of(self._peers.id)
+        if me is None:
+            raise ValueError("only a member can reduce")
+        values = np.empty(group.numel, np.float32)  # memory is taken up where it is written: the own span
+        start, stop = group.spans()[me]
+        return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
+
+    def forget(self, prefix: str) -> None:
+        """Free what finished rounds of a collaboration left behind: it is over."""
+        if exchange := self._finished.pop(prefix, None):
+            self._forget(exchange)
+        self._spare.pop(prefix, None)
+
+    async def _take_part(
+        self, group: Group, me: int, values: Floats, *, sums: Floats, collects: bool = True
+    ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.step} was given up here")
-        exchange = self._begin(group, me, values)
-        try:
-            return await self._run(exchange)
-        finally:
-            self._finish(exchange)
-
-    def _begin(self, group: Group, me: int, values: Floats) -> Exchange:
         exchange = Exchange(
             self._peers,
             group,
             me,
             ledger=Ledger(group, values),
-            sums=self._memory(group.spans()[me].numel),
+            sums=sums,
             settings=self._settings,
+            collects=collects,
         )
-        self._rounds[group.round_id] = exchange
+        self._begin(exchange)
+        try:
+            return await self._run(exchange)
+        finally:
+            self._finish(exchange)
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._rounds[exchange.group.round_id] = exchange
         self._begun.set()
         self._begun.clear()
-        return exchange
 
     async def _run(self, exchange: Exchange) -> RoundResult:
         clock = asyncio.get_running_loop().time
@@ -124,12 +150,13 @@ class Averager:
         exchanged: list[float] = []
         try:
             async with asyncio.timeout(self._settings.round_timeout_s), asyncio.TaskGroup() as tasks:
-                tasks.create_task(exchange.contribute_own())
-                count = len(exchange.group.members)
-                for reducer in ((exchange.me + step) % count for step in range(1, count)):
-                    tasks.create_task(_obtain(exchange, reducer, exchanged))
                 watch = tasks.create_task(exchange.watch())
-                for final in exchange.final:
+                if exchange.collects:
+                    tasks.create_task(exchange.contribute_own())
+                    count = len(exchange.group.members)
+                    for reducer in ((exchange.me + step) % count for step in range(1, count)):
+                        tasks.create_task(_obtain(exchange, reducer, exchanged))
+                for final in exchange.awaited():
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
@@ -140,7 +167,7 @@ class Averager:
             )
         finally:
             stop_listening()
-            for event in (*exchange.settled, *exchange.final):
+            for event in (*exchange.settled, *exchange.awaited()):
                 event.set()
         total_s = clock() - begun
         exchange_s = max(exchanged, default=clock()) - begun
@@ -151,18 +178,19 @@ class Averager:
 
     def _finish(self, exchange: Exchange) -> None:
         """Keep the round for its other members, and forget the one before."""
-        if self._finished is not None:
-            self._forget(self._finished)
-        self._finished = exchange
+        prefix = exchange.group.prefix
+        if prefix in self._finished:
+            self._forget(self._finished[prefix])
+        self._finished[prefix] = exchange
 
     def _forget(self, exchange: Exchange) -> None:
         del self._rounds[exchange.group.round_id]
-        if not exchange.serving:  # page faults in fresh memory cost more than the sums
-            self._spare = exchange.sums
+        if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
+            self._spare[exchange.group.prefix] = exchange.sums
 
-    def _memory(self, numel: int) -> Floats:
-        spare, self._spare = self._spare, np.empty(0, np.float32)
-        return spare if len(spare) == numel else np.empty(numel, np.float32)
+    def _memory(self, prefix: str, numel: int) -> Floats:
+        spare = self._spare.pop(prefix, None)
+        return np.empty(numel, np.float32) if spare is None or len(spare) != numel else spare
 
     # --- serving --------------------------------------------------------------------------------------------
 
@@ -189,6 +217,8 @@ class Averager:
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
+                if exchange.member(member).weight and self._peers.role_of(stream.peer) < Role.WORKER:
+                    raise Refusal("only a worker may contribute: ask for another invitation")
                 await exchange.serve(stream, member)
         except (PeerError, TimeoutError) as error:
             logger.debug("contribution ended: %s", error)

@@ -45,6 +45,7 @@ class Follows(Protocol):
 
     async def refresh(self) -> Branch: ...
     def donors(self, branch: Branch) -> list[PeerId]: ...
+    def distrust(self, donors: list[PeerId]) -> None: ...
     async def download(self, donors: list[PeerId]) -> Snapshot: ...
     async def wait_called(self) -> None: ...
     def take_call(self) -> tuple[int, bytes]: ...
@@ -53,11 +54,17 @@ class Follows(Protocol):
 
 
 class CatchUp:
-    """One attempt to get level; ``room`` is how many means fit in memory."""
+    """One attempt to get level.
 
-    def __init__(self, collaboration: Follows, *, room: int) -> None:
+    Args:
+        room: how many means fit in memory.
+        level: this peer has a state to go on with if nobody can give a better one.
+    """
+
+    def __init__(self, collaboration: Follows, *, room: int, level: bool) -> None:
         self._collaboration = collaboration
         self._room = room
+        self._level = level
         self._means: dict[tuple[int, bytes], Values] = {}  # by what they are applied to
         self._between_rounds = asyncio.Lock()
 
@@ -77,18 +84,25 @@ class CatchUp:
     async def _run(self) -> CaughtUp:
         reasons: dict[str, None] = {}
         for attempt in range(ATTEMPTS):
-            branch = await self._collaboration.refresh()
-            donors = self._collaboration.donors(branch)
-            if not donors:
+            donors = self._collaboration.donors(await self._collaboration.refresh())
+            if not donors and (self._level or not reasons):
                 return CaughtUp(None)
             try:
-                snapshot = await self._collaboration.download(donors)
+                snapshot = await self._download(donors, again=bool(reasons))
                 async with self._between_rounds:
                     return await self._join_up(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
                 await asyncio.sleep(PAUSE_S * attempt)
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _download(self, donors: list[PeerId], *, again: bool) -> Snapshot:
+        try:
+            return await self._collaboration.download(donors)
+        except StateError:
+            if again:  # what they claim to hold, such as step 10^9, must not keep us from the others
+                self._collaboration.distrust(donors)
+            raise
 
     async def _join_up(self, snapshot: Snapshot) -> CaughtUp:
         """Put the means after the snapshot in order. Runs between two rounds, so that none slips through."""

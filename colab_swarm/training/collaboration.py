@@ -17,11 +17,12 @@ import numpy as np
 from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import BatchDropped, PeerLeft, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import CatchUp, CaughtUp, Values
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
+from colab_swarm.training.records import Assistants, progress_key, read_assistants, read_progress
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
 
@@ -56,10 +57,11 @@ class Collaboration:
         self._schema = schema
         peers = services.peers
         self.progress = Progress(peers.id, own, target_batch_size=settings.target_batch_size)
+        self.assistants = Assistants(settings.prefix)
         self._matchmaker = Matchmaker(
-            peers,
+            services.rooms,
             settings.prefix,
-            expected=self.progress.participants,
+            expected=self._expected,
             on_called=self._on_called,
             settings=GatheringSettings(
                 window_s=settings.matchmaking_s,
@@ -67,7 +69,7 @@ class Collaboration:
                 max_window_s=settings.max_matchmaking_s,
             ),
         )
-        self._states = StateSharing(peers, settings.prefix, lambda: asyncio.to_thread(snapshot))
+        self._states = StateSharing(services.rooms, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
@@ -98,6 +100,7 @@ class Collaboration:
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
+        self.assistants.on_lost(peer)
         if peer in self.progress.records:
             self.progress.on_lost(peer)
             self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
@@ -108,10 +111,6 @@ class Collaboration:
         return asyncio.get_running_loop().time()
 
     # --- progress -----------------------------------------------------------------------------------------------
-
-    @property
-    def _key(self) -> str:
-        return f"{self._settings.prefix}/progress"
 
     async def _heartbeat(self) -> None:
         """Exchange progress: often when the batch is nearly full, rarely otherwise, at once after a step."""
@@ -140,19 +139,20 @@ class Collaboration:
         await self.refresh()
 
     async def _publish(self, *, ttl_s: float) -> None:
-        peers = self.services.peers
-        await self.services.dht.store(self._key, self.progress.own, subkey=peers.id, ttl_s=ttl_s, signed=True)
+        peers, key = self.services.peers, progress_key(self._settings.prefix)
+        addresses = peers.contact.addresses  # a tunnel or a relay may have come or gone
+        self._tell(addresses=addresses, reduces=bool(addresses))
+        await self.services.dht.store(key, self.progress.own, subkey=peers.id, ttl_s=ttl_s, signed=True)
 
     async def refresh(self) -> Branch:
         """Read the peers' records now."""
-        found = await self.services.dht.get(self._key)
-        records: dict[PeerId, ProgressRecord] = {}
-        for subkey, record in found.items():
-            try:
-                records[PeerId(subkey)] = msgspec.convert(record.value, ProgressRecord, strict=False)
-            except (msgspec.ValidationError, ValueError) as error:
-                logger.info("record of %s ignored: %s", subkey.hex()[:8], error)
+        services, prefix = self.services, self._settings.prefix
+        records, assistants = await asyncio.gather(
+            read_progress(services.dht, services.peers, prefix),
+            read_assistants(services.dht, services.peers, prefix),
+        )
         self.progress.on_records(records, now=self._now())
+        self.assistants.on_records(assistants)
         self._poke()
         return self.progress.branch()
 
@@ -234,12 +234,15 @@ class Collaboration:
     async def _round(self, own: ProgressRecord, values: Values, weight: float) -> RoundResult:
         started = self._now()
         deadline = started + self._settings.round_timeout_s
-        candidates = self.progress.participants(own.step, own.lineage)
+        candidates = await self._expected(own.step, own.lineage)
         group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
         self._called = None
         result = await self.services.averager.average(group, values)
         self.services.events.emit(_finished(group, result, self._now(), started))
         return result
+
+    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+        return sorted({*self.progress.participants(step, lineage), *self.assistants.records})
 
     def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
         links = self.services.peers.statistics()
@@ -250,7 +253,7 @@ class Collaboration:
             weight=weight,
             numel=self._numel,
             schema=self._schema,
-            reduces=own.reduces and not own.syncing,
+            reduces=bool(self.services.peers.contact.addresses) and not own.syncing,
             upload_bps=links.upload_bps,
             download_bps=links.download_bps,
             codec=self._settings.codec,
@@ -268,9 +271,9 @@ class Collaboration:
 
     # --- being called -------------------------------------------------------------------------------------------
 
-    def _on_called(self, step: int, lineage: bytes) -> float | None:
+    def _on_called(self, terms: Ticket) -> float | None:
         """An organizer opens a round: in how many seconds this peer will be there, or None if it will not."""
-        own, now = self.progress.own, self._now()
+        own, now, step, lineage = self.progress.own, self._now(), terms.step, terms.lineage
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
         if not own.syncing and not applying and (own.step, own.lineage) != (step, lineage):
             return None
@@ -290,6 +293,7 @@ class Collaboration:
         Raises:
             StateError: there is a branch, but nobody on it could give its state.
         """
+        level = not self.progress.own.syncing
         self._called, self._applying = None, False
         self._tell(syncing=True, samples=0.0)
         await self._exchange()
@@ -297,9 +301,8 @@ class Collaboration:
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._tell(syncing=False)  # the same parameters already, or nobody else
             return CaughtUp(None)
-        caught_up = await CatchUp(
-            self, room=max(1, self._settings.max_replay_bytes // (4 * self._numel))
-        ).run()
+        room = max(1, self._settings.max_replay_bytes // (4 * self._numel))
+        caught_up = await CatchUp(self, room=room, level=level).run()
         if caught_up.snapshot is None:
             self._tell(syncing=False)
         return caught_up
@@ -335,11 +338,20 @@ class Collaboration:
         """Who can give the branch's state."""
         return sorted(branch.peers - {self.services.peers.id})
 
+    def distrust(self, donors: list[PeerId]) -> None:
+        """They could not give the state of the step that they claim."""
+        self.progress.distrust(donors, now=self._now())
+
     async def download(self, donors: list[PeerId]) -> Snapshot:
-        """Fetch the state from the donors; emits `StateReceived`."""
+        """Fetch the state from the donors, or through an assistant if they are out of reach; emits `StateReceived`."""
         started = self._now()
         self.services.rng.shuffle(donors)
-        snapshot = await self._states.download(donors)
+        try:
+            snapshot = await self._states.download(donors)
+        except StateError:
+            if not self.assistants.records:
+                raise
+            snapshot = await self._states.download(list(self.assistants.records))
         manifest, now = snapshot.manifest, self._now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         self.services.events.emit(

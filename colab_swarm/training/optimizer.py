@@ -42,19 +42,22 @@ class SwarmOptimizer(Optimizer):
         self._settings = settings
         self._closed = False
         self._collaboration = runtime.call(self._start(services, name))
-        self._synchronize()
+        try:
+            self._synchronize()
+        except BaseException:  # an interrupt included: its place in the swarm must be free for the next try
+            self.close()
+            raise
 
     async def _start(self, services: Services, name: str) -> Collaboration:
-        replica, addresses = self._replica, services.peers.contact.addresses
+        replica = self._replica
         own = ProgressRecord(
             step=replica.step,
             lineage=replica.lineage,
             samples=0.0,
             samples_per_s=0.0,
             syncing=True,
-            reduces=bool(addresses),
+            reduces=False,  # told with the addresses, which may change
             name=name,
-            addresses=addresses,
         )
         collaboration = Collaboration(
             services,

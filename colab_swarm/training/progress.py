@@ -8,6 +8,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
   downloading the state; so one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be
   dialled have no vote while others can: among themselves they could neither form a round nor give their state.
+  Peers that could not give the state of the step that they claim have no vote for `DISTRUST_S`.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
   at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
   their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.net.peers import Message, PeerId
 
 LINEAGE_BYTES = 16
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
+DISTRUST_S = 600.0
 READS_OF_GRACE = 5
 """Reads of the records for which news from a round outweighs a peer's own, older record."""
 
@@ -58,7 +61,7 @@ class ProgressRecord(Message, frozen=True):
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s)
         if (
-            self.step < 0
+            not 0 <= self.step < MAX_STEP
             or any(not 0 <= number < 1e12 for number in numbers)
             or len(self.lineage) > LINEAGE_BYTES
         ):
@@ -84,6 +87,7 @@ class Progress:
         self._others: dict[PeerId, ProgressRecord] = {}
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._news_at: dict[PeerId, float] = {}
+        self._distrusted: dict[PeerId, float] = {}  # until when
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -92,6 +96,7 @@ class Progress:
 
     def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
         """Take the live records just read. What a round taught us outlives a few reads of an older record."""
+        self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
         fresh = {peer: record for peer, record in records.items() if peer != self.me}
         for peer, (learnt, reads_left) in list(self._learnt.items()):
             if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
@@ -118,21 +123,18 @@ class Progress:
         """The peer vanished: it does not count until its next record."""
         self._others.pop(peer, None)
 
+    def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
+        """These could not give the state of the step that they claim: they have no vote for a while."""
+        self._distrusted |= dict.fromkeys(peers, now + DISTRUST_S)
+
+    def trust_all(self) -> None:
+        """Give everybody the vote back."""
+        self._distrusted.clear()
+
     def branch(self) -> Branch:
         """The swarm's branch; the own one while nobody else trains."""
-        trainers = {peer: record for peer, record in self.records.items() if not record.syncing}
-        if not trainers:
-            return Branch(self.own.step, self.own.lineage, frozenset())
-        voters = [record for record in trainers.values() if record.reduces] or list(trainers.values())
-        for step in sorted({record.step for record in voters}, reverse=True):
-            if 2 * sum(record.step >= step for record in voters) >= len(voters):
-                break
-        votes = Counter(record.lineage for record in voters if record.step == step)
-        lineage = min(votes, key=lambda digest: (-votes[digest], digest))
-        there = (
-            peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage)
-        )
-        return Branch(step, lineage, frozenset(there))
+        trusted = {peer: r for peer, r in self.records.items() if peer not in self._distrusted}
+        return branch_of(trusted) or Branch(self.own.step, self.own.lineage, frozenset())
 
     @property
     def behind(self) -> bool:
@@ -169,10 +171,28 @@ class Progress:
 
     def participants(self, step: int, lineage: bytes) -> list[PeerId]:
         """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""
-        members = (
-            peer for peer, r in self.records.items() if r.syncing or (r.step == step and r.lineage == lineage)
-        )
-        return sorted(members)
+        return participants_of(self.records, step, lineage)
 
     def _on_own_branch(self, record: ProgressRecord) -> bool:
         return not record.syncing and record.step == self.own.step and record.lineage == self.own.lineage
+
+
+def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
+    """The branch that these records elect; None if nobody trains."""
+    trainers = {peer: record for peer, record in records.items() if not record.syncing}
+    if not trainers:
+        return None
+    voters = [record for record in trainers.values() if record.reduces] or list(trainers.values())
+    for step in sorted({record.step for record in voters}, reverse=True):
+        if 2 * sum(record.step >= step for record in voters) >= len(voters):
+            break
+    votes = Counter(record.lineage for record in voters if record.step == step)
+    lineage = min(votes, key=lambda digest: (-votes[digest], digest))
+    there = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
+    return Branch(step, lineage, frozenset(there))
+
+
+def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage: bytes) -> list[PeerId]:
+    """Those at a step and lineage, and those that catch up."""
+    here = (p for p, r in records.items() if r.syncing or (r.step == step and r.lineage == lineage))
+    return sorted(here)

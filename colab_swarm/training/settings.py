@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
@@ -17,6 +18,7 @@ class Services:
     """What a peer's services share; ``pace(samples)`` is the compute time a simulated peer takes, seconds."""
 
     peers: Peers
+    rooms: Rooms
     dht: DHT
     averager: Averager
     events: EventLog

@@ -13,9 +13,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
@@ -23,6 +25,7 @@ from colab_swarm.net.peers import (
     PeerId,
     Peers,
     Refusal,
+    Role,
     Stream,
     StreamEnded,
     short,
@@ -130,21 +133,21 @@ Provide = Callable[[], Awaitable[Snapshot]]
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'."""
 
-    def __init__(self, peers: Peers, prefix: str, provide: Provide) -> None:
+    def __init__(self, rooms: Rooms, prefix: str, provide: Provide) -> None:
         """``provide()`` takes a fresh snapshot of the current step, or raises `StateError` while there is none."""
-        self._peers = peers
+        self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
         self._provide = provide
         self._snapshot: Snapshot | None = None
         self._fresh = False
         self._taking = asyncio.Lock()
-        peers.serve(DescribeState, self._describe)
-        peers.serve_stream(FetchChunks, self._send_chunks)
+        rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
+        rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
 
     def close(self) -> None:
         """Stop serving."""
-        self._peers.unserve(DescribeState)
-        self._peers.unserve(FetchChunks)
+        self._rooms.unserve(self._prefix, DescribeState)
+        self._rooms.unserve(self._prefix, FetchChunks)
         self._snapshot = None
 
     def outdate(self) -> None:
@@ -152,7 +155,6 @@ class StateSharing:
         self._fresh = False
 
     async def _describe(self, _peer: PeerId, ask: DescribeState) -> Manifest:
-        self._check_prefix(ask.prefix)
         async with self._taking:  # newcomers that come together share one copy
             held = self._snapshot
             if held is None or (not self._fresh and ask.step != held.manifest.step):
@@ -166,7 +168,6 @@ class StateSharing:
         return held.manifest
 
     async def _send_chunks(self, ask: FetchChunks, stream: Stream) -> None:
-        self._check_prefix(ask.prefix)
         held = self._snapshot
         if held is None or held.manifest.root != ask.root:
             raise Refusal("that snapshot is gone")
@@ -176,17 +177,16 @@ class StateSharing:
             await stream.send(ChunkOf(chunk), memoryview(held.blob.data)[held.manifest.span(chunk)])
         await stream.end()
 
-    def _check_prefix(self, prefix: str) -> None:
-        if prefix != self._prefix:
-            raise Refusal(f"this peer trains {self._prefix!r}, not {prefix!r}")
-
     async def download(self, donors: Sequence[PeerId]) -> Snapshot:
         """Fetch the state of the first donor that answers, from all donors that hold the same one.
 
         Raises:
             StateError: no donor had a state, or all were lost before it was complete.
         """
-        manifest, holders, refusals = await self._choose(donors)
+        ask = DescribeState(self._prefix)
+        manifest, holders, refusals = await agree_on_state(
+            self._peers, ask, donors, limit=DONORS, timeout_s=CALL_TIMEOUT_S
+        )
         if manifest is None:
             raise StateError(
                 f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}"
@@ -199,23 +199,34 @@ class StateSharing:
             raise StateError(f"{fetch.missing} of {manifest.chunks} chunks of the state could not be fetched")
         return Snapshot(manifest, fetch.blob, tuple(sorted(fetch.used)))
 
-    async def _choose(self, donors: Sequence[PeerId]) -> tuple[Manifest | None, list[PeerId], list[str]]:
-        manifest: Manifest | None = None
-        holders: list[PeerId] = []
-        refusals: list[str] = []
-        for donor in donors:
-            if len(holders) == DONORS:
-                break
-            ask = DescribeState(self._prefix, -1 if manifest is None else manifest.step)
-            try:
-                answer = await self._peers.call(donor, ask, Manifest, timeout_s=CALL_TIMEOUT_S)
-            except PeerError as error:
-                refusals.append(f"{short(donor)}: {error}")
-                continue
-            if manifest is None or answer.root == manifest.root:
-                manifest = answer
-                holders.append(donor)
-        return manifest, holders, refusals
+
+async def agree_on_state(
+    peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
+) -> tuple[Manifest | None, list[PeerId], list[str]]:
+    """The manifest of the first donor that answers, up to ``limit`` donors that hold it, and why others do not."""
+    manifest: Manifest | None = None
+    holders: list[PeerId] = []
+    refusals: list[str] = []
+    for donor in donors:
+        if len(holders) == limit:
+            break
+        try:
+            answer = await peers.call(donor, ask, Manifest, timeout_s=timeout_s)
+        except PeerError as error:
+            refusals.append(f"{short(donor)}: {error}")
+            continue
+        if manifest is None or answer.root == manifest.root:
+            manifest = answer
+            holders.append(donor)
+            ask = msgspec.structs.replace(ask, step=manifest.step)
+    return manifest, holders, refusals
+
+
+def check_chunk(manifest: Manifest, chunk: int, payload: memoryview, pending: Sequence[int]) -> None:
+    """Raises `StateError` unless this is one of the ``pending`` chunks, and right."""
+    digest = manifest.digests[32 * chunk : 32 * chunk + 32]
+    if chunk not in pending or hashlib.sha256(payload).digest() != digest:
+        raise StateError(f"the donor sent a wrong chunk {chunk}")
 
 
 class _Fetch:
@@ -256,9 +267,7 @@ class _Fetch:
                 self.used.add(donor)
 
     def _accept(self, chunk: int, payload: memoryview, pending: list[int]) -> None:
-        digests = self._manifest.digests
-        if chunk not in pending or hashlib.sha256(payload).digest() != digests[32 * chunk : 32 * chunk + 32]:
-            raise StateError(f"the donor sent a wrong chunk {chunk}")
+        check_chunk(self._manifest, chunk, payload, pending)
         memoryview(self.blob.data)[self._manifest.span(chunk)] = payload
         pending.remove(chunk)
         self.missing -= 1

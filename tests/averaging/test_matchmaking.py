@@ -17,6 +17,8 @@ from colab_swarm.averaging.group import (
     rank,
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
 
@@ -31,12 +33,14 @@ class Trainer:
         self.candidates: list[PeerId] = []
         self.ready_in_s: float | None = 0.0
         self.ticket = TICKET
-        self.matchmaker = Matchmaker(
-            peers, "run", expected=lambda step, lineage: self.candidates, on_called=self._on_called
-        )
+        self.matchmaker = Matchmaker(Rooms(peers), "run", expected=self._expected, on_called=self._on_called)
 
-    def _on_called(self, step: int, lineage: bytes) -> float | None:
-        return self.ready_in_s if (step, lineage) == (self.ticket.step, self.ticket.lineage) else None
+    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+        return self.candidates
+
+    def _on_called(self, terms: Ticket) -> float | None:
+        mine = (self.ticket.step, self.ticket.lineage)
+        return self.ready_in_s if (terms.step, terms.lineage) == mine else None
 
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
         await asyncio.sleep(after_s)
@@ -243,15 +247,15 @@ def test_who_gives_up_waiting_is_left_out() -> None:
     in_town(3, script)
 
 
-def test_a_call_for_another_prefix_or_lineage_is_declined() -> None:
+def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_prefix_refused() -> None:
     async def script(town: Town) -> None:
         first, second = town.trainers
-        for call in (
-            RoundCall("other", 7, b"lineage"),
-            RoundCall("run", 7, b"other"),
-            RoundCall("run", 8, b"lineage"),
-        ):
+        for change in ({"lineage": b"other"}, {"step": 8}):
+            call = RoundCall(msgspec.structs.replace(TICKET, **change))
             answer = await first.peers.call(second.peers.id, call, Coming, timeout_s=1)
             assert answer.ready_in_s is None and answer.group is None
+        stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
+        with pytest.raises(CallRefused, match="no part in 'other'"):
+            await first.peers.call(second.peers.id, stray, Coming, timeout_s=1)
 
     in_town(2, script)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import Message
 from colab_swarm.sim.clock import run_virtual
@@ -35,12 +36,12 @@ class Scene:
         self.taken = 0
         self.donors = {name: self.network.peer(name) for name in donors}
         self.shares = {
-            name: StateSharing(peers, "run", self.provider(donors[name]))
+            name: StateSharing(Rooms(peers), "run", self.provider(donors[name]))
             for name, peers in self.donors.items()
         }
         self.newcomer: SimPeers = self.network.peer("newcomer")
         self.network.introduce()
-        self.sharing = StateSharing(self.newcomer, "run", self.provider(None))
+        self.sharing = StateSharing(Rooms(self.newcomer), "run", self.provider(None))
 
     def provider(self, made: Snapshot | None) -> Callable[[], Awaitable[Snapshot]]:
         async def provide() -> Snapshot:
