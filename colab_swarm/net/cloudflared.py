@@ -18,7 +18,7 @@ INSTALL = (
     "on Colab and Kaggle: !wget -qO /usr/local/bin/cloudflared https://github.com/cloudflare/cloudflared/"
     "releases/latest/download/cloudflared-linux-amd64 && chmod +x /usr/local/bin/cloudflared"
 )
-_URL = re.compile(r"https?://(?:[a-z0-9-]+\.trycloudflare\.com|127\.0\.0\.1:\d+)(?=[\s|]|$)")
+_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")  # its API's host has no hyphen
 _CONNECTED = "Registered tunnel connection"
 KEPT_LINES = 3
 

@@ -30,7 +30,7 @@ HIDDEN = "(hidden)"
 OPEN_TIMEOUT_S = 60.0
 """For all of it; the first time ever, that is a download of 10 MB."""
 API_TIMEOUT_S = 5.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S, STOP_CHECK_S = 5.0, 0.05
 NO_INTERNET = (
     "ngrok cannot be reached from here: check the internet connection (on Kaggle: Settings, Internet on)"
 )
@@ -175,14 +175,16 @@ class NgrokAgent:
         from pyngrok import process
 
         self._given_up = True
-        started = process._current_processes.get(self._path)  # its public verbs wait for the starting thread
-        if started is not None:
-            started.proc.kill()
-        done, _ = await asyncio.wait([starting], timeout=STOP_TIMEOUT_S)
-        for task in done:
-            task.exception()
-        if not done:
-            starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
+        for _ in range(round(STOP_TIMEOUT_S / STOP_CHECK_S)):
+            started = process._current_processes.get(
+                self._path
+            )  # its public verbs wait for the starting thread
+            if started is not None:
+                started.proc.kill()
+            if (await asyncio.wait([starting], timeout=STOP_CHECK_S))[0]:
+                starting.exception()
+                return
+        starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
 
     def _stop(self) -> None:
         from pyngrok import process

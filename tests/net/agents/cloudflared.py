@@ -13,11 +13,11 @@ def log(text: str) -> None:
 
 
 async def run(upstream: str) -> None:
-    log("Requesting new quick Tunnel on trycloudflare.com...")
-    port = await edge.open_edge(int(upstream.rpartition(":")[2]))
+    log("Requesting new quick Tunnel at https://api.trycloudflare.com...")
+    await edge.open_edge(int(upstream.rpartition(":")[2]))
     log("+-------------------------------------------------------------------+")
     log("|  Your quick Tunnel has been created! Visit it at:                  |")
-    log(f"|  http://127.0.0.1:{port}                                           |")
+    log("|  https://calm-green-otter.trycloudflare.com                        |")
     log("Registered tunnel connection connIndex=0 protocol=quic")
     await asyncio.Event().wait()
 

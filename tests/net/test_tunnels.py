@@ -1,0 +1,304 @@
+"""Real pyngrok against a stand-in for ngrok's agent, whose edge is a port on loopback; the same for cloudflared."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.errors import TunnelError
+from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
+from colab_swarm.net.guardian import Guardian
+from colab_swarm.net.ngrok import ADVICE, explain
+from colab_swarm.net.node import Node
+from colab_swarm.net.tunnels import QuotaMeter, Tunnel, TunnelSettings, probe
+from colab_swarm.snapshot import describe
+from tests.net import agents
+from tests.net.swarm import Echo, peers, run, until
+
+TOKEN = "2abcDEFsecretTOKEN"
+PROCESSES = Path("/proc")
+needs_posix = pytest.mark.skipif(not PROCESSES.exists(), reason="the stand-ins are scripts; /proc finds them")
+pytestmark = needs_posix
+
+
+def running(folder: Path) -> list[int]:
+    """Processes that the test has started: the folder is in their environment."""
+    return [
+        pid
+        for pid in (int(entry.name) for entry in PROCESSES.glob("[0-9]*"))
+        if str(folder).encode() in read(pid, "environ")
+    ]
+
+
+def agent_of(folder: Path) -> int:
+    """The one process that is no guardian."""
+    (agent,) = [pid for pid in running(folder) if b"sys.stdin" not in read(pid, "cmdline")]
+    return agent
+
+
+def read(pid: int, what: str) -> bytes:
+    try:
+        return (PROCESSES / str(pid) / what).read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stand-ins are; no user's configuration and no token is in sight."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "of the environment, not asked for")
+    return tmp_path
+
+
+def ngrok(folder: Path, token: str = TOKEN, **settings: float) -> TunnelSettings:
+    agent = agents.install("ngrok", folder)
+    return TunnelSettings("ngrok", auth_token=token, agent=agent, **{"check_s": 0.05, **settings})
+
+
+@asynccontextmanager
+async def tunnel(settings: TunnelSettings, port: int = 9, **more: object) -> AsyncIterator[Tunnel]:
+    wiring = {"on_change": lambda address: None, "events": EventLog(), "sent_bytes": lambda: 0, **more}
+    opened = await Tunnel.open(settings, port, **wiring)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+async def call_through(address: str, alice: Node, bob: Node) -> None:
+    """Alice links to bob, who can be dialled nowhere else."""
+    bob.announce((address,))
+    alice.learn(bob.contact)
+    assert await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=10) == Echo(bytes(200_000))
+
+
+@pytest.mark.slow
+def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_times(folder: Path) -> None:
+    async def main() -> None:
+        told: asyncio.Queue[str | None] = asyncio.Queue()
+        events = EventLog()
+        async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
+            settings = ngrok(folder)
+            async with tunnel(settings, bob.port, on_change=told.put_nowait, events=events) as opened:
+                assert opened.address is not None
+                await call_through(opened.address, alice, bob)
+                for _ in range(3):
+                    before, killed_at = opened.address, time.monotonic()
+                    os.kill(agent_of(folder), signal.SIGKILL)
+                    assert await told.get() is None
+                    assert await told.get() == opened.address != before
+                    await until(lambda: bob.id not in alice.linked())
+                    await call_through(opened.address, alice, bob)
+                    assert time.monotonic() - killed_at < 10
+        assert [change.address is None for change in events.recent(TunnelChanged)] == [
+            False,
+            *[True, False] * 3,
+        ]
+        assert running(folder) == []
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.net.ngrok.API_TIMEOUT_S", 0.2)
+    events = EventLog()
+
+    async def main() -> None:
+        told: asyncio.Queue[str | None] = asyncio.Queue()
+        more = {"on_change": told.put_nowait, "events": events}
+        async with peers("bob") as (bob,):
+            async with tunnel(ngrok(folder), bob.port, **more):
+                os.kill(agent_of(folder), signal.SIGSTOP)
+                assert await told.get() is None and await told.get() is not None
+            async with tunnel(ngrok(folder, probe_s=0.05), **more):  # nobody listens at that port
+                assert await told.get() is None
+
+    run(main())
+    reasons = [change.reason for change in events.recent(TunnelChanged) if change.address is None]
+    assert reasons[0] == "its agent hangs"
+    assert reasons[1].startswith("its public address does not lead here: ngrok: ERR_NGROK_8012")
+
+
+@pytest.mark.parametrize(
+    ("token", "text"),
+    [
+        ("session-107", "does not accept this token .* get your token at .*ERR_NGROK_107"),
+        ("session-108", "stop another one"),
+        ("session-9999", "docs/errors/err_ngrok_9999"),
+        ("tunnel-8013", "card on file"),
+        ("tunnel-334", "in use by another agent"),
+        ("offline", "Kaggle: Settings, Internet on"),
+    ],
+)
+def test_what_ngrok_refuses_is_said_with_its_fix_and_without_the_token(
+    folder: Path, token: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        caplog.set_level(logging.DEBUG)
+        with pytest.raises(TunnelError, match=text) as caught:
+            await Tunnel.open(
+                ngrok(folder, token), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0
+            )
+        assert "Your authtoken: " + token not in str(caught.value) + caplog.text
+        assert caught.value.__suppress_context__
+        assert running(folder) == []
+
+    run(main())
+
+
+def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
+    async def main() -> None:
+        opening = asyncio.create_task(
+            Tunnel.open(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0)
+        )
+        await until(lambda: bool(running(folder)))
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await until(lambda: not running(folder))
+
+    run(main())
+
+
+def test_without_token_or_agent_nothing_is_tried(folder: Path) -> None:
+    async def refused(settings: TunnelSettings, text: str) -> None:
+        with pytest.raises(TunnelError, match=text):
+            async with tunnel(settings):
+                pass
+
+    async def main() -> None:
+        await refused(TunnelSettings("ngrok"), "secret NGROK_AUTHTOKEN .*ERR_NGROK_4018")
+        await refused(
+            TunnelSettings("ngrok", auth_token="t", agent="/nowhere/ngrok"), "/nowhere/ngrok: leave"
+        )
+        await refused(
+            TunnelSettings("cloudflared", agent="/nowhere/cloudflared"), "no cloudflared at /nowhere"
+        )
+        os.environ["PATH"] = ""
+        await refused(TunnelSettings("cloudflared"), "releases/latest")
+
+    path = os.environ["PATH"]
+    try:
+        run(main())
+    finally:
+        os.environ["PATH"] = path
+    assert TOKEN not in repr(TunnelSettings("ngrok", auth_token=TOKEN))
+    with pytest.raises(ValueError, match="take 'ngrok' or 'cloudflared'"):
+        TunnelSettings("carrier pigeon")  # type: ignore[arg-type]
+
+
+def test_the_token_is_on_no_command_line_and_in_no_file_once_the_tunnel_is_open(folder: Path) -> None:
+    async def main() -> None:
+        async with tunnel(ngrok(folder)):
+            assert TOKEN.encode() not in read(agent_of(folder), "cmdline")
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+
+    run(main())
+
+
+def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
+    async def main() -> None:
+        events, sent_bytes = EventLog(), [5_000.0]
+        settings = ngrok(folder, quota_bytes=1000.0)
+        async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]):
+            sent_bytes[0] += 600
+            await until(lambda: bool(events.recent(QuotaWarning)))
+        (warning,) = events.recent(QuotaWarning)
+        assert (warning.used_bytes, warning.quota_bytes) == (600, 1000)
+        assert "60% of the plan's" in describe(warning)
+
+    run(main())
+
+
+def test_a_quota_warns_at_50_80_and_95_percent_once_each() -> None:
+    meter = QuotaMeter(100.0)
+    assert [used for used in range(120) if meter.on_used(used)] == [50, 80, 95]
+    assert QuotaMeter(100.0).on_used(90.0), "marks passed together are one warning"
+
+
+def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
+    for code, advice in ADVICE.items():
+        assert explain(f"oh no\r\nERR_NGROK_{code}\r\n") == f"{advice} (ERR_NGROK_{code})"
+    assert explain("something else") == "ngrok: something else"
+
+
+@pytest.mark.slow
+def test_cloudflared_is_opened_and_opened_again(folder: Path) -> None:
+    async def main() -> None:
+        told: asyncio.Queue[str | None] = asyncio.Queue()
+        settings = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder), check_s=0.05)
+        async with tunnel(settings, on_change=told.put_nowait) as opened:
+            assert opened.address == "wss://calm-green-otter.trycloudflare.com"
+            os.kill(agent_of(folder), signal.SIGKILL)
+            assert await told.get() is None and await told.get() == opened.address
+        assert running(folder) == []
+        (folder / "refused").mkdir()
+        refusing = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder / "refused"))
+        with pytest.raises(TunnelError, match="429 Too Many Requests"):
+            async with tunnel(refusing):
+                pass
+
+    run(main())
+
+
+def test_the_public_address_is_found_dead_or_alive() -> None:
+    async def main() -> None:
+        async with peers("bob") as (bob,):
+            assert await probe(bob.contact.addresses[0]) is None
+            address = bob.contact.addresses[0]
+        assert "Connect" in (await probe(address) or "")
+
+    run(main())
+
+
+def wait_dead(pid: int, seconds: float = 10.0) -> bool:
+    give_up_at = time.monotonic() + seconds
+    while time.monotonic() < give_up_at:
+        if not (PROCESSES / str(pid)).exists() or ") Z" in (PROCESSES / str(pid) / "stat").read_text():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+OWNER = """
+import subprocess, sys, time
+from colab_swarm.net.guardian import Guardian
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+guardian = Guardian(child.pid)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_guarded_process_dies_with_its_owner_that_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        owner.kill()
+        assert wait_dead(child)
+
+
+def test_a_released_guardian_kills_nobody() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        guardian = Guardian(child.pid)
+        guardian.release()
+        guardian.release()
+        assert child.poll() is None
+        child.kill()
