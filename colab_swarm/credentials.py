@@ -1,0 +1,105 @@
+"""Where tokens and passwords come from: never from a notebook's text, never shown.
+
+In this order: given, environment, Colab's secrets, Kaggle's secrets, and typed in where somebody can. Call
+from the user's thread: Colab answers through the cell that asks.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Callable
+
+from colab_swarm.errors import SecretError
+
+_COLAB = {
+    "SecretNotFoundError": "Colab has no secret {name}: add it (key icon on the left) and allow this notebook",
+    "NotebookAccessError": "Colab has {name}, but not for this notebook: allow it (key icon on the left)",
+    "TimeoutException": "Colab's secrets do not answer outside of its own page: set the variable {name} instead",
+}
+_KAGGLE = {
+    "CredentialError": "Kaggle gives no secrets to this session: open the notebook in Kaggle's editor",
+    "BackendError": "Kaggle has no secret {name} for this notebook: tick it under Add-ons, Secrets",
+    "ConnectionError": "Kaggle's secrets need the internet: switch it on under Settings",
+    "ValidationError": "Kaggle takes no secret named {name}",
+}
+
+
+class Secret(str):
+    """A secret; a cell that ends with one does not show it."""
+
+    def __repr__(self) -> str:
+        return "Secret(hidden)"
+
+
+def find_secret(name: str, given: str | None = None) -> Secret | None:
+    """The secret, or None if it is nowhere; nobody is asked to type it.
+
+    Args:
+        name: of the environment variable, and of the secret on Colab and Kaggle.
+        given: what the caller was given; taken if it is not empty.
+    """
+    found, _ = _search(name, given)
+    return found
+
+
+def require_secret(name: str, given: str | None = None, *, help: str) -> Secret:
+    """The secret; asks for it where somebody can type.
+
+    Args:
+        name, given: as in `find_secret`.
+        help: where to get such a secret, in one sentence.
+
+    Raises:
+        SecretError: it is nowhere; the text says where it was sought and how to set it.
+    """
+    found, reasons = _search(name, given)
+    found = found or _ask(f"{name} ({help}): ")
+    if found is None:
+        where = "; ".join(reasons) or f"set the environment variable {name}"
+        raise SecretError(f"{name} is needed. {where}. {help}")
+    return found
+
+
+def _search(name: str, given: str | None) -> tuple[Secret | None, list[str]]:
+    """The secret, and why the platforms did not give it."""
+    reasons: list[str] = []
+    at_hand = given or os.environ.get(name)
+    if at_hand:
+        return Secret(at_hand.strip()), reasons
+    for open_store, advice in ((_open_colab, _COLAB), (_open_kaggle, _KAGGLE)):
+        try:
+            value = open_store()(name)
+        except ImportError:
+            continue  # another platform
+        except Exception as error:  # each store has errors of its own, whose classes exist only there
+            known = advice.get(type(error).__name__)
+            reasons.append(known.format(name=name) if known else f"{name} could not be read: {error!r}")
+            continue
+        if value:
+            return Secret(value.strip()), reasons
+    return None, reasons
+
+
+def _open_colab() -> Callable[[str], str]:
+    from google.colab import userdata
+
+    return userdata.get  # type: ignore[no-any-return]
+
+
+def _open_kaggle() -> Callable[[str], str]:
+    from kaggle_secrets import UserSecretsClient
+
+    return UserSecretsClient().get_secret  # type: ignore[no-any-return]
+
+
+def _ask(prompt: str) -> Secret | None:
+    """Typed unseen; None where nobody can type."""
+    in_kernel = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
+    if not in_kernel and not (sys.stdin is not None and sys.stdin.isatty()):
+        return None
+    try:
+        return Secret(getpass.getpass(prompt).strip()) or None
+    except (EOFError, NotImplementedError):  # a notebook that is executed with nobody before it
+        return None
