@@ -108,6 +108,7 @@ def _bench(options: argparse.Namespace) -> None:
 def _backbone(options: argparse.Namespace) -> None:
     tell = _teller(options.json_lines)
     with create(options.name, peer_name=options.peer_name or "backbone", options=_options(options)) as swarm:
+        swarm.assist()
         tell("invite", invite=swarm.invite(hours=options.hours))
         if not options.json_lines:
             print("Ctrl-C ends it.", flush=True)

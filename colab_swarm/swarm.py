@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.widgets.panel import Panel
 
@@ -68,6 +69,7 @@ class Swarm:
         self._run_id = run_id
         self._entries = tuple(entries)
         self._optimizer: SwarmOptimizer | None = None
+        self._assistance: Assistance | None = None
         self._losses: list[tuple[int, float]] = []
         self._joined_at = time.monotonic()
         self._left = False
@@ -159,6 +161,23 @@ class Swarm:
         self._optimizer = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         return self._optimizer
 
+    def assist(self, name: str | None = None) -> Assistance:
+        """Help others train: organize their rounds, reduce, hand on the state to newcomers. Needs no torch.
+
+        It lets peers that only dial out train together. Calling it again replaces the former one.
+
+        Args:
+            name: of the only model to help with, as given to `optimizer`; None: every model of the run.
+        """
+        from colab_swarm.training.assistant import Assistance, Assistant
+
+        self._check_here()
+        if self._assistance is not None:
+            self._assistance.stop()
+        assistant = Assistant(self._services, self._run_id, name=self.name, collaboration=name)
+        self._assistance = Assistance(self._runtime, assistant)
+        return self._assistance
+
     def panel(self) -> Panel:
         """A live view of the swarm: widgets in a notebook, text elsewhere."""
         from colab_swarm.widgets.panel import Panel
@@ -179,6 +198,8 @@ class Swarm:
         _open_swarms.discard(self)
         if self._optimizer is not None:
             self._optimizer.close()
+        if self._assistance is not None:
+            self._assistance.stop()
         self._runtime.call(_close(self._services))
 
     def vanish(self) -> None:
@@ -186,6 +207,8 @@ class Swarm:
         self._left = True
         if self._optimizer is not None:
             self._optimizer.collaboration.vanish()
+        if self._assistance is not None:
+            self._assistance.vanish()
         self._services.dht.vanish()
 
     def __enter__(self) -> Swarm:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream
 
 Handler = Callable[..., Awaitable[Any]]
+
+
+class Guest(Protocol):
+    """Whoever serves collaborations that are not this peer's own."""
+
+    def enter(self, prefix: str) -> None:
+        """A message came for ``prefix``, and nobody serves it: begin to, if you like."""
+
+    def leave(self, prefix: str) -> None:
+        """Serve ``prefix`` no more, if you do."""
 
 
 class Rooms:
@@ -19,7 +29,7 @@ class Rooms:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
-        self._welcome: Callable[[str], object] | None = None
+        self._guest: Guest | None = None
 
     def serve(
         self,
@@ -59,9 +69,20 @@ class Rooms:
         if not handlers and self._handlers.pop(kind, None) is not None:
             self.peers.unserve(kind)
 
-    def welcome(self, guest: Callable[[str], object] | None) -> None:
-        """Call ``guest(prefix)``, which may begin to serve, when a prefix is named that nobody serves."""
-        self._welcome = guest
+    def welcome(self, guest: Guest | None) -> None:
+        """Let ``guest`` serve what nobody else serves.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if guest is not None and self._guest is not None:
+            raise ValueError("this peer assists already: stop() that first")
+        self._guest = guest
+
+    def make_room(self, prefix: str) -> None:
+        """Ask the guest, if it serves ``prefix``, to leave that to its owner."""
+        if self._guest is not None:
+            self._guest.leave(prefix)
 
     def _add(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
         """Returns whether ``kind`` is new here."""
@@ -73,8 +94,8 @@ class Rooms:
 
     def _find(self, kind: type[Message], prefix: str) -> Handler:
         handlers = self._handlers.get(kind, {})
-        if prefix not in handlers and self._welcome is not None:
-            self._welcome(prefix)
+        if prefix not in handlers and self._guest is not None:
+            self._guest.enter(prefix)
         if prefix not in handlers:
             raise Refusal(f"this peer takes no part in {prefix[:80]!r}")
         return handlers[prefix]

@@ -58,6 +58,7 @@ class Collaboration:
         peers = services.peers
         self.progress = Progress(peers.id, own, target_batch_size=settings.target_batch_size)
         self.assistants = Assistants(settings.prefix)
+        services.rooms.make_room(settings.prefix)
         self._matchmaker = Matchmaker(
             services.rooms,
             settings.prefix,

@@ -37,13 +37,21 @@ class Mirror:
     Args:
         prefix: of the collaboration.
         donors: ``await donors()``: trainers on the collaboration's branch.
+        on_sent: ``on_sent(size_bytes)``, after each chunk.
     """
 
-    def __init__(self, rooms: Rooms, prefix: str, donors: Callable[[], Awaitable[list[PeerId]]]) -> None:
-        self.sent_bytes = 0
+    def __init__(
+        self,
+        rooms: Rooms,
+        prefix: str,
+        *,
+        donors: Callable[[], Awaitable[list[PeerId]]],
+        on_sent: Callable[[int], None],
+    ) -> None:
         self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
         self._donors = donors
+        self._on_sent = on_sent
         self._held: dict[bytes, tuple[Manifest, list[PeerId]]] = {}  # by root: the state, and who holds it
         rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
@@ -91,4 +99,4 @@ class Mirror:
                 check_chunk(manifest, item.chunk, payload, pending)
                 await stream.send(item, payload)
                 pending.remove(item.chunk)
-                self.sent_bytes += len(payload)
+                self._on_sent(len(payload))
