@@ -1,8 +1,11 @@
-"""Invitations: one line of text that holds what a newcomer needs to find the swarm.
+"""Invitations: one line of text that holds what a newcomer needs to find the swarm and to be let in.
 
-    swarm://NAME#PAYLOAD
+    https://OWNER.github.io/colab_swarm/join#NAME.PAYLOAD
 
-PAYLOAD is base64url of a version byte, msgpack and a checksum; whatever stands before the ``#`` is for people.
+What stands behind the ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a version
+byte, msgpack and a checksum. Unless the run is open to everybody, an invitation has a key pair of its own: the
+authority signs its public key and what it allows (`Grant`), the secret key is in the invitation and signs the rest,
+so that whoever was invited can pass the invitation on with other entries, but not with more rights.
 """
 
 from __future__ import annotations
@@ -12,48 +15,138 @@ import binascii
 import hashlib
 import re
 import time
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from colab_swarm.errors import InviteError
-from colab_swarm.net.peers import UNDECODABLE, Contact, Message
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, in_words
+from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 
-VERSION = 1
+PROJECT_URL = "https://OWNER.github.io/colab_swarm"
+VERSION = 2
 CHECK_BYTES = 6
 MAX_CHARACTERS = 8192
+MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
+_FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+
+Access: TypeAlias = Literal["open", "invite", "allowlist"]
+Setting: TypeAlias = int | float | Annotated[str, msgspec.Meta(max_length=64)]
+Settings: TypeAlias = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=32)], Setting], msgspec.Meta(max_length=16)
+]
 
 
-class Invite(Message, frozen=True):
-    """What an invitation says.
+class Invite(Signed, frozen=True):
+    """What an invitation says. Its text holds a secret; its repr does not.
 
     Attributes:
         run_id: the run's unique name; its part before the last ``-`` is the name people gave it.
         entries: peers that can be dialled; any one suffices.
-        expires_at: seconds since the epoch.
+        expires_at: seconds since the epoch; joining ends.
+        access: who may join: everybody, whoever has this, or whoever the authority knows besides.
+        authority: its public key; this and all below but ``settings`` are left out where access is open.
+        secret: of this invitation's own key.
+        role: what those who join become.
+        member_until: their memberships end at the latest, until the authority renews them.
+        uses: how many may join by it, 0 for any number.
+        grant_signature: by the authority.
+        settings: suggestions for training, such as ``target_batch_size``.
     """
 
-    run_id: str
-    entries: tuple[Contact, ...]
-    expires_at: float
+    run_id: RunId
+    entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+    expires_at: Moment
+    access: Access = "open"
+    authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    secret: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    role: Role = Role.WORKER
+    member_until: Moment = 0.0
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
+    grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    settings: Settings = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def issue(
+        cls, grant: Grant, secret: bytes, entries: Iterable[Contact], *, access: Access, authority: bytes
+    ) -> Invite:
+        """An invitation to use ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
+        unsigned = cls(
+            grant.run_id,
+            tuple(entries),
+            grant.join_until,
+            access,
+            authority,
+            secret,
+            grant.role,
+            grant.member_until,
+            grant.uses,
+            grant.signature,
+        )
+        return unsigned.signed(unsigned.key.sign)
+
+    @property
+    def name(self) -> str:
+        """The run's name for people."""
+        return self.run_id.rpartition("-")[0]
+
+    @property
+    def key(self) -> Identity:
+        """The invitation's own key pair; not where access is open."""
+        return Identity(self.secret)
+
+    @property
+    def grant(self) -> Grant | None:
+        """What the authority allows whoever has the invitation; None where access is open."""
+        if self.access == "open":
+            return None
+        return Grant(
+            self.run_id,
+            self.role,
+            self.key.public_key,
+            self.expires_at,
+            self.member_until,
+            self.uses,
+            self.access == "invite" and not self.uses,
+            signature=self.grant_signature,
+        )
+
+    def with_entries(self, entries: Iterable[Contact]) -> Invite:
+        """The same invitation by other ways in; anybody who has it can make it."""
+        return self._signed_again(msgspec.structs.replace(self, entries=tuple(entries)))
+
+    def with_settings(self, settings: Mapping[str, Setting]) -> Invite:
+        """The same invitation with these suggestions for training."""
+        return self._signed_again(msgspec.structs.replace(self, settings=dict(settings)))
+
+    def _signed_again(self, changed: Invite) -> Invite:
+        return changed if self.access == "open" else changed.signed(self.key.sign)
 
     def __str__(self) -> str:
-        body = bytes([VERSION]) + msgspec.msgpack.encode(self)
+        body = bytes([VERSION]) + self.encode()
         payload = base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
-        return f"swarm://{self.run_id.rpartition('-')[0]}#{payload}"
+        return f"{PROJECT_URL}/join#{self.name}.{payload}"
+
+    def __repr__(self) -> str:
+        return f"Invite({self.run_id}, {self.access}, {self.role.name.lower()}, {len(self.entries)} entries)"
 
     @classmethod
     def parse(cls, text: str, *, now: float | None = None) -> Invite:
-        """Read an invitation; spaces and line breaks that a chat program put in do not matter.
+        """Read an invitation; quotes, spaces and line breaks that a chat program put in do not matter.
 
         Raises:
-            InviteError: it is mistyped, expired or of another version; the text says which and what to do.
+            InviteError: it is mistyped, tampered with, expired or of another version; the text says which and what
+                to do.
         """
-        payload = "".join(text.split()).rpartition("#")[2].strip("\"'<>`")
-        if len(payload) > MAX_CHARACTERS:
+        if len(text) > MAX_CHARACTERS:
             raise InviteError(
-                f"this is no invitation: {len(payload):,} characters; paste the swarm://… line alone"
+                f"this is no invitation: {len(text):,} characters; paste the https://…#… line alone"
             )
+        payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
         body = _body(payload)
         if body[0] != VERSION:
             raise InviteError(
@@ -64,12 +157,37 @@ class Invite(Message, frozen=True):
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
+        invite._require_genuine()
         late_s = (time.time() if now is None else now) - invite.expires_at
         if late_s > 0:
             raise InviteError(
-                f"this invitation expired {_ago(late_s)} ago: ask for a new one (`swarm.invite()`)"
+                f"this invitation expired {in_words(late_s)} ago, by the clock of this machine: "
+                "ask for a new one (`swarm.invite()`)"
             )
         return invite
+
+    def _require_genuine(self) -> None:
+        grant = self.grant if len(self.secret) == 32 else None
+        genuine = (
+            self.secret == self.authority == b""
+            if self.access == "open"
+            else grant is not None
+            and grant.is_signed_by(self.authority)
+            and self.is_signed_by(self.key.public_key)
+        )
+        if not genuine:
+            raise InviteError("this invitation was tampered with: ask whoever invited you for a new one")
+
+
+def role_named(name: str) -> Role:
+    """The role that people call ``worker``, ``reducer`` or ``viewer``.
+
+    Raises:
+        ValueError: there is no such role.
+    """
+    if name not in ROLES:
+        raise ValueError(f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
+    return ROLES[name]
 
 
 def _body(payload: str) -> bytes:
@@ -79,16 +197,9 @@ def _body(payload: str) -> bytes:
         data = b""
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
     if not body or check != _check(body):
-        raise InviteError("this invitation is mistyped or cut off: copy the whole swarm://… line again")
+        raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
     return body
 
 
 def _check(body: bytes) -> bytes:
     return hashlib.sha256(b"colab-swarm invite" + body).digest()[:CHECK_BYTES]
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -3,51 +3,176 @@
 from __future__ import annotations
 
 import base64
+from hashlib import sha256
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import InviteError
-from colab_swarm.invite import CHECK_BYTES, Invite, _check
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.invite import PROJECT_URL, VERSION, Invite, _check, role_named
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Grant, MembershipAdmission
+from colab_swarm.net.membership import Membership as Member
+from colab_swarm.net.peers import Contact, PeerId, Role
 
-ENTRY = Contact(PeerId(b"e" * 32), ("ws://127.0.0.1:4500",))
-INVITE = Invite("my-run-0badcafe", (ENTRY,), expires_at=1000.0)
+RUN, END = "my-run-0badcafe", 1000.0
+ENTRY = Contact(PeerId(b"e" * 32), ("ws://203.0.113.7:4500",))
+OTHER = Contact(PeerId(b"f" * 32), ("ws://198.51.100.23:4500",))
+OPEN = Invite(RUN, (ENTRY,), END)
+AUTHORITY, ALICE = (Identity(sha256(name).digest()) for name in (b"authority", b"alice"))
+SECRET = sha256(b"secret").digest()
 
 
-def test_an_invitation_survives_the_trip_and_names_the_run() -> None:
-    assert str(INVITE).startswith("swarm://my-run#")
-    assert Invite.parse(str(INVITE), now=999.0) == INVITE
+def make(access: Any = "invite", *, uses: int = 0, role: Role = Role.WORKER) -> Invite:
+    offline = access == "invite" and not uses
+    grant = Grant(RUN, role, Identity(SECRET).public_key, END, END + 3600, uses, offline)
+    signed = grant.signed(AUTHORITY.sign)
+    return Invite.issue(signed, SECRET, (ENTRY, OTHER), access=access, authority=AUTHORITY.public_key)
+
+
+INVITE = make()
+ANY = pytest.mark.parametrize("invite", [OPEN, INVITE, make("allowlist"), make(uses=3)], ids=repr)
+
+
+def repacked(invite: Invite, **changes: Any) -> str:
+    """The text of an invitation that somebody changed, with a checksum that fits."""
+    body = bytes([VERSION]) + msgspec.structs.replace(invite, **changes).encode()
+    return "#" + base64.urlsafe_b64encode(body + _check(body)).decode()
+
+
+@ANY
+def test_an_invitation_survives_the_trip_and_names_the_run(invite: Invite) -> None:
+    assert str(invite).startswith(f"{PROJECT_URL}/join#my-run.")
+    assert Invite.parse(str(invite), now=999.0) == invite
+    assert len(str(invite)) < 700
+
+
+def test_what_stands_before_the_hash_is_for_people_and_web_servers() -> None:
+    payload = str(INVITE).rpartition("#")[2]
+    for text in (f"swarm://my-run#{payload}", f"http://localhost/#{payload}", payload):
+        assert Invite.parse(text, now=0.0) == INVITE
 
 
 def test_line_breaks_quotes_and_spaces_do_not_matter() -> None:
     text = str(INVITE)
-    assert Invite.parse(f"  '{text[:40]}\n{text[40:]}' ", now=0.0) == INVITE
+    for spoilt in (
+        f"  '{text[:60]}\n{text[60:]}' ",
+        f"<{text}>",
+        f"[join]({text}).",
+        f"{text[:90]}\u200b{text[90:]}",
+    ):
+        assert Invite.parse(spoilt, now=0.0) == INVITE
 
 
-def test_an_expired_invitation_says_since_when() -> None:
-    with pytest.raises(InviteError, match="expired 2 hours ago: ask for a new one"):
-        Invite.parse(str(INVITE), now=1000.0 + 7200)
+def test_a_name_with_dots_does_not_confuse() -> None:
+    dotted = msgspec.structs.replace(OPEN, run_id="gpt-2.5_b.x-0badcafe")
+    assert "#gpt-2.5_b.x." in str(dotted) and Invite.parse(str(dotted), now=0.0) == dotted
 
 
-def test_an_invitation_of_the_future_says_to_upgrade() -> None:
-    head, _, payload = str(INVITE).partition("#")
-    body = bytearray(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))[:-CHECK_BYTES])
-    body[0] = 9
-    future = base64.urlsafe_b64encode(bytes(body) + _check(bytes(body))).decode()
-    with pytest.raises(InviteError, match=r"version 9.*pip install -U"):
-        Invite.parse(f"{head}#{future}", now=0.0)
+@ANY
+def test_an_expired_invitation_says_since_when(invite: Invite) -> None:
+    with pytest.raises(InviteError, match="expired 2 hours ago, by the clock of this machine: ask for a new"):
+        Invite.parse(str(invite), now=END + 7200)
 
 
-@given(st.integers(16, 200), st.sampled_from("aAzZ09-_"))
+def test_an_invitation_of_another_version_says_what_to_do() -> None:
+    for version, advice in ((9, "pip install -U"), (1, "ask for a new invitation")):
+        body = bytes([version]) + INVITE.encode()
+        text = base64.urlsafe_b64encode(body + _check(body)).decode()
+        with pytest.raises(InviteError, match=f"version {version}.*{advice}"):
+            Invite.parse(f"#{text}", now=0.0)
+
+
+def test_a_newcomer_admits_itself_with_it_and_others_believe_it() -> None:
+    grant = Invite.parse(str(INVITE), now=0.0).grant
+    assert grant is not None
+    shown = Member.by_invitation(grant, INVITE.key, key=ALICE.public_key, now=0.0).encode()
+    door = MembershipAdmission(RUN, authority=AUTHORITY.public_key, own=b"b" * 32)
+    assert door.admit(ALICE.public_key, shown, now=0.0) is Role.WORKER
+
+
+def test_only_the_authority_admits_by_an_invitation_that_counts_or_asks_for_names() -> None:
+    for invite in (make(uses=1), make("allowlist")):
+        assert invite.grant is not None and not invite.grant.offline
+
+
+def test_whoever_was_invited_passes_it_on_with_other_entries() -> None:
+    passed_on = Invite.parse(str(INVITE.with_entries([OTHER])), now=0.0)
+    assert passed_on.entries == (OTHER,) and passed_on.grant == INVITE.grant
+    assert Invite.parse(str(OPEN.with_entries([OTHER])), now=0.0).entries == (OTHER,)
+
+
+def test_settings_travel_along() -> None:
+    settings = {"target_batch_size": 4096, "codec": "float16", "lr": 1e-3}
+    assert Invite.parse(str(INVITE.with_settings(settings)), now=0.0).settings == settings
+
+
+RIGHTS: dict[str, Any] = {
+    "run_id": "other-run-1",
+    "expires_at": END + 9e5,
+    "access": "allowlist",
+    "authority": ALICE.public_key,
+    "secret": sha256(b"another").digest(),
+    "role": Role.REDUCER,
+    "member_until": END + 9e9,
+    "uses": 5,
+    "grant_signature": bytes(64),
+}
+
+
+@pytest.mark.parametrize("field", RIGHTS)
+def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> None:
+    changed = msgspec.structs.replace(INVITE, **{field: RIGHTS[field]})
+    with pytest.raises(InviteError, match="tampered with: ask whoever invited you"):
+        Invite.parse(str(changed.signed(changed.key.sign)), now=0.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"entries": (OTHER,)}, {"settings": {"lr": 1}}, {"signature": b""}, {"access": "open"}]
+)
+def test_nobody_without_the_invitation_changes_the_rest(change: dict[str, Any]) -> None:
+    with pytest.raises(InviteError, match="tampered"):
+        Invite.parse(repacked(INVITE, **change), now=0.0)
+
+
+def test_the_secret_is_in_no_repr() -> None:
+    assert repr(INVITE) == "Invite(my-run-0badcafe, invite, worker, 2 entries)"
+
+
+def test_roles_have_names() -> None:
+    assert [role_named(name) for name in ("worker", "reducer", "viewer")] == [3, 2, 1]
+    with pytest.raises(ValueError, match="choose one of worker, reducer, viewer"):
+        role_named("authority")
+
+
+@given(st.integers(0, 2000), st.sampled_from("aAzZ09-_"))
 def test_a_mistyped_letter_is_noticed(at: int, letter: str) -> None:
     text = str(INVITE)
-    at = min(at, len(text) - 1)
+    begin = text.rindex(".") + 1
+    at = begin + at % (len(text) - begin)
     wrong = text[:at] + letter + text[at + 1 :]
-    if wrong != text and at > text.index("#"):
+    if wrong != text:
         with pytest.raises(InviteError, match="mistyped"):
             Invite.parse(wrong, now=0.0)
+
+
+@given(st.integers(0, 2000), st.integers(1, 255))
+def test_a_changed_byte_is_noticed_though_the_checksum_fits(at: int, flip: int) -> None:
+    body = bytearray(bytes([VERSION]) + INVITE.encode())
+    body[at % len(body)] ^= flip
+    text = base64.urlsafe_b64encode(bytes(body) + _check(bytes(body))).decode()
+    with pytest.raises(InviteError):
+        Invite.parse(f"#{text}", now=0.0)
+
+
+@given(st.binary(max_size=400))
+def test_any_body_gives_an_invitation_or_one_clear_sentence(body: bytes) -> None:
+    text = base64.urlsafe_b64encode(bytes([VERSION]) + body + _check(bytes([VERSION]) + body)).decode()
+    with pytest.raises(InviteError):
+        Invite.parse(f"#{text}")
 
 
 @given(st.text(max_size=300))
