@@ -1,0 +1,1 @@
+"""What this machine can do for a swarm, what stands in the way, and how to mend it."""

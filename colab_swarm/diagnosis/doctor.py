@@ -1,0 +1,182 @@
+"""`doctor`: look at this machine and at the swarm, judge, and predict the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from colab_swarm.diagnosis.checks import diagnose
+from colab_swarm.diagnosis.facts import Facts, Machine
+from colab_swarm.diagnosis.machine import internet, machine, versions
+from colab_swarm.diagnosis.predict import (
+    Line,
+    Needs,
+    Prediction,
+    Workload,
+    albert_needs,
+    micro_batch,
+    predict,
+)
+from colab_swarm.diagnosis.swarm import Trainers, membership, trainers
+from colab_swarm.errors import SwarmError
+from colab_swarm.swarm import Swarm, join
+from colab_swarm.tensors.codecs import CODECS, codec_of
+from colab_swarm.widgets.doctor import Check, Light, render_html, render_text, summary
+from colab_swarm.widgets.environment import platform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from colab_swarm.diagnosis.calibration import Calibration
+    from colab_swarm.recipes.albert import AlbertSize
+
+VISITOR = "doctor"
+"""The peer that an invitation is examined with."""
+FEW = 8
+
+
+class Diagnosis:
+    """What the doctor found: a table of traffic lights in a notebook, text when printed.
+
+    Attributes:
+        facts: what the probes told.
+        checks: the judgement, one light each.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.checks: tuple[Check, ...] = diagnose(facts)
+
+    @property
+    def ready(self) -> bool:
+        """Whether no light is red."""
+        return all(check.light is not Light.RED for check in self.checks)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What training will be like; None without a swarm, a model with batches, and a target batch."""
+        return self.facts.prediction
+
+    def __str__(self) -> str:
+        return render_text(self.checks)
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({summary(self.checks)})"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": render_text(self.checks), "text/html": render_html(self.checks)}
+
+
+def doctor(
+    swarm: Swarm | str | None = None,
+    *,
+    model: Module | str | None = None,
+    batches: Iterable[Mapping[str, Tensor]] | None = None,
+    target_batch_size: int | None = None,
+    codec: str | None = None,
+) -> Diagnosis:
+    """Look at this machine, its way to the swarm and the model, and say with traffic lights what to mend.
+
+    Takes about a second; with a swarm some seconds more for speed tests, with a model two for the calibration.
+    Ask while the others train: on a shared machine or line, that is what the prediction is for.
+
+    Args:
+        swarm: a swarm, or an invitation, which is joined for the examination and left; None looks at the machine only.
+        model: what you train, or a size of `albert`: tiny, base, large, xlarge. Nothing of it is changed.
+        batches: of the model; some are used up. Not needed with a size.
+        target_batch_size, codec: as for `Swarm.optimizer`; known already if the swarm has one. Without a target batch
+            there is no prediction.
+
+    Raises:
+        ValueError: model, batches, target_batch_size or codec is not usable.
+    """
+    if codec is not None and codec not in CODECS:
+        raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
+    if model is not None and not isinstance(model, str) and batches is None:
+        raise ValueError("a model is measured with its own data: pass batches=… as well")
+    facts = Facts(platform(), machine(), versions(), internet())
+    subject = Subject(model, batches, target_batch_size, codec)
+    if not isinstance(swarm, str):
+        return Diagnosis(_examined(facts, swarm, subject))
+    try:
+        visit = join(swarm, peer_name=VISITOR)
+    except SwarmError as error:
+        return Diagnosis(replace(_examined(facts, None, subject), refused=str(error)))
+    with visit:
+        return Diagnosis(_examined(facts, visit, subject))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be trained; see `doctor`."""
+
+    model: Module | str | None
+    batches: Iterable[Mapping[str, Tensor]] | None
+    target_batch_size: int | None
+    codec: str | None
+
+
+def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
+    calibration = _calibrated(subject, swarm)
+    facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
+    # the others' speeds are read now, because a calibration beside them on one machine has slowed them down
+    others = Trainers({}) if swarm is None else trainers(swarm)
+    if swarm is not None:
+        facts = replace(facts, membership=membership(swarm, others))
+    target = subject.target_batch_size or others.target_batch_size
+    if calibration is None or target is None:
+        return facts
+    numel = calibration.parameters
+    codec = codec_of(subject.codec or others.codec)
+    work = Workload(numel, calibration.micro_batch, target, codec.encoded_bytes(numel) / numel)
+    here = facts.membership
+    line = here.line if here is not None and here.line is not None else Line()
+    reduces = here is not None and here.reachable
+    told = predict(work, calibration.samples_per_s, tuple(others.speeds.values()), line, reduces=reduces)
+    return replace(facts, work=work, prediction=told)
+
+
+def _calibrated(subject: Subject, swarm: Swarm | None) -> Calibration | None:
+    """A size alone is not worth building the model; with a swarm it is, for the prediction."""
+    model, batches = subject.model, subject.batches
+    if model is None or (isinstance(model, str) and swarm is None):
+        return None
+    from colab_swarm.diagnosis.calibration import calibrate
+    from colab_swarm.recipes.albert import albert
+
+    if isinstance(model, str):
+        model, batches = albert(model, swarm=swarm)
+    assert batches is not None
+    return calibrate(model, batches)
+
+
+def _needs(subject: Subject, calibration: Calibration | None, here: Machine) -> Needs | None:
+    """Of the model; without one, of the largest ALBERT that trains here in micro-batches of a few samples."""
+    if calibration is not None and not isinstance(subject.model, str):
+        name = type(subject.model).__name__
+        return Needs(name, calibration.parameters, calibration.sample_bytes)
+    if find_spec("torch") is None:
+        return None
+    from colab_swarm.recipes.albert import SIZES
+
+    if isinstance(subject.model, str):
+        return _of_size(subject.model, SIZES[subject.model])
+    free_bytes = here.free_ram_bytes or 0 if here.gpu is None else here.gpu.free_bytes
+    every = [_of_size(name, size) for name, size in reversed(SIZES.items())]
+    return next((needs for needs in every if micro_batch(free_bytes, needs) >= FEW), every[-1])
+
+
+def _of_size(name: str, size: AlbertSize) -> Needs:
+    return albert_needs(
+        name, layers=size.layers, hidden=size.hidden, vocabulary=size.vocabulary, length=size.sequence_length
+    )
+
+
+def run_doctor(invite: str | None, *, size: str | None, target_batch_size: int) -> bool:
+    """``colab-swarm doctor``: print the diagnosis; whether no light is red."""
+    diagnosis = doctor(invite, model=size, target_batch_size=target_batch_size)
+    print(diagnosis)
+    return diagnosis.ready

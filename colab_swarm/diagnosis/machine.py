@@ -1,0 +1,112 @@
+"""Probes of this machine: cores, memory, disk, graphics card, versions, internet. None needs torch to be installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from colab_swarm.diagnosis.facts import Gpu, Machine, Version
+
+HOSTS = (("pypi.org", 443), ("huggingface.co", 443))
+"""Whoever installs the package or loads a data set talks to these anyway."""
+CONNECT_TIMEOUT_S = 3.0
+TOLD = ("python", "torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
+FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def machine() -> Machine:
+    """This machine, as this process may use it."""
+    return Machine(
+        cores=_cores(),
+        free_ram_bytes=free_ram_bytes(),
+        free_disk_bytes=shutil.disk_usage(".").free,
+        open_files=_open_files(),
+        gpu=_gpu(),
+    )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
+    """Main memory still to be had: what the machine has free, or less where a container bounds it."""
+    try:
+        told = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    except OSError:
+        return None  # neither macOS nor Windows tells it without a package of its own
+    if told is None:
+        return None
+    free_bytes = 1024 * int(told[1])
+    try:
+        bound = (cgroup / "memory.max").read_text().strip()
+        used = (cgroup / "memory.current").read_text().strip()
+    except OSError:
+        return free_bytes
+    return min(free_bytes, max(0, int(bound) - int(used))) if bound.isdigit() else free_bytes
+
+
+def _open_files() -> int | None:
+    if find_spec("resource") is None:
+        return None  # Windows has no such bound
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _gpu() -> Gpu | None:
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return Gpu(torch.cuda.get_device_name(), free_bytes, total_bytes)
+
+
+def versions() -> tuple[Version, ...]:
+    """What is installed, beside the least that this package asks for."""
+    floors = wanted(requires("colab-swarm") or ())
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = {"python": python} | {name: _version(name) for name in TOLD[1:]}
+    return tuple(
+        Version(name, found[name], {"python": "3.11"}.get(name, floors.get(name, "0"))) for name in TOLD
+    )
+
+
+def wanted(requirements: Iterable[str]) -> dict[str, str]:
+    """The least versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
+    return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def internet(connect: Callable[[tuple[str, int], float], object] = socket.create_connection) -> bool:
+    """Whether any of `HOSTS` accepts a connection; takes 3 s for each that does not."""
+    for host in HOSTS:
+        try:
+            connection = connect(host, CONNECT_TIMEOUT_S)
+        except OSError:
+            continue
+        if isinstance(connection, socket.socket):
+            connection.close()
+        return True
+    return False

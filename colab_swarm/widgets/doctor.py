@@ -1,0 +1,105 @@
+"""What the doctor found, as traffic lights: text in a terminal, a table in a notebook. Symbols tell, not colour alone."""
+
+from __future__ import annotations
+
+import enum
+import html
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH = 100
+INDENT = " " * 18
+
+
+class Light(enum.Enum):
+    """How good it is: symbol, word and colour (told apart by colour-blind people too, and on dark pages)."""
+
+    GREEN = ("✔", "good", "#009e73")
+    YELLOW = ("▲", "look", "#e69f00")
+    RED = ("✖", "stop", "#d55e00")
+
+    @property
+    def symbol(self) -> str:
+        """One character."""
+        return self.value[0]
+
+    @property
+    def word(self) -> str:
+        """For those who cannot see the symbol."""
+        return self.value[1]
+
+    @property
+    def colour(self) -> str:
+        """For the symbol, in HTML."""
+        return self.value[2]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing the doctor looked at.
+
+    Attributes:
+        name: of the thing.
+        light: how good it is.
+        text: what was found.
+        fix: exactly what to do; empty only if the light is green.
+    """
+
+    name: str
+    light: Light
+    text: str
+    fix: str = ""
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """How many are good, to look at, and stopping, in one line."""
+    count = {light: sum(check.light is light for check in checks) for light in Light}
+    if count[Light.RED]:
+        verdict = "this has to be mended before you train"
+    else:
+        verdict = (
+            "ready to train" if not count[Light.YELLOW] else "ready to train, with a thing or two to know"
+        )
+    lights = ", ".join(f"{number} {light.symbol} {light.word}" for light, number in count.items() if number)
+    return f"{verdict}: {lights}"
+
+
+def render_text(checks: Sequence[Check]) -> str:
+    """A line or more per check, and under it what to do."""
+    lines = [summary(checks)]
+    for check in checks:
+        first = f" {check.light.symbol} {_plain(check.name):<15}"
+        lines += textwrap.wrap(f"{first}{_plain(check.text)}", WIDTH, subsequent_indent=INDENT)
+        if check.fix:
+            arrow = f"{INDENT}→ {_plain(check.fix)}"
+            lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def render_html(checks: Sequence[Check]) -> str:
+    """The same as a table that needs no script and takes its text colour from the page."""
+    rows = "".join(map(_row, checks))
+    return (
+        '<div style="font-family:sans-serif;font-size:13px;line-height:1.45;max-width:760px">'
+        f"<p><b>{html.escape(summary(checks))}</b></p>"
+        f'<table style="border-collapse:collapse;width:100%">{rows}</table></div>'
+    )
+
+
+def _row(check: Check) -> str:
+    light, cell = check.light, "text-align:left;vertical-align:top;white-space:normal;padding:3px 10px 3px 0"
+    fix = (
+        f'<br><span style="opacity:.85">→ <b>{html.escape(_plain(check.fix))}</b></span>' if check.fix else ""
+    )
+    return (
+        f'<tr><td style="{cell};color:{light.colour};font-weight:bold" title="{light.word}" '
+        f'aria-label="{light.word}">{light.symbol}</td>'
+        f'<td style="{cell};white-space:nowrap;font-weight:bold">{html.escape(_plain(check.name))}</td>'
+        f'<td style="{cell};width:100%">{html.escape(_plain(check.text))}{fix}</td></tr>'
+    )
+
+
+def _plain(text: str) -> str:
+    """Without control characters, which could steer a terminal: some of it comes from peers."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
