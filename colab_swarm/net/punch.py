@@ -57,7 +57,7 @@ class Endpoint(Message, frozen=True):
         return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
-def plan_beats(
+def plan_tries(
     now: float, until: float, *, rtt_s: float, asked: bool, rng: random.Random
 ) -> tuple[float, ...]:
     """When to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
@@ -104,8 +104,8 @@ def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
 
 
 async def punch(
-    port: int, targets: Sequence[Endpoint], beats: Sequence[float], *, until: float
-) -> AsyncIterator[socket.socket]:
+    port: int, targets: Sequence[Endpoint], tries: Sequence[float], *, until: float
+) -> AsyncGenerator[socket.socket, None]:
     """Every connection that comes up from or to local ``port``, as it comes, until ``until`` (loop time).
 
     The two ends need not see the same one first, and a stranger may come in: greet all, keep the first that becomes
@@ -114,7 +114,7 @@ async def punch(
     Args:
         port: local port of a connection made with `bound_socket`, as seen by the common peer.
         targets: where the other end may be: seen from outside, and in its own network; 8 at most are tried.
-        beats: when to connect, from `plan_beats`.
+        tries: when to connect, from `plan_tries`.
         until: no network fault is raised; there may be no connection until then.
     """
     loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ async def punch(
     found: asyncio.Queue[socket.socket | None] = asyncio.Queue()
     jobs = [_accept_all(family, port, found) for family in {*families.values()} if family is not None]
     jobs += [
-        _connect_often(target, family, port, beats, found)
+        _connect_often(target, family, port, tries, found)
         for target, family in families.items()
         if family is not None
     ]
@@ -156,11 +156,11 @@ async def _connect_often(
     target: Endpoint,
     family: socket.AddressFamily,
     port: int,
-    beats: Sequence[float],
+    tries: Sequence[float],
     found: asyncio.Queue[socket.socket | None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    for at, following_at in pairwise((*beats, math.inf)):
+    for at, following_at in pairwise((*tries, math.inf)):
         if following_at > loop.time():  # otherwise it was missed while the last connect was pending
             await asyncio.sleep(at - loop.time())
             with suppress(OSError):  # refused, unreachable, or the listener has the same connection already

@@ -94,23 +94,23 @@ class Program:
 
     def __init__(self, host: str, process: subprocess.Popen[str]) -> None:
         self.process, self._host = process, host
-        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(json.loads(line))
+            self._lines.put(line)
         self._lines.put(None)
 
-    def line(self, timeout_s: float = 30.0) -> dict[str, Any]:
+    def line(self, timeout_s: float = 30.0) -> Any:
         """The next line; what the process writes to stderr is in pytest's captured output."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             raise AssertionError(f"{self._host} printed nothing for {timeout_s:.0f} s") from None
         assert line is not None, f"the program on {self._host} ended with status {self.process.wait()}"
-        return line
+        return json.loads(line)
 
     def tell(self, line: str) -> None:
         """Write a line to its stdin."""
@@ -138,7 +138,7 @@ class Lab:
     def __init__(
         self, *sites: Site, public: Sequence[str] = ("pub",), rtt_s: float = 0.0, loss: float = 0.0
     ) -> None:
-        self._prefix = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-"
+        self.prefix = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-"
         self._programs: list[Program] = []
         self._rtt_s, self._loss = rtt_s, loss
         self._sites = {f"router-{site.hosts[0]}": site for site in sites}
@@ -158,7 +158,7 @@ class Lab:
 
     def run(self, host: str, argv: Sequence[str]) -> Program:
         """Start a program there; it dies with the lab, and with this thread."""
-        space = ["ip", "netns", "exec", self._prefix + host, "setpriv", "--pdeathsig", "KILL"]
+        space = ["ip", "netns", "exec", self.prefix + host, "setpriv", "--pdeathsig", "KILL"]
         process = subprocess.Popen(
             [*space, *argv], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -185,7 +185,7 @@ class Lab:
 
     def _build(self) -> None:
         for name in ("core", *self._sites, *self._addresses):
-            _ip(f"netns add {self._prefix}{name}")
+            _ip(f"netns add {self.prefix}{name}")
             self._configure(name, "link set lo up")
         self._forward("core")
         self._join_wans()
@@ -199,13 +199,13 @@ class Lab:
                 self._configure(host, f"addr add {self._addresses[host]}/24 dev eth", "link set eth up")
                 self._configure(host, f"route add default via 10.{k}.0.1")
             _inside(
-                self._prefix + router, "iptables-restore", feed=site.nat.rules(self._addresses[site.hosts[0]])
+                self.prefix + router, "iptables-restore", feed=site.nat.rules(self._addresses[site.hosts[0]])
             )
 
     def _join_wans(self) -> None:
         """Cables to the core, or TUN devices that a program forwards between."""
         if self._rtt_s > 0:
-            links = {self._prefix + name: address for name, address in self._wans.items()}
+            links = {self.prefix + name: address for name, address in self._wans.items()}
             figures = (self._rtt_s / 2, self._loss, CORE_HOPS)
             core = self.python("core", "tests.netlab.core", json.dumps(links), *figures)
             assert core.line() == {"ready": True}
@@ -217,22 +217,22 @@ class Lab:
             self._configure(name, f"addr add {address}/32 dev wan", "link set wan up")
             self._configure(name, "route add default via 192.0.2.1 dev wan onlink")
         hops = f"*mangle\n-A PREROUTING -j TTL --ttl-dec {CORE_HOPS - 1}\nCOMMIT\n"
-        _inside(self._prefix + "core", "iptables-restore", feed=hops)
+        _inside(self.prefix + "core", "iptables-restore", feed=hops)
 
     def _cable(self, here: str, name: str, there: str, far_name: str) -> None:
-        ends = [f"name {name} netns {self._prefix}{here}", f"name {far_name} netns {self._prefix}{there}"]
+        ends = [f"name {name} netns {self.prefix}{here}", f"name {far_name} netns {self.prefix}{there}"]
         _ip(f"link add {ends[0]} type veth peer {ends[1]}")
 
     def _configure(self, name: str, *lines: str) -> None:
-        _ip(*lines, space=self._prefix + name)
+        _ip(*lines, space=self.prefix + name)
 
     def _forward(self, name: str) -> None:
-        _inside(self._prefix + name, "tee", "/proc/sys/net/ipv4/ip_forward", feed="1")
+        _inside(self.prefix + name, "tee", "/proc/sys/net/ipv4/ip_forward", feed="1")
 
     def _remove(self) -> None:
         for program in self._programs:
             program.kill()
-        _remove(lambda name: name.startswith(self._prefix))
+        _remove(lambda name: name.startswith(self.prefix))
 
 
 def _ip(*lines: str, space: str | None = None) -> None:

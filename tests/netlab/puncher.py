@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from colab_swarm.net.punch import Endpoint, bound_socket, plan_beats, punch
+from colab_swarm.net.punch import Endpoint, bound_socket, plan_tries, punch
 
 GREETING = {True: b"I was asked", False: b"I asked you"}
 COORDINATION_S = 30.0
@@ -67,8 +67,8 @@ async def punch_once(asked: bool, coordinator: tuple[str, int], seconds: float) 
             rtt_s = loop.time() - told_at
             writer.write(b"%f\n" % rtt_s)
     began_at = loop.time()
-    beats = plan_beats(began_at, began_at + seconds, rtt_s=rtt_s, asked=asked, rng=random.Random())
-    found = punch(own.port, targets, beats, until=began_at + seconds)
+    tries = plan_tries(began_at, began_at + seconds, rtt_s=rtt_s, asked=asked, rng=random.Random())
+    found = punch(own.port, targets, tries, until=began_at + seconds)
     async with aclosing(found):
         done = await first_greeted(found, asked)
     writer.close()

@@ -1,0 +1,90 @@
+"""The lab is what it says: otherwise no other test here means anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.netlab.lab import PREFIX, Lab, Nat, Program, Site
+
+DIAL = """
+import json, socket, sys
+with socket.socket() as s:
+    s.settimeout(float(sys.argv[3]))
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(("", int(sys.argv[4])))
+    try:
+        s.connect((sys.argv[1], int(sys.argv[2])))
+        print(s.makefile().readline(), end="")
+    except OSError as error:
+        print(json.dumps(type(error).__name__))
+"""
+TELL = """
+import json, socket, sys
+with socket.create_server(("", int(sys.argv[1]))) as server:
+    print(json.dumps("ready"), flush=True)
+    while True:
+        connected, seen = server.accept()
+        with connected:
+            connected.sendall(json.dumps(seen).encode() + b"\\n")
+"""
+
+
+def tell(lab: Lab, host: str, port: int) -> None:
+    """A server that tells its callers how it sees them."""
+    assert lab.run(host, [sys.executable, "-c", TELL, str(port)]).line() == "ready"
+
+
+def dial(
+    lab: Lab, host: str, address: str, port: int, *, patience_s: float = 10.0, source: int = 4444
+) -> object:
+    """What the server tells, or the error's name."""
+    arguments = (address, port, patience_s, source)
+    program: Program = lab.run(host, [sys.executable, "-c", DIAL, *map(str, arguments)])
+    return program.line()
+
+
+@pytest.mark.slow
+def test_each_router_does_what_its_nat_says() -> None:
+    sites = (
+        Site("a"),
+        Site("b", nat=Nat("full cone")),
+        Site("c1", "c2", nat=Nat("random", "rst")),
+        Site("strict", nat=Nat(only_https=True)),
+    )
+    with Lab(*sites, public=("pub", "pub2")) as lab:
+        pub = lab.address("pub")
+        for host, port in (("pub", 443), ("pub", 9000), ("a", 9000), ("b", 9000), ("c2", 9000)):
+            tell(lab, host, port)
+        assert dial(lab, "a", pub, 9000) == [lab.outside("a"), 4444]
+        seen = dial(lab, "c1", pub, 9000)
+        assert isinstance(seen, list) and seen[0] == lab.outside("c1") and seen[1] != 4444
+        assert dial(lab, "c1", lab.address("c2"), 9000) == [lab.address("c1"), 4444]
+        assert dial(lab, "pub2", lab.outside("b"), 9000) == [lab.address("pub2"), 4444]
+        assert dial(lab, "pub2", lab.outside("c2"), 9000) == "ConnectionRefusedError"
+        assert dial(lab, "pub2", lab.outside("a"), 9000, patience_s=0.3) == "TimeoutError"
+        assert dial(lab, "strict", pub, 443) == [lab.outside("strict"), 4444]
+        assert dial(lab, "strict", pub, 9000, patience_s=0.3, source=4445) == "TimeoutError"
+
+
+@pytest.mark.slow
+def test_nothing_of_a_lab_is_left() -> None:
+    with Lab(Site("a"), rtt_s=0.01) as lab:
+        tell(lab, "pub", 9000)
+        program = lab.run("a", ["sleep", "1000"])
+    assert program.process.poll() is not None
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert lab.prefix not in listed
+
+
+@pytest.mark.slow
+def test_what_a_killed_test_left_is_removed_by_the_next_lab() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    left = f"{PREFIX}-{gone.pid}-1-a"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    with Lab():
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert left not in listed
