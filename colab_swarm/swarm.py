@@ -69,7 +69,7 @@ class Swarm:
         self._run_id = run_id
         self._entries = tuple(entries)
         self._optimizer: SwarmOptimizer | None = None
-        self._assistance: Assistance | None = None
+        self.assistance: Assistance | None = None
         self._losses: list[tuple[int, float]] = []
         self._joined_at = time.monotonic()
         self._left = False
@@ -172,11 +172,11 @@ class Swarm:
         from colab_swarm.training.assistant import Assistance, Assistant
 
         self._check_here()
-        if self._assistance is not None:
-            self._assistance.stop()
+        if self.assistance is not None:
+            self.assistance.stop()
         assistant = Assistant(self._services, self._run_id, name=self.name, collaboration=name)
-        self._assistance = Assistance(self._runtime, assistant)
-        return self._assistance
+        self.assistance = Assistance(self._runtime, assistant)
+        return self.assistance
 
     def panel(self) -> Panel:
         """A live view of the swarm: widgets in a notebook, text elsewhere."""
@@ -198,8 +198,8 @@ class Swarm:
         _open_swarms.discard(self)
         if self._optimizer is not None:
             self._optimizer.close()
-        if self._assistance is not None:
-            self._assistance.stop()
+        if self.assistance is not None:
+            self.assistance.stop()
         self._runtime.call(_close(self._services))
 
     def vanish(self) -> None:
@@ -207,8 +207,8 @@ class Swarm:
         self._left = True
         if self._optimizer is not None:
             self._optimizer.collaboration.vanish()
-        if self._assistance is not None:
-            self._assistance.vanish()
+        if self.assistance is not None:
+            self.assistance.vanish()
         self._services.dht.vanish()
 
     def __enter__(self) -> Swarm:

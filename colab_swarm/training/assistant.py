@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from colab_swarm.averaging.group import MAX_TEXT, GatheringSettings, Ticket
+from colab_swarm.averaging.group import MAX_TEXT, GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runs
 from colab_swarm.training.mirror import Mirror
 from colab_swarm.training.progress import ProgressRecord, branch_of, participants_of
-from colab_swarm.training.records import AssistantRecord, assistants_key, read_progress
+from colab_swarm.training.records import AssistantRecord, assistants_key, read_assistants, read_progress
 from colab_swarm.training.settings import Services
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class _Part:
         self._prefix = prefix
         self._tally = tally
         self._records: Mapping[PeerId, ProgressRecord] = {}
+        self._assistants: Collection[PeerId] = ()
+        self._last: Group | None = None  # of the last round here
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._matchmaker = Matchmaker(
@@ -170,9 +172,9 @@ class _Part:
 
     async def _take_part(self, terms: Ticket) -> None:
         try:
-            group = await self._matchmaker.join(
-                self._ticket(terms), self._candidates(terms), _now() + ROUND_TIMEOUT_S
-            )
+            candidates = self._known(terms.step, terms.lineage)
+            group = await self._matchmaker.join(self._ticket(terms), candidates, _now() + ROUND_TIMEOUT_S)
+            self._last = group
             result = await self._services.averager.reduce(group)
         except (PeerError, MemoryError) as error:
             logger.debug("no part in step %d: %s", terms.step, error)
@@ -193,12 +195,17 @@ class _Part:
             assists=True,
         )
 
-    def _candidates(self, terms: Ticket) -> list[PeerId]:
-        return participants_of(self._records, terms.step, terms.lineage)
-
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         await self._read()
-        return participants_of(self._records, step, lineage)
+        return self._known(step, lineage)
+
+    def _known(self, step: int, lineage: bytes) -> list[PeerId]:
+        """Who should come: by the records, and who was there a step before, whose records may be older."""
+        others = set(self._assistants)
+        if self._last is not None and self._last.step == step - 1:
+            others |= {member.id for member in self._last.members}
+        others &= self._services.peers.linked()  # who is gone would be waited for
+        return sorted(others.union(participants_of(self._records, step, lineage)))
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = _now()
@@ -216,7 +223,9 @@ class _Part:
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 peers, dht = self._services.peers, self._services.dht
-                self._records = await read_progress(dht, peers, self._prefix)
+                self._records, self._assistants = await asyncio.gather(
+                    read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
+                )
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)
