@@ -34,6 +34,13 @@ class PeerLeft(Event):
 
 
 @dataclass(frozen=True)
+class ReachabilityChanged(Event):
+    """Others reach this peer in another way now: ``direct``, ``relayed by …`` and so on."""
+
+    how: str
+
+
+@dataclass(frozen=True)
 class RoundFinished(Event):
     """An averaging round ended, for this peer.
 

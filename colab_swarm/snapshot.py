@@ -15,6 +15,7 @@ from colab_swarm.events import (
     PeerLeft,
     PeersRevoked,
     QuotaWarning,
+    ReachabilityChanged,
     RoundFinished,
     StateReceived,
     StepFinished,
@@ -88,6 +89,8 @@ def describe(event: Event) -> str:
             return f"{peer[:8]} is linked"
         case PeerLeft(peer=peer, reason=reason):
             return f"{peer[:8]} is gone: {reason}"
+        case ReachabilityChanged(how=how):
+            return f"others reach this peer: {how}"
         case StepFinished(step=step, samples=samples):
             return f"step {step}: {samples:g} samples"
         case RoundFinished(step=step, group_size=size, spans_lost=lost, seconds=seconds):

@@ -68,7 +68,8 @@ class RoutingTable:
 
     def saw(self, contact: Contact, now: float) -> bool:
         """Note that a peer which can be dialled was heard from; returns whether it is new in the table."""
-        if contact.id == self._me or not contact.addresses:
+        if contact.id == self._me or not contact.direct:
+            self._forget(contact.id)  # it could be dialled once
             return False
         bucket = self._buckets.setdefault(common_bits(self._me, contact.id), _Bucket())
         bucket.touched_at = now
@@ -100,6 +101,16 @@ class RoutingTable:
                 del self._failures[peer], self.lost[peer]
         elif bucket.replacements or self._failures[peer] >= MAX_FAILURES:
             self._lose(bucket, peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._failures.pop(peer, None)
+        self.lost.pop(peer, None)
+        bucket = self._buckets.get(common_bits(self._me, peer)) if peer != self._me else None
+        if bucket is not None:
+            bucket.replacements.pop(peer, None)
+            if bucket.contacts.pop(peer, None) is not None and bucket.replacements:
+                newest, contact = bucket.replacements.popitem()
+                bucket.contacts[newest] = contact
 
     def _lose(self, bucket: _Bucket, peer: PeerId) -> None:
         """Put the latest replacement in the place of ``peer``."""

@@ -52,14 +52,14 @@ class Searcher:
         """A lookup that begins at ``seeds``, or at whom we know; all replicas of a key are asked at once."""
         if seeds is None:
             seeds = [*self.table.nearest(target, self._settings.bucket_size), *self.myself()]
-        others = (contact for contact in seeds if contact.addresses)
+        others = (contact for contact in seeds if contact.direct)
         parallel = max(self._settings.parallel, width if width <= self._settings.replicas else 0)
         return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
 
     def myself(self) -> tuple[Contact, ...]:
         """This peer as a candidate, if others can dial it."""
         contact = self._peers.contact
-        return (contact,) if contact.addresses else ()
+        return (contact,) if contact.direct else ()
 
     async def search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
         """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named.

@@ -74,40 +74,57 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
-    """The dial addresses of a server that listens on ``host``: of every interface if that is ``0.0.0.0``.
+    """The dial addresses of a server that listens on ``host``: of every interface if that is empty.
 
-    Loopback comes first: peers on the same machine succeed at once, others are refused at once.
+    Loopback comes first: peers on the same machine succeed at once, others are refused at once. Public addresses
+    come next, IPv4 before IPv6.
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
-    found = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips if isinstance(ip.ip, str)]
-    usable = {ip for ip in found if not ipaddress.ip_address(ip).is_link_local} | {"127.0.0.1"}
-    ordered = sorted(usable, key=lambda ip: (not ipaddress.ip_address(ip).is_loopback, ip))
-    return tuple(f"ws://{ip}:{port}" for ip in ordered[:MAX_ADDRESSES])
+    found = [ipaddress.ip_address(_text(ip)) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    usable = {ip for ip in found if not ip.is_link_local and not ip.is_loopback}
+    if host == "0.0.0.0":
+        usable = {ip for ip in usable if ip.version == 4}
+    ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))
+    hosts = ("127.0.0.1", *(str(ip) if ip.version == 4 else f"[{ip}]" for ip in ordered))
+    return tuple(f"ws://{one}:{port}" for one in hosts[:MAX_ADDRESSES])
+
+
+def _text(ip: ifaddr.IP) -> str:
+    return ip.ip if isinstance(ip.ip, str) else ip.ip[0]
 
 
 class AddressBook:
-    """Contacts by peer; the ones not heard of for longest are dropped beyond 20,000."""
+    """Contacts by peer; the ones not heard of for longest are dropped beyond 20,000.
+
+    What a peer says of itself stays before what others say, so that hearsay cannot push it out.
+    """
 
     def __init__(self) -> None:
         self._contacts: OrderedDict[PeerId, Contact] = OrderedDict()
+        self._first_hand: dict[PeerId, tuple[str, ...]] = {}
 
     def learn(self, contact: Contact) -> None:
-        """Remember the addresses, before those known already; what is none is left out."""
+        """Remember the addresses, before older hearsay; what is none is left out."""
         known = self.find(contact.id).addresses
         if contact.addresses and contact.addresses != known[: len(contact.addresses)]:
             usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
-            addresses = tuple(dict.fromkeys((*usable, *known)))[:MAX_ADDRESSES]
+            own = self._first_hand.get(contact.id, ())
+            addresses = tuple(dict.fromkeys((*own, *usable, *known)))[:MAX_ADDRESSES]
             self._contacts[contact.id] = Contact(contact.id, addresses)
         if contact.id in self._contacts:
             self._contacts.move_to_end(contact.id)
         if len(self._contacts) > MAX_BOOK_ENTRIES:
-            self._contacts.popitem(last=False)
+            dropped, _ = self._contacts.popitem(last=False)
+            self._first_hand.pop(dropped, None)
 
     def replace(self, contact: Contact) -> None:
         """Take the peer's own word for where it is."""
         self._contacts.pop(contact.id, None)
+        self._first_hand.pop(contact.id, None)
         self.learn(contact)
+        if contact.id in self._contacts:
+            self._first_hand[contact.id] = self._contacts[contact.id].addresses
 
     def find(self, peer: PeerId) -> Contact:
         """What is known; an empty contact if nothing."""

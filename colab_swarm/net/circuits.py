@@ -76,7 +76,7 @@ class Circuits:
     ) -> None:
         self._node, self._candidates, self._on_change, self._rng = node, candidates, on_change, rng
         self._loop = asyncio.get_running_loop()
-        self._look = asyncio.Event()
+        self._look, self._placed = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._seen_at: dict[PeerId, HostPort] = {}
         self.places: dict[PeerId, Place] = {}
@@ -88,6 +88,14 @@ class Circuits:
         """Look for relays and keep places at the nearest."""
         if self._keeping is None:
             self._keeping = self._node.linker.spawn(self._keep())
+
+    async def wait_place(self, timeout_s: float) -> None:
+        """Return when there is a place, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._placed.wait()
+        except TimeoutError:
+            pass
 
     def stop(self) -> None:
         """Give up all places."""
@@ -228,6 +236,7 @@ class Circuits:
         before = self.addresses
         self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
         self.places[relay] = Place(addresses, self._loop.time() + reserved.seconds)
+        self._placed.set()
         if self.addresses != before:
             self._on_change()
 

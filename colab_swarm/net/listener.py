@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -56,12 +57,16 @@ class Listener:
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port.
+        """Listen, for an empty host on every interface; returns the port.
 
         Raises:
             OSError: the port is taken.
         """
-        self._server = await self._loop.create_server(self._on_connection, host, port)
+        if host == "" and socket.has_dualstack_ipv6():
+            both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            self._server = await self._loop.create_server(self._on_connection, sock=both)
+        else:
+            self._server = await self._loop.create_server(self._on_connection, host or "0.0.0.0", port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

@@ -20,16 +20,22 @@ class Metering:
         self._clock = clock
         self._per_peer_upload_bps = settings.per_peer_upload_bps
         self._upload, self._download = self._bucket(settings.upload_bps), self._bucket(settings.download_bps)
-        self._sent, self._received = RateMeter(), RateMeter()
+        self._sent, self._received, self._tunnelled = RateMeter(), RateMeter(), RateMeter()
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
-    def traffic(self, peer: PeerId) -> Traffic:
-        """Where a new link to the peer counts."""
+    @property
+    def tunnelled_bytes(self) -> int:
+        """Bytes sent through this peer's own tunnel."""
+        return self._tunnelled.total_bytes
+
+    def traffic(self, peer: PeerId, *, tunnelled: bool = False) -> Traffic:
+        """Where a new link to the peer counts; ``tunnelled`` if it came through this peer's tunnel."""
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
             del self._by_peer[next(iter(self._by_peer))]
         upload = (*self._upload, *self._bucket(self._per_peer_upload_bps))
-        return Traffic((sent, self._sent), (received, self._received), upload, self._download)
+        tunnel = (self._tunnelled,) if tunnelled else ()
+        return Traffic((sent, self._sent, *tunnel), (received, self._received), upload, self._download)
 
     def statistics(self, peer: PeerId | None, links: Sequence[Link]) -> LinkStatistics:
         """Of one peer, or of all; ``links`` are those open now."""

@@ -63,7 +63,7 @@ class Node:
         settings = self._settings
         if settings.listen:
             self.port = await self.linker.listener.start(settings.host, settings.port)
-            self.announce(settings.announce or reachable_addresses(settings.host, self.port))
+            self.announce(settings.announce or self.listening())
         self.linker.spawn(self.linker.keep_links())
 
     def __repr__(self) -> str:
@@ -79,6 +79,10 @@ class Node:
     def contact(self) -> Contact:
         """How others reach this peer; no addresses in client mode."""
         return Contact(self.id, self.linker.addresses)
+
+    def listening(self) -> tuple[str, ...]:
+        """Addresses of this machine at which it listens now; none in client mode."""
+        return () if self.port is None else reachable_addresses(self._settings.host, self.port)
 
     def announce(self, addresses: tuple[str, ...]) -> None:
         """From now on, tell others that this peer can be dialled there."""

@@ -16,7 +16,7 @@ class NodeSettings:
 
     Attributes:
         run_id: name of the run, 64 bytes at most; peers of another run are refused.
-        host, port: where to listen; port 0 takes a free one.
+        host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
         listen: whether to accept links; without, the node is in client mode: it dials, and is called back
             over the links it has.
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None works them out from the
@@ -33,7 +33,7 @@ class NodeSettings:
     """
 
     run_id: str = ""
-    host: str = "0.0.0.0"
+    host: str = ""
     port: int = 0
     listen: bool = True
     announce: tuple[str, ...] | None = None

@@ -17,7 +17,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -126,8 +126,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def ends(self) -> tuple[HostPort | None, HostPort | None]:
         """IP address and port of this end and of the other."""
         info = self._transport.get_extra_info
-        here, there = info("sockname"), info("peername")
-        return here and (here[0], here[1]), there and (there[0], there[1])
+        return _host_port(info("sockname")), _host_port(info("peername"))
 
     @property
     def backlog_bytes(self) -> int:
@@ -245,6 +244,11 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._closed.done():
             self._closed.set_result(None)
         self.receiver.on_lost(self._reason or (str(exc) if exc else "") or "the connection closed")
+
+
+def _host_port(name: tuple[Any, ...] | None) -> HostPort | None:
+    """Without the prefix that IPv4 addresses have on a socket for both families."""
+    return (name[0].removeprefix("::ffff:"), name[1]) if name else None
 
 
 async def dial(

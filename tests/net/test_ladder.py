@@ -1,0 +1,75 @@
+"""The ladder's decisions, without a network."""
+
+from __future__ import annotations
+
+from colab_swarm.net.ladder import Ladder, Report, Rung
+from colab_swarm.net.peers import PeerId
+
+PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
+ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
+CIRCUIT = f"ws://203.0.113.9:4500/relay/{RELAY.hex()}"
+SILENT = "did not answer in 1.5 s"
+
+
+def ladder(*addresses: str) -> Ladder:
+    return Ladder(addresses or (LOOPBACK, PRIVATE))
+
+
+def test_a_public_address_that_answers_is_direct() -> None:
+    one = ladder(PUBLIC, PRIVATE)
+    assert one.decide().rung is Rung.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
+    one.on_report(ALICE, Report("203.0.113.7", ((PUBLIC, ""),)))
+    assert one.decide().rung is Rung.DIRECT and one.decide().addresses == (PUBLIC,)
+
+
+def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
+    one = ladder()
+    one.on_report(ALICE, Report("192.168.1.5", ((PRIVATE, ""),)))
+    assert one.decide().rung is Rung.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
+    one.on_report(BOB, Report("203.0.113.7", ()))
+    decided = one.decide()
+    assert decided.rung is Rung.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
+    one.on_places((RELAY,), (CIRCUIT,))
+    decided = one.decide()
+    assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
+
+
+def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
+    one = ladder()
+    one.on_report(BOB, Report("203.0.113.7", ((PRIVATE, SILENT),)))
+    one.on_tunnel("wss://swarm.example")
+    assert str(one.decide()) == "tunnel wss://swarm.example"
+    one.on_places((RELAY,), (CIRCUIT,))
+    assert one.decide().rung is Rung.RELAYED
+    assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
+    one.on_punched(ALICE, None)
+    assert one.decide().rung is Rung.PUNCHED
+    one.on_punched(ALICE, "the holes did not meet")
+    assert one.decide().rung is Rung.RELAYED
+    one.on_places((), ())
+    one.on_tunnel(None, "it was lost")
+    assert one.decide().rung is Rung.OUTGOING
+
+
+def test_each_higher_rung_says_why_it_does_not_work() -> None:
+    one = ladder()
+    one.on_report(BOB, Report("203.0.113.7", ((PRIVATE, SILENT),)))
+    why = dict(one.decide().reasons)
+    assert list(why) == [Rung.DIRECT, Rung.LAN, Rung.PUNCHED, Rung.RELAYED, Rung.TUNNEL]
+    assert why[Rung.DIRECT] == "this machine has no public address"
+    assert why[Rung.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall keeps it out"
+    assert "tunnel='ngrok'" in why[Rung.TUNNEL]
+    assert dict(Ladder(()).decide().reasons)[Rung.DIRECT] == "this peer does not listen (listen=False)"
+    assert one.decide().explain().splitlines()[0] == "outgoing only"
+
+
+def test_a_changed_network_voids_the_evidence() -> None:
+    one = ladder(PUBLIC)
+    one.on_report(ALICE, Report("203.0.113.7", ((PUBLIC, ""),)))
+    one.on_listening((PRIVATE,))
+    assert one.decide().rung is Rung.UNVERIFIED and not one.verifiers
+
+
+def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
+    one = Ladder(("ws://swarm.example:4500",), trusted=True)
+    assert one.decide().rung is Rung.DIRECT and one.decide().addresses == ("ws://swarm.example:4500",)
