@@ -163,6 +163,8 @@ def _needs(subject: Subject, calibration: Calibration | None, here: Machine) -> 
     from colab_swarm.recipes.albert import SIZES
 
     if isinstance(subject.model, str):
+        if subject.model not in SIZES:
+            raise ValueError(f"model={subject.model!r} is none of {', '.join(SIZES)}")
         return _of_size(subject.model, SIZES[subject.model])
     free_bytes = here.free_ram_bytes or 0 if here.gpu is None else here.gpu.free_bytes
     every = [_of_size(name, size) for name, size in reversed(SIZES.items())]

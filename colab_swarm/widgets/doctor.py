@@ -1,4 +1,4 @@
-"""What the doctor found, as traffic lights: text in a terminal, a table in a notebook. Symbols tell, not colour alone."""
+"""What the doctor found as traffic lights: text in a terminal, a table in a notebook; symbols tell, not just colours."""
 
 from __future__ import annotations
 

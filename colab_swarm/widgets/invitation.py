@@ -1,0 +1,99 @@
+"""An invitation as people meet it: the line to copy, a QR code, badges that open the join notebook."""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from importlib.util import find_spec
+from typing import Any, Self
+
+PROJECT = "OWNER/colab_swarm"
+"""On GitHub; whoever publishes a copy puts its own owner here."""
+COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/join_colab.ipynb"
+KAGGLE_URL = f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/join_kaggle.ipynb"
+MAX_QR_CHARACTERS = 1500
+"""A longer line makes a code that no camera reads from a screen."""
+QR_WIDTH = 200
+BOX = "border:1px solid;border-color:rgba(128,128,128,.5);border-radius:4px"
+BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:inherit"
+
+
+class Invitation(str):
+    """The text of an invitation; in a notebook it shows itself with a QR code and badges.
+
+    It is the secret that lets others in: pass it on as you would a key.
+
+    Args:
+        text: the line itself.
+        run: the run's name.
+        role: what its bearer may be, such as ``worker``.
+        expires_at: seconds since the epoch.
+        uses: how many peers may join by it; None for any number.
+    """
+
+    run: str
+    role: str
+    expires_at: float
+    uses: int | None
+
+    def __new__(cls, text: str, *, run: str, role: str, expires_at: float, uses: int | None = None) -> Self:
+        invitation = super().__new__(cls, text)
+        invitation.run, invitation.role = run, role
+        invitation.expires_at, invitation.uses = expires_at, uses
+        return invitation
+
+    def described(self) -> str:
+        """Run, role, expiry and uses, in one line."""
+        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
+        uses = (
+            "any number of times" if self.uses is None else "once" if self.uses == 1 else f"{self.uses} times"
+        )
+        return f"join {self.run} as {self.role}, {uses}, until {until}"
+
+    def qr_text(self) -> str:
+        """The QR code in block characters, for ``print`` in a terminal; a sentence if there can be none."""
+        code = _code(self)
+        if isinstance(code, str):
+            return code
+        drawn = io.StringIO()
+        code.terminal(drawn, border=2, compact=True)
+        return drawn.getvalue()
+
+    def _qr_html(self) -> str:
+        code = _code(self)
+        if isinstance(code, str):
+            return f'<p style="opacity:.7">{html.escape(code)}</p>'
+        modules = code.symbol_size(border=4)[0]
+        # dark on white whatever the page: many cameras cannot read the inverse
+        drawn = code.svg_inline(scale=QR_WIDTH / modules, border=4, dark="#000", light="#fff", omitsize=False)
+        return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
+
+    def _repr_html_(self) -> str:
+        return (
+            '<div style="font-family:sans-serif;font-size:13px;line-height:1.5;max-width:760px">'
+            f"<p><b>{html.escape(self.described())}</b></p>{self._qr_html()}"
+            f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
+            'background:transparent;color:inherit;user-select:all" title="one click selects all of it">'
+            f"{html.escape(self)}</code></p>"
+            f"<p>{_badge(COLAB_URL, 'Open in Colab')}{_badge(KAGGLE_URL, 'Open in Kaggle')}"
+            "and paste the line there.</p></div>"
+        )
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+def _badge(url: str, text: str) -> str:
+    return f'<a href="{html.escape(url)}" target="_blank" rel="noopener" style="{BADGE}">{text} ↗</a>'
+
+
+def _code(text: str) -> Any:
+    """The QR code, or a sentence that says why there is none."""
+    if find_spec("segno") is None:
+        return "For a QR code: pip install segno"
+    if len(text) > MAX_QR_CHARACTERS:
+        return f"This invitation is too long for a QR code ({len(text):,} characters): copy the line."
+    import segno
+
+    return segno.make(str(text), error="l", micro=False, boost_error=False)
