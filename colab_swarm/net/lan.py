@@ -1,0 +1,259 @@
+"""Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
+
+What is announced is public on that network: the run's id, who announces it, where, and whether an invitation
+is needed; nothing of it is to be trusted before the handshake. Each announcing peer is one service; peers of
+one run are merged. Where there is nobody to multicast to (Colab, Kaggle), nothing is found and nothing fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
+from urllib.parse import urlsplit
+
+from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from colab_swarm.net.addresses import is_loopback
+from colab_swarm.net.hello import MAX_ADDRESSES
+from colab_swarm.net.peers import Contact, PeerId
+
+SERVICE = "_colab-swarm._tcp.local."
+VERSION = "1"
+MAX_SERVICES = 256
+MAX_RUN_ID_BYTES = 64
+MAX_NAME_CHARS = 48
+Access = Literal["open", "invite", "allowlist"]
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one peer says on its network.
+
+    Attributes:
+        run_id: the run's unique name, 64 bytes at most.
+        access: whom the run takes: anybody, whoever has an invitation, or whoever is on its list.
+        name: what the peer calls itself; cut to 48 characters.
+        contact: the peer; of its addresses, the ``ws://IP:PORT`` ones of one port are announced.
+    """
+
+    run_id: str
+    access: Access
+    name: str
+    contact: Contact
+
+
+@dataclass(frozen=True)
+class LanSwarm:
+    """A run seen on the network; ``names`` are those of the peers in ``contacts``."""
+
+    run_id: str
+    access: Access
+    contacts: tuple[Contact, ...]
+    names: tuple[str, ...]
+
+    @property
+    def run(self) -> str:
+        """The run's name for people."""
+        return self.run_id.rpartition("-")[0] or self.run_id
+
+
+def write_properties(announcement: Announcement) -> dict[str, str]:
+    """The service's TXT record, under 300 bytes."""
+    return {
+        "v": VERSION,
+        "run": announcement.run_id,
+        "access": announcement.access,
+        "peer": announcement.contact.id.hex(),
+        "name": _printable(announcement.name),
+    }
+
+
+def read_announcement(
+    properties: Mapping[bytes, bytes | None], ips: Iterable[str], port: int | None
+) -> Announcement | None:
+    """What a service's records say; None if they are of another version, garbled or lead nowhere."""
+    try:
+        text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
+        peer = bytes.fromhex(text["peer"])
+    except (ValueError, KeyError):
+        return None
+    run_id, access = text.get("run", ""), text.get("access")
+    addresses = [f"ws://{host}:{port}" for host in dict.fromkeys(map(_dialled, ips)) if host and port]
+    proper = 0 < len(run_id.encode()) <= MAX_RUN_ID_BYTES and run_id.isprintable() and len(peer) == 32
+    if not (proper and addresses and text.get("v") == VERSION and access in get_args(Access)):
+        return None
+    contact = Contact(PeerId(peer), tuple(addresses[:MAX_ADDRESSES]))
+    return Announcement(run_id, cast(Access, access), _printable(text.get("name", "")), contact)
+
+
+def merge(announcements: Iterable[Announcement]) -> list[LanSwarm]:
+    """The runs behind the announcements, by name; their access is what most of their peers say."""
+    runs: dict[str, dict[PeerId, Announcement]] = {}
+    for one in announcements:
+        peers = runs.setdefault(one.run_id, {})
+        before = peers[one.contact.id].contact.addresses if one.contact.id in peers else ()
+        addresses = tuple(dict.fromkeys((*before, *one.contact.addresses)))[:MAX_ADDRESSES]
+        peers[one.contact.id] = replace(one, contact=Contact(one.contact.id, addresses))
+    return [
+        LanSwarm(
+            run_id,
+            statistics.mode(one.access for one in peers.values()),
+            tuple(one.contact for one in peers.values()),
+            tuple(one.name for one in peers.values()),
+        )
+        for run_id, peers in sorted(runs.items())
+    ]
+
+
+def announced(contact: Contact) -> tuple[list[str], int]:
+    """The IP addresses and the port to announce (a service has one port); none and 0 if nobody can dial it.
+
+    Loopback is announced only if there is nothing else: it leads every other machine to itself.
+    """
+    found: dict[int, list[str]] = {}
+    for address in contact.addresses:
+        parts = urlsplit(address)
+        if parts.scheme == "ws" and parts.port and not parts.path and _dialled(parts.hostname or ""):
+            found.setdefault(parts.port, []).append(parts.hostname or "")
+    for port, ips in found.items():
+        return [ip for ip in ips if not is_loopback(ip)] or ips, port
+    return [], 0
+
+
+class LanAnnouncer:
+    """Announces one peer until `close`. Make it with `start`."""
+
+    def __init__(self, announcement: Announcement, zeroconf: AsyncZeroconf) -> None:
+        self._announcement, self._zeroconf = announcement, zeroconf
+        # a name for each announcer: processes of one machine do not always hear each other's objections
+        self._label = f"{announcement.contact.id.hex()[:8]}-{secrets.token_hex(4)}"
+        self._info: AsyncServiceInfo | None = None
+
+    @classmethod
+    async def start(
+        cls, announcement: Announcement, *, interfaces: Sequence[str] | None = None
+    ) -> LanAnnouncer:
+        """Announce a peer; takes about a second, in which others may object to its name.
+
+        Args:
+            announcement: what to say. While its contact has no addresses, nothing is said.
+            interfaces: IP addresses of the interfaces to use; None for all.
+
+        Raises:
+            OSError: no interface takes part in multicast.
+        """
+        announcer = cls(announcement, _open(interfaces))
+        try:
+            await announcer.update(announcement.contact)
+        except BaseException:
+            await announcer.close()
+            raise
+        return announcer
+
+    async def update(self, contact: Contact) -> None:
+        """Announce the peer's addresses of now."""
+        self._announcement = replace(self._announcement, contact=contact)
+        ips, port = announced(contact)
+        before = self._info
+        self._info = self._describe(ips, port, before.name if before else "") if ips else None
+        if self._info is not None and before is None:
+            await (await self._zeroconf.async_register_service(self._info, allow_name_change=True))
+        elif self._info is not None:
+            await (await self._zeroconf.async_update_service(self._info))
+        elif before is not None:
+            await (await self._zeroconf.async_unregister_service(before))
+
+    async def close(self) -> None:
+        """Say goodbye. Idempotent."""
+        await self._zeroconf.async_close()
+
+    def _describe(self, ips: list[str], port: int, name: str) -> AsyncServiceInfo:
+        return AsyncServiceInfo(
+            SERVICE,
+            name or f"{self._label}.{SERVICE}",
+            parsed_addresses=ips,
+            port=port,
+            properties=write_properties(self._announcement),
+            server=f"{self._label}.local.",
+        )
+
+
+async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
+    """The swarms that announce themselves on the local network.
+
+    Args:
+        seconds: how long to listen.
+        interfaces: IP addresses of the interfaces to use; None for all.
+
+    Returns:
+        Runs by name; none where multicast does not work.
+    """
+    with suppress(OSError):
+        async with _open(interfaces) as zeroconf:
+            return merge(await _listen(zeroconf.zeroconf, seconds))
+    return []
+
+
+async def _listen(zeroconf: Zeroconf, seconds: float) -> list[Announcement]:
+    found: dict[str, Announcement] = {}
+    asking: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(name: str) -> None:
+        info = AsyncServiceInfo(SERVICE, name)
+        if await info.async_request(zeroconf, 1000 * seconds):
+            said = read_announcement(info.properties, info.parsed_addresses(), info.port)
+            if said is not None:
+                found[name] = said
+
+    def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        if state_change is ServiceStateChange.Removed:
+            found.pop(name, None)
+        elif len(asking) < MAX_SERVICES:
+            asking[name] = asyncio.create_task(ask(name))
+
+    browser = AsyncServiceBrowser(zeroconf, SERVICE, handlers=[on_change])
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        await browser.async_cancel()
+        for task in asking.values():
+            task.cancel()
+        await asyncio.gather(*asking.values(), return_exceptions=True)
+    return list(found.values())
+
+
+def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
+    """Multicast sockets on the interfaces, IPv4 and IPv6 as far as the machine has them.
+
+    Raises:
+        OSError: there are none.
+    """
+    if interfaces is not None:
+        return AsyncZeroconf(interfaces=list(interfaces))
+    for version in (IPVersion.All, IPVersion.V4Only, IPVersion.V6Only):
+        with suppress(OSError, RuntimeError):  # RuntimeError: no interface has this version
+            return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=version)
+    raise OSError("no interface of this machine takes part in multicast")
+
+
+def _dialled(ip: str) -> str:
+    """The IP address as the host of an address; empty if it is none that others can dial."""
+    try:
+        parsed = ipaddress.ip_address(ip)
+    except ValueError:
+        return ""
+    if parsed.version == 6:  # a link-local one means nothing without an interface, which has no place in it
+        return "" if parsed.is_link_local else f"[{parsed.compressed}]"
+    return str(parsed)
+
+
+def _printable(name: str) -> str:
+    """The name without control characters, and short."""
+    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS]

@@ -1,0 +1,181 @@
+"""Announcing and finding swarms on the local network; garbage from it does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.net.addresses import is_address
+from colab_swarm.net.hello import MAX_ADDRESSES
+from colab_swarm.net.lan import (
+    Announcement,
+    LanAnnouncer,
+    LanSwarm,
+    announced,
+    find_swarms,
+    merge,
+    read_announcement,
+    write_properties,
+)
+from colab_swarm.net.peers import Contact
+from tests.net.swarm import identity, run
+
+ALICE, BOB = (identity(name).id for name in ("alice", "bob"))
+
+
+def announcement(
+    name: str = "alice", run_id: str = "albert-1f3a", address: str = "ws://192.0.2.7:4500"
+) -> Announcement:
+    return Announcement(run_id, "open", name, Contact(identity(name).id, (address,)))
+
+
+def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
+    return {key.encode(): value.encode() for key, value in properties.items()}
+
+
+def test_an_announcement_comes_back_as_it_was() -> None:
+    said = announcement()
+    assert read_announcement(as_bytes(write_properties(said)), ["192.0.2.7"], 4500) == said
+    properties = write_properties(announcement("n" * 500, run_id="r" * 64))
+    assert sum(len(key) + len(value) + 2 for key, value in properties.items()) < 300
+
+
+def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
+    addresses = (
+        "ws://127.0.0.1:4500",
+        "wss://otter.ngrok.app",
+        "ws://192.0.2.7:4500",
+        "ws://[2001:db8::7]:4500",
+        "ws://192.0.2.8:4501",
+        f"ws://192.0.2.9:4500/relay/{BOB.hex()}",
+    )
+    assert announced(Contact(ALICE, addresses)) == (["192.0.2.7", "2001:db8::7"], 4500)
+    assert announced(Contact(ALICE, addresses[:2])) == (["127.0.0.1"], 4500)
+    assert announced(Contact(ALICE, addresses[1:2])) == ([], 0)
+
+
+def test_both_ip_versions_are_read_and_what_nobody_can_dial_is_left_out() -> None:
+    ips = ["192.0.2.7", "fe80::1", "fe80::1%eth0", "2001:DB8::7", "nonsense", "192.0.2.7"]
+    said = read_announcement(as_bytes(write_properties(announcement())), ips, 4500)
+    assert said is not None
+    assert said.contact.addresses == ("ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": "2"},
+        {"peer": "abc"},
+        {"peer": "zz"},
+        {"run": ""},
+        {"run": "r" * 65},
+        {"run": "a\nb"},
+        {"access": "x"},
+    ],
+)
+def test_a_wrong_announcement_is_none(change: dict[str, str]) -> None:
+    properties = as_bytes(write_properties(announcement()))
+    assert read_announcement(properties, ["192.0.2.7"], 4500) is not None
+    assert read_announcement(properties | as_bytes(change), ["192.0.2.7"], 4500) is None
+    assert read_announcement({b"run": None}, ["192.0.2.7"], 4500) is None
+
+
+KEYS = st.sampled_from([b"v", b"run", b"access", b"peer", b"name"]) | st.binary(max_size=9)
+VALUES = (
+    st.none() | st.binary(max_size=80) | st.sampled_from([b"1", b"open", b"invite", ALICE.hex().encode()])
+)
+
+
+@given(
+    properties=st.dictionaries(KEYS, VALUES),
+    ips=st.lists(st.ip_addresses().map(str) | st.text(), max_size=40),
+    port=st.none() | st.integers(0, 65535),
+)
+def test_whatever_is_multicast_is_an_announcement_in_bounds_or_nothing(
+    properties: dict[bytes, bytes | None], ips: list[str], port: int | None
+) -> None:
+    for garbled in (properties, as_bytes(write_properties(announcement())) | properties):
+        said = read_announcement(garbled, ips, port)
+        if said is not None:
+            assert 0 < len(said.contact.addresses) <= MAX_ADDRESSES
+            assert all(map(is_address, said.contact.addresses))
+            assert said.name.isprintable() and said.run_id.isprintable() and len(said.contact.id) == 32
+
+
+def test_the_peers_of_one_run_are_merged() -> None:
+    again = announcement("alice", address="ws://198.51.100.7:4500")
+    other = announcement("carol", run_id="zebra-77")
+    swarms = merge([other, announcement("alice"), announcement("bob"), again])
+    assert [(swarm.run, swarm.names) for swarm in swarms] == [
+        ("albert", ("alice", "bob")),
+        ("zebra", ("carol",)),
+    ]
+    assert swarms[0].contacts[0] == Contact(ALICE, ("ws://192.0.2.7:4500", "ws://198.51.100.7:4500"))
+
+
+def multicast_missing() -> str:
+    """Why multicast on loopback does not work here; empty if it does."""
+    group = socket.inet_aton("224.0.0.251") + socket.inet_aton("127.0.0.1")
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
+        try:
+            receiver.settimeout(1.0)
+            receiver.bind(("", 0))
+            receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
+            sender.sendto(b"hello", ("224.0.0.251", receiver.getsockname()[1]))
+            receiver.recv(5)
+        except OSError as error:
+            return f"no multicast on loopback: {error}"
+    return ""
+
+
+LOOPBACK = ["127.0.0.1"]
+
+
+async def find(run_id: str, wanted: set[Contact]) -> LanSwarm:
+    """Look until these contacts, and no others, are there (the deadline of `run` bounds it)."""
+    while True:
+        for swarm in await find_swarms(seconds=1.2, interfaces=LOOPBACK):
+            if swarm.run_id == run_id and set(swarm.contacts) == wanted:
+                return swarm
+
+
+@pytest.mark.slow
+def test_announced_peers_are_found_until_they_say_goodbye() -> None:
+    if multicast_missing():
+        pytest.skip(multicast_missing())
+    run_id = f"lantest-{os.getpid()}"
+
+    async def announce(name: str) -> LanAnnouncer:
+        said = announcement(name, run_id=run_id, address="ws://127.0.0.1:4500")
+        return await LanAnnouncer.start(said, interfaces=LOOPBACK)
+
+    async def main() -> None:
+        alice, bob = await asyncio.gather(announce("alice"), announce("bob"))
+        both = {Contact(one, ("ws://127.0.0.1:4500",)) for one in (ALICE, BOB)}
+        swarm = await find(run_id, both)
+        assert (swarm.run, swarm.access, set(swarm.names)) == ("lantest", "open", {"alice", "bob"})
+        moved = Contact(BOB, ("ws://127.0.0.1:4600",))
+        await asyncio.gather(
+            alice.update(Contact(ALICE)), bob.update(moved)
+        )  # alice can no longer be dialled
+        await find(run_id, {moved})
+        await asyncio.gather(alice.close(), bob.close())
+        await bob.close()
+
+    run(main())
+
+
+def test_where_there_is_no_multicast_nothing_is_found() -> None:
+    async def main() -> None:
+        assert await find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []
+
+    run(main())
