@@ -23,6 +23,8 @@ from colab_swarm.training.state import Snapshot
 Values = NDArray[np.float32]
 ATTEMPTS = 5
 PAUSE_S = 1.0
+PATIENCE_S = 30.0
+"""How long donors may fail before others are asked; `ATTEMPTS` failures are enough as well."""
 
 
 def next_lineage(lineage: bytes, values: Values) -> bytes:
@@ -67,6 +69,8 @@ class CatchUp:
         self._level = level
         self._means: dict[tuple[int, bytes], Values] = {}  # by what they are applied to
         self._between_rounds = asyncio.Lock()
+        self._failures = 0  # of one branch's donors
+        self._trying_since: float | None = None
 
     async def run(self) -> CaughtUp:
         """Download the state and get level.
@@ -83,25 +87,32 @@ class CatchUp:
 
     async def _run(self) -> CaughtUp:
         reasons: dict[str, None] = {}
-        for attempt in range(ATTEMPTS):
+        for attempt in range(2 * ATTEMPTS):
             donors = self._collaboration.donors(await self._collaboration.refresh())
             if not donors and (self._level or not reasons):
                 return CaughtUp(None)
+            if not donors:
+                break
             try:
-                snapshot = await self._download(donors, again=bool(reasons))
+                snapshot = await self._download(donors)
                 async with self._between_rounds:
                     return await self._join_up(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
-                await asyncio.sleep(PAUSE_S * attempt)
+                await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
-    async def _download(self, donors: list[PeerId], *, again: bool) -> Snapshot:
+    async def _download(self, donors: list[PeerId]) -> Snapshot:
+        clock = asyncio.get_running_loop().time
+        self._trying_since = self._trying_since or clock()
         try:
             return await self._collaboration.download(donors)
         except StateError:
-            if again:  # what they claim to hold, such as step 10^9, must not keep us from the others
+            self._failures += 1
+            if self._failures >= ATTEMPTS or clock() - self._trying_since > PATIENCE_S:
+                # What they claim to hold, such as step 10^9, must not keep us from the others for ever.
                 self._collaboration.distrust(donors)
+                self._failures, self._trying_since = 0, None
             raise
 
     async def _join_up(self, snapshot: Snapshot) -> CaughtUp:

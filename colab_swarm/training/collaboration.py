@@ -303,7 +303,11 @@ class Collaboration:
             self._tell(syncing=False)  # the same parameters already, or nobody else
             return CaughtUp(None)
         room = max(1, self._settings.max_replay_bytes // (4 * self._numel))
-        caught_up = await CatchUp(self, room=room, level=level).run()
+        try:
+            caught_up = await CatchUp(self, room=room, level=level).run()
+        except StateError:
+            self.progress.trust_all()  # whoever tries again tries everybody
+            raise
         if caught_up.snapshot is None:
             self._tell(syncing=False)
         return caught_up

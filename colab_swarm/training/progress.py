@@ -28,7 +28,7 @@ from colab_swarm.net.peers import Message, PeerId
 LINEAGE_BYTES = 16
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
-DISTRUST_S = 600.0
+DISTRUST_S = 300.0
 READS_OF_GRACE = 5
 """Reads of the records for which news from a round outweighs a peer's own, older record."""
 
