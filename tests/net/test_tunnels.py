@@ -238,6 +238,28 @@ def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
     assert explain("something else") == "ngrok: something else"
 
 
+def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYNGROK_NGROK_PATH", raising=False)
+    monkeypatch.setattr("pyngrok.installer.get_ngrok_cdn_url", lambda *_: "http://127.0.0.1:9/ngrok.tgz")
+
+    async def main() -> None:
+        settings = TunnelSettings("ngrok", auth_token=TOKEN, check_s=0.05)
+        monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", agents.install("ngrok", folder))
+        async with tunnel(settings) as opened:
+            assert repr(opened).startswith("Tunnel(ngrok, ws://127.0.0.1:")
+        monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", str(folder / "bin" / "ngrok"))
+        with pytest.raises(TunnelError, match=r"Kaggle: Settings, Internet on.* downloading"):
+            async with tunnel(settings):
+                pass
+
+    run(main())
+    assert not (folder / ".config").exists() and not list(folder.rglob("ngrok.yml")), (
+        "the user's are untouched"
+    )
+
+
 @pytest.mark.slow
 def test_cloudflared_is_opened_and_opened_again(folder: Path) -> None:
     async def main() -> None:

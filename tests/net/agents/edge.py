@@ -22,7 +22,10 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def open_edge(upstream_port: int) -> int:
-    """Listen on a port that leads to the upstream one, as the real edge does it: it adds a header."""
+    """Listen on a port that leads to the upstream one, as the real edge does it.
+
+    It adds a header, and shows a page to whoever does not ask to be spared it.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -31,6 +34,11 @@ async def open_edge(upstream_port: int) -> int:
         except (OSError, asyncio.IncompleteReadError):
             writer.write(b"HTTP/1.1 502 Bad Gateway\r\nNgrok-Error-Code: ERR_NGROK_8012\r\n\r\n")
             writer.close()
+            return
+        if b"ngrok-skip-browser-warning" not in headers:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\nYou are about to visit a tunnel.\n")
+            writer.close()
+            far_writer.close()
             return
         far_writer.write(request + b"\r\nX-Forwarded-For: 203.0.113.9\r\n" + headers)
         await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
