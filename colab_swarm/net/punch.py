@@ -36,6 +36,8 @@ from colab_swarm.net.peers import Message
 CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
 MAX_TARGETS = 8
 _MIN_BEAT_S = 0.15
+_LATE_S = 0.002
+"""By how much an event loop may wake late."""
 _BACKLOG = 8
 
 
@@ -64,7 +66,7 @@ def plan_tries(
 
     The end that asks measures the round trip on the connection that both have with the common peer, then sends the
     start signal and begins half a round trip later, when the other end receives it. As the way there may take longer
-    than the way back, it moves every other beat at random, by up to half a round trip.
+    than the way back, it moves every other beat at random, by half a round trip at most.
 
     Args:
         now: when the signal was sent, or received; loop time, seconds.
@@ -76,7 +78,8 @@ def plan_tries(
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if asked else now + rtt_s / 2
     count = max(0, math.ceil((until - begin_at) / beat_s))
-    shifts_s = [0.0 if asked or k % 2 == 0 else rng.uniform(-rtt_s / 2, rtt_s / 2) for k in range(count)]
+    spread_s = rtt_s / 2 + _LATE_S
+    shifts_s = [0.0 if asked or k % 2 == 0 else rng.uniform(-spread_s, spread_s) for k in range(count)]
     return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
 
 
