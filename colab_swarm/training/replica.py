@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, fla
 
 T = TypeVar("T")
 ALIGNMENT_BYTES = 64
+MAX_SETTING = 1e6
+"""Bound on a learning rate and the like in a stranger's state."""
 
 
 class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -140,7 +142,7 @@ class Replica:
         """Go on from a donor's snapshot.
 
         Raises:
-            StateError: it does not fit this model; nothing was changed.
+            StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
         try:
             layout = msgspec.msgpack.decode(snapshot.manifest.skeleton, type=_Layout)
@@ -148,6 +150,7 @@ class Replica:
             raise StateError(f"the donor's state cannot be read: {error}") from error
         tensors = _parted(snapshot.blob, layout.tensors)
         state = unflatten(tensors, decode_skeleton(layout.skeleton))
+        _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
 
@@ -167,6 +170,28 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
             "build the model with the same settings as the swarm"
         )
     return list(theirs)
+
+
+def _check_sane(state: Any) -> None:
+    """Refuse a stranger's state with parameters that are not finite or settings that nobody trains with."""
+    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in _tensors(state)):
+        raise StateError("the donor's state holds NaN or infinite values")
+    optimizer = state.get("optimizer") if isinstance(state, dict) else None
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    for group in groups if isinstance(groups, list) else ():
+        for name, value in group.items() if isinstance(group, dict) else ():
+            least = 0 if name == "lr" else -MAX_SETTING
+            if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
+                raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a state; its depth was bounded when it was decoded."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(part)
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import (
@@ -68,7 +69,7 @@ class Manifest(Message, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.size_bytes <= MAX_STATE_BYTES or not 0 < self.chunk_bytes <= MAX_PAYLOAD_BYTES:
             raise ValueError("manifest sizes out of range")
-        if len(self.digests) != 32 * self.chunks or self.step < 0:
+        if len(self.digests) != 32 * self.chunks or not 0 <= self.step < MAX_STEP:
             raise ValueError("manifest does not add up")
 
     @property

@@ -76,6 +76,7 @@ def run_round(
     weights: Sequence[float] | None = None,
     codec: str = "float32",
     clients: Sequence[str] = (),
+    assistants: Sequence[str] = (),
     script: Callable[[SimNetwork], None] = lambda network: None,
     prepare: Callable[[dict[str, Floats]], None] = lambda contributions: None,
     delays: dict[str, float] | None = None,
@@ -83,7 +84,7 @@ def run_round(
 ) -> Outcome:
     """One round of ``count`` peers on a simulated LAN; crashed peers are left out of the outcome."""
     names = list(NAMES[:count])
-    weights = list(weights or [1.0 + i for i in range(count)])
+    weights = list(weights or [0.0 if name in assistants else 1.0 + i for i, name in enumerate(names)])
     contributions = {name: vector(i, numel) for i, name in enumerate(names)}
     prepare(contributions)
     outcome = Outcome(names, weights, contributions)
@@ -100,6 +101,9 @@ def run_round(
 
         async def take_part(name: str) -> None:
             await asyncio.sleep((delays or {}).get(name, 0.0))
+            if name in assistants:
+                outcome.results[name] = await averagers[name].reduce(group)
+                return
             values = contributions[name].copy()
             result = await averagers[name].average(group, values)
             outcome.vectors[name], outcome.results[name] = values, result

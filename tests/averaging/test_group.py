@@ -131,3 +131,25 @@ def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, obj
     group.check()
     with pytest.raises(ValueError):
         msgspec.structs.replace(group, **change).check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": -1}, {"step": 1 << 63}, {"numel": -1}, {"numel": 1 << 62}, {"lineage": bytes(600)}],
+)
+def test_a_ticket_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None:
+    fields = msgspec.structs.asdict(TICKET) | change
+    wire = msgspec.msgpack.encode(list(fields.values()))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(wire, type=Ticket)
+
+
+def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> None:
+    g = gathering()
+    g.on_join(msgspec.structs.replace(TICKET, weight=0.0, assists=True), contact(CAROL))
+    with pytest.raises(ValueError, match="nobody who trains"):
+        g.form(bytes(16), equal_shares)
+    g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(ALICE))
+    assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
+    g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(BOB))
+    assert [member.share for member in g.form(bytes(16), equal_shares).members] == [0, 0, 1]

@@ -11,6 +11,7 @@ from colab_swarm.averaging.group import (
     Group,
     Joined,
     JoinRound,
+    RefusalReason,
     RoundCall,
     RoundRefused,
     Ticket,
@@ -19,7 +20,7 @@ from colab_swarm.averaging.group import (
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import CallRefused
-from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
 
 TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
@@ -257,5 +258,48 @@ def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_pref
         stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
         with pytest.raises(CallRefused, match="no part in 'other'"):
             await first.peers.call(second.peers.id, stray, Coming, timeout_s=1)
+
+    in_town(2, script)
+
+
+@pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
+def test_an_organizer_that_refuses_for_ever_is_passed_over(reason: RefusalReason) -> None:
+    async def script(town: Town) -> None:
+        liar, *honest = town.trainers
+
+        async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:
+            return Joined(reason=reason, text="no")
+
+        liar.peers.unserve(JoinRound)
+        liar.peers.serve(JoinRound, refuse)
+
+        async def insist(trainer: Trainer) -> Group:
+            for _ in range(100):
+                try:
+                    return await trainer.join()
+                except RoundRefused as error:
+                    refusals.append(error)
+                    await asyncio.sleep(1.0)
+            raise AssertionError("refused for ever")
+
+        refusals: list[RoundRefused] = []
+        groups = await asyncio.gather(*map(insist, honest))
+        assert refusals and {len(group.members) for group in groups} == {2}
+        assert 60 <= asyncio.get_running_loop().time() < 70
+
+    in_town(3, script)
+
+
+def test_contributing_needs_the_role_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(town: Town) -> None:
+        first, second = town.trainers
+        monkeypatch.setattr(SimPeers, "role_of", lambda _self, _peer: Role.REDUCER)
+        outcomes = await asyncio.gather(second.join(), return_exceptions=True)
+        assert refused(outcomes[0]) == "invalid" and "only a worker" in str(outcomes[0])
+        second.ticket = msgspec.structs.replace(TICKET, weight=0.0)
+        joining = asyncio.create_task(second.join())
+        await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        assert await first.join() == await joining
 
     in_town(2, script)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,9 @@ from colab_swarm.averaging.exchange import Chunk, ReduceSpan
 from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.recovery import RecallSpan
 from colab_swarm.averaging.round import Averager, AveragingSettings
+from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
-from colab_swarm.sim import HOME, SimNetwork, run_virtual
+from colab_swarm.sim import HOME, LAN, SimNetwork, run_virtual
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, run_round, vector
 
 EXTRA_S = 3.0
@@ -341,3 +343,58 @@ def test_random_crashes_never_stop_the_survivors(seed: int) -> None:
         assert outcome.seconds[name] < SETTINGS.round_timeout_s / 2, f"seed {seed}"
     if len(outcome.fired) == 1:
         outcome.assert_equal_vectors()
+
+
+def test_an_assistant_reduces_for_peers_that_only_dial_out() -> None:
+    outcome = run_round(3, clients=["alice", "bob"], assistants=["carol"])
+    np.testing.assert_allclose(
+        outcome.assert_equal_vectors(), outcome.mean("alice", "bob"), rtol=1e-5, atol=1e-6
+    )
+    assert outcome.spans["carol"].numel == 200_000
+    assert not any(result.kept_local for name, result in outcome.results.items() if name != "carol")
+
+
+@pytest.mark.parametrize("nth", [1, 3, 6])
+@pytest.mark.parametrize("clients", [("alice", "bob"), ("alice",)])
+def test_the_span_of_an_assistant_that_dies_is_recovered(nth: int, clients: Sequence[str]) -> None:
+    def script(network: SimNetwork) -> None:
+        network.when(lambda m: isinstance(m, Chunk), sender="dave", nth=nth).crash("dave")
+
+    outcome = run_round(4, clients=clients, assistants=["carol", "dave"], script=script, numel=400_000)
+    assert [fault.name for fault in outcome.fired] == ["crash"]
+    np.testing.assert_allclose(
+        outcome.assert_equal_vectors(), outcome.mean("alice", "bob"), rtol=1e-5, atol=1e-6
+    )
+    assert not any(outcome.results[name].kept_local for name in ("alice", "bob"))
+
+
+def test_a_recall_of_a_span_that_does_not_exist_is_refused() -> None:
+    async def scenario() -> None:
+        network = SimNetwork(LAN, seed=0)
+        alice, bob = network.peer("alice"), network.peer("bob")
+        network.introduce()
+        averager = Averager(alice, AveragingSettings(round_timeout_s=1))
+        Averager(bob, SETTINGS)
+        group = make_group([alice, bob], [1, 1], 10)
+        averaging = asyncio.create_task(averager.average(group, vector(0, 10)))
+        stream = await bob.stream(alice.id, RecallSpan(group.round_id, 99, (), False), timeout_s=5)
+        with pytest.raises(PeerLost, match="ValueError"):
+            await stream.receive(Chunk)
+        await averaging
+
+    run_virtual(scenario())
+
+
+def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None:
+    async def scenario() -> None:
+        network = SimNetwork(LAN, seed=0)
+        alice = network.peer("alice")
+        averager, vectors = Averager(alice, SETTINGS), [vector(n, 10) for n in range(2)]
+        for n, values in enumerate(vectors):
+            group = make_group([alice], [1], 10, round_id=n)
+            await averager.average(msgspec.structs.replace(group, prefix=f"run/{n}"), values)
+        assert all(averager.holds(values) for values in vectors)
+        averager.forget("run/0")
+        assert [averager.holds(values) for values in vectors] == [False, True]
+
+    run_virtual(scenario())
