@@ -207,18 +207,26 @@ class MembershipAdmission:
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """See `Admission.admit`."""
-        if public_key == self.authority:
-            return Role.AUTHORITY
-        if id_of(public_key) in self._out:
-            raise NotAdmitted("the authority of this run has revoked your membership: ask its organizer")
         try:
-            role = self.check(public_key, membership, now=now).role
+            role = self.verify(public_key, membership, now=now)
         except NotAdmitted:
-            if self.own != self.authority:
+            if self.own != self.authority or id_of(public_key) in self._out:
                 raise
             return self._welcome(public_key, now)
         self._guests.pop(public_key, None)
         return role
+
+    def verify(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        """The role that a peer shows at ``now``; nobody is a guest.
+
+        Raises:
+            NotAdmitted: it shows none.
+        """
+        if public_key == self.authority:
+            return Role.AUTHORITY
+        if id_of(public_key) in self._out:
+            raise NotAdmitted("the authority of this run has revoked your membership: ask its organizer")
+        return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
         """The membership that lets a peer in without asking anybody.

@@ -1,0 +1,214 @@
+"""The authority of a run: signs invitations and memberships, and takes them back.
+
+It is an ordinary peer whose key the invitations name. While it is away the swarm goes on: members are known by what
+it has signed, and invitations of unlimited use admit newcomers without it. Only an invitation that is counted, and
+a run that asks for names (`Allowlist`), need it when somebody joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from colab_swarm.errors import NotAdmitted, PeerError
+from colab_swarm.net.huggingface import Account, whoami
+from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.membership import (
+    MAX_NAME_CHARS,
+    SLACK_S,
+    Grant,
+    Membership,
+    MembershipAdmission,
+    in_words,
+)
+from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
+from colab_swarm.trust.book import AuthorityBook
+from colab_swarm.trust.messages import IssuedMembership, RequestMembership
+
+logger = logging.getLogger(__name__)
+TOKENS_AT_ONCE = 8
+Readmit = Callable[[PeerId, bytes], Role]
+
+
+@dataclass(frozen=True)
+class Allowlist:
+    """Whom an authority admits by name: users of Hugging Face, and the members of organisations there."""
+
+    users: tuple[str, ...] = ()
+    organisations: tuple[str, ...] = ()
+
+    def admits(self, account: Account) -> bool:
+        """Whether this account is on the list; case does not matter."""
+        organisations = {name.lower() for name in self.organisations}
+        return account.name.lower() in {name.lower() for name in self.users} or any(
+            name.lower() in organisations for name in account.organisations
+        )
+
+
+@dataclass(frozen=True)
+class AuthoritySettings:
+    """How an authority admits.
+
+    Attributes:
+        allowlist: whom it admits; None if an invitation suffices.
+        member_s: life of a membership. Members renew theirs at half of it, so the authority may be away for the
+            other half.
+        grace_s: a membership that has ended can be renewed for so long.
+        check_token: whose token it is, None if nobody's; raises PeerError if there is no telling now.
+    """
+
+    allowlist: Allowlist | None = None
+    member_s: float = 7 * 24 * 3600.0
+    grace_s: float = 7 * 24 * 3600.0
+    check_token: Callable[[str], Awaitable[Account | None]] = whoami
+
+    @classmethod
+    def asking_for(cls, allowlist: Allowlist) -> AuthoritySettings:
+        """Admit by name, for 4 hours at a time: whoever leaves the list is soon out."""
+        return cls(allowlist, member_s=4 * 3600.0)
+
+
+class Authority:
+    """Answers those who ask for a membership. Its peer's key is the run's authority key.
+
+    Args:
+        peers: the network; its key must be the admission's ``authority``.
+        admission: of this peer.
+        book: its memory.
+        settings: how it admits.
+        readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        admission: MembershipAdmission,
+        book: AuthorityBook,
+        settings: AuthoritySettings,
+        readmit: Readmit,
+    ) -> None:
+        self._peers, self._admission, self._book = peers, admission, book
+        self._settings, self._readmit = settings, readmit
+        self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
+        self._asking: set[PeerId] = set()
+        if book.revocations:
+            admission.learn(book.revocations)
+        peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._peers.unserve(RequestMembership)
+
+    def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
+        """What an invitation needs: the grant, and the secret seed of its key.
+
+        Args:
+            role: of those who join by it.
+            hours: for how long one may join by it.
+            uses: how many may, 0 for any number.
+        """
+        secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
+        offline = self._settings.allowlist is None and not uses
+        member_until = join_until + self._settings.member_s
+        key = Identity(secret).public_key
+        grant = Grant(self._admission.run_id, role, key, join_until, member_until, uses, offline)
+        return grant.signed(self._peers.sign), secret
+
+    def revoke(self, subject: PeerId) -> None:
+        """Put out a peer, or the key of an invitation with all who are in by it alone.
+
+        `RevocationWatch.spread` tells the others.
+        """
+        revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
+        self._admission.learn(revocations.encode())
+        self._book.keep_revocations(revocations.encode())
+
+    # --- admitting --------------------------------------------------------------------------------------------
+
+    async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
+        if peer in self._asking:
+            raise Refusal("your last request is still being answered: wait for it")
+        self._asking.add(peer)
+        try:
+            return await self._answer(peer, message)
+        finally:
+            self._asking.discard(peer)
+
+    async def _answer(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
+        proof = self._proof_of(peer, message.proof)
+        name = await self._name_of(message.token) if self._settings.allowlist else proof.name
+        now = self._peers.time()
+        if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
+            count = proof.grant.uses
+            raise self._refusal(
+                f"peer {short(peer)}",
+                f"this invitation was for {count} {'peer' if count == 1 else 'peers'}, who have come",
+                "ask for an invitation of your own",
+            )
+        end = now + self._settings.member_s
+        unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
+        membership = unsigned.signed(self._peers.sign).encode()
+        self._readmit(peer, membership)
+        logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
+        return IssuedMembership(membership)
+
+    def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
+        """What lets the peer have a membership: an invitation, or an earlier membership.
+
+        Raises:
+            Refusal: it has neither.
+        """
+        try:
+            proof = Membership.decode(shown)
+            if id_of(proof.key) != peer:
+                raise NotAdmitted("what it shows is another peer's")
+            self._admission.inspect(proof.key, shown)
+            grant = proof.grant
+            if grant is None:
+                until = proof.expires_at + self._settings.grace_s
+            else:
+                until = proof.expires_at if grant.offline else grant.join_until
+            late_s = self._peers.time() - until
+            if late_s > SLACK_S:
+                raise NotAdmitted(f"what it shows ended {in_words(late_s)} ago")
+        except NotAdmitted as error:
+            raise self._refusal(
+                f"peer {short(peer)}", str(error), "join again with a new invitation"
+            ) from None
+        return proof
+
+    async def _name_of(self, token: str) -> str:
+        """The user whose token it is, if the list admits it.
+
+        Raises:
+            Refusal: it does not, or the token is nobody's, or there is no telling now.
+        """
+        tokens = "https://huggingface.co/settings/tokens"
+        allowlist = self._settings.allowlist or Allowlist()
+        if not token:
+            why, do = "it asks for a Hugging Face account, and you gave no token", f"make one at {tokens}"
+            raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")
+        try:
+            async with self._tokens:
+                account = await self._settings.check_token(token)
+        except PeerError as error:
+            raise self._refusal("your token", str(error), "try again in a minute") from None
+        if account is None:
+            why = "Hugging Face does not know this token, or it is no person's"
+            raise self._refusal("your token", why, f"copy it again, or make a new one at {tokens}")
+        if not allowlist.admits(account):
+            do = "join as a user who is on it"
+            if allowlist.organisations:
+                do += f", or join {' or '.join(allowlist.organisations)} at https://huggingface.co"
+            raise self._refusal(f"{account.name} of Hugging Face", "not on the list of this run", do)
+        return account.name
+
+    def _refusal(self, who: str, why: str, do: str) -> Refusal:
+        """Four lines for the person who wants in."""
+        run, me = self._admission.run_id.rpartition("-")[0], short(self._peers.id)
+        return Refusal(
+            f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: the organizer (peer {me})"
+        )

@@ -1,0 +1,250 @@
+"""The contribution ledger: who gave how much, as told by the others. Nobody can credit itself.
+
+Each peer keeps a tally of what it saw others give, and publishes it signed, with the membership that says that it is
+a member. The leaderboard is the sum over all tallies, without what a tally says of its own writer.
+
+- *Samples.* Reducer j credits contributor p of a round, where p is not j, with ``weight_p * share_j / (1 - share_p)``:
+  what the other reducers credit adds up to the weight, whatever share p itself reduces. Is p the only reducer, then
+  the other members, who got its means, divide the credit evenly. A round of one is seen by nobody and not counted.
+- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the span that it got means of.
+- *Bytes relayed, work units, expert calls.* Whoever was served credits who served.
+
+Two members that credit each other cannot be told from two that worked: the ledger gives thanks, not money. A tally
+lives in the DHT for a day after its writer has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias, get_args
+
+import msgspec
+
+from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.partition import Span
+from colab_swarm.dht.service import DHT, Found
+from colab_swarm.errors import NotAdmitted
+from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
+from colab_swarm.net.identity import id_of
+from colab_swarm.net.membership import Key, MembershipAdmission
+from colab_swarm.net.peers import Message, PeerId, Peers, Role
+
+logger = logging.getLogger(__name__)
+Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+VALUE_BYTES = 4
+MAX_ROWS = 300
+"""The peers in a tally; they fit in one record."""
+MAX_AMOUNT = 1e18
+PUBLISH_S = 30.0
+RECORD_S = 24 * 3600.0
+SHARDS = 8
+"""Keys over which the tallies are spread: what lies under one key must fit in one message."""
+
+Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
+
+
+class Row(Message, frozen=True):
+    """What one peer gave, as another saw it; the amounts are those of `KINDS`."""
+
+    peer: Key
+    amounts: tuple[Amount, Amount, Amount, Amount, Amount]
+
+
+class Tally(Message, frozen=True):
+    """What a peer saw others give; ``key`` and ``membership`` say who it is."""
+
+    key: Key
+    membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MAX_ROWS)]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer has given to the swarm, as the others saw it."""
+
+    peer: PeerId
+    samples: float = 0.0
+    reduced_bytes: float = 0.0
+    relayed_bytes: float = 0.0
+    units: float = 0.0
+    expert_calls: float = 0.0
+
+
+class Ledger:
+    """One peer's tally of what others gave. Free of I/O."""
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = own
+        self._amounts: dict[PeerId, list[float]] = {}
+
+    def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
+        """Count what a peer gave; nothing is counted for this peer itself.
+
+        Raises:
+            ValueError: the amount is negative or not finite.
+        """
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"{amount} {kind} cannot be credited")
+        if peer == self._own or not amount:
+            return
+        amounts = self._amounts.setdefault(peer, [0.0] * len(KINDS))
+        amounts[KINDS.index(kind)] = min(amounts[KINDS.index(kind)] + amount, MAX_AMOUNT)
+        if len(self._amounts) > 2 * MAX_ROWS:
+            self._amounts = dict(self._largest())
+
+    def on_round(
+        self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
+    ) -> None:
+        """Count a round that this peer took part in, as its `RoundResult` tells."""
+        me = group.index_of(self._own)
+        total = sum(member.share for member in group.members)
+        if me is None or not total:
+            return
+        mine = group.members[me].share / total
+        for member, span in zip(group.members, group.spans(), strict=True):
+            if member.id in contributors:
+                others = 1.0 - member.share / total
+                part = mine / others if others > 1e-9 else 1.0 / max(1, len(group.members) - 1)
+                self.credit(member.id, "samples", member.weight * part)
+            if span not in spans_lost:
+                self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
+
+    def rows(self) -> tuple[Row, ...]:
+        """The tally, the largest first."""
+        return tuple(Row(peer, _five(amounts)) for peer, amounts in self._largest())
+
+    def resume(self, rows: Iterable[Row]) -> None:
+        """Go on from what this peer published before it was restarted."""
+        for row in rows:
+            for kind, amount in zip(KINDS, row.amounts, strict=True):
+                self.credit(PeerId(row.peer), kind, amount)
+
+    def _largest(self) -> list[tuple[PeerId, list[float]]]:
+        """The peers that gave most of anything, relative to what all gave of it."""
+        totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
+
+        def part(item: tuple[PeerId, list[float]]) -> float:
+            return sum(amount / total for amount, total in zip(item[1], totals, strict=True))
+
+        return sorted(self._amounts.items(), key=part, reverse=True)[:MAX_ROWS]
+
+
+def leaderboard(tallies: Iterable[Tally]) -> tuple[Contribution, ...]:
+    """Sum up what peers say of others; the most samples first."""
+    sums: dict[PeerId, list[float]] = {}
+    for tally in tallies:
+        writer = id_of(tally.key)
+        for row in {row.peer: row for row in tally.rows if row.peer != writer}.values():
+            amounts = sums.setdefault(PeerId(row.peer), [0.0] * len(KINDS))
+            for kind, amount in enumerate(row.amounts):
+                amounts[kind] += amount
+    found = (Contribution(peer, *amounts) for peer, amounts in sums.items())
+    return tuple(sorted(found, key=lambda one: (-one.samples, -one.reduced_bytes, one.peer)))
+
+
+def _five(amounts: list[float]) -> tuple[float, float, float, float, float]:
+    samples, reduced, relayed, units, calls = amounts
+    return samples, reduced, relayed, units, calls
+
+
+class Contributions:
+    """Publishes this peer's ledger and reads everybody's.
+
+    Args:
+        peers: the network.
+        dht: where the tallies are.
+        run_id: the run.
+        admission: says whose tallies count: those of reducers and above; None in an open run, where all do.
+    """
+
+    def __init__(self, peers: Peers, dht: DHT, run_id: str, admission: MembershipAdmission | None) -> None:
+        self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
+        self._published: tuple[Row, ...] = ()
+        self._published_at = float("-inf")
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self.ledger = Ledger(peers.id)
+
+    def start(self) -> None:
+        """Publish each 30 s what is new, until `stop`."""
+        self._task = self._loop.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Publish what is left, and no more."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.publish()
+
+    async def _keep(self) -> None:
+        try:
+            await self.resume()
+        except Exception:
+            logger.exception("finding this peer's last tally failed")
+        while True:
+            await asyncio.sleep(PUBLISH_S)
+            try:
+                await self.publish()
+            except Exception:
+                logger.exception("publishing the contributions failed")
+
+    async def resume(self) -> None:
+        """Go on from the tally that this peer published before it was restarted."""
+        tally = _tally((await self._dht.get(self._key(self._peers.id))).get(self._peers.id))
+        if tally is not None:
+            self.ledger.resume(tally.rows)
+
+    async def publish(self) -> None:
+        """Store the tally if it has changed, or would be forgotten."""
+        rows, now = self.ledger.rows(), self._loop.time()
+        if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
+            return
+        tally = self._tally()
+        key, subkey = self._key(self._peers.id), self._peers.id
+        if await self._dht.store(key, tally, subkey=subkey, ttl_s=RECORD_S, signed=True):
+            self._published, self._published_at = rows, now
+
+    async def read(self) -> tuple[Contribution, ...]:
+        """The leaderboard, this peer's newest tally included; the most samples first."""
+        keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
+        found = await asyncio.gather(*(self._dht.get(key) for key in keys))
+        tallies = [self._tally()]
+        for writer, record in (item for records in found for item in records.items()):
+            tally = _tally(record)
+            if tally is not None and writer != self._peers.id and self._counts(tally, record):
+                tallies.append(tally)
+        return leaderboard(tallies)
+
+    def _tally(self) -> Tally:
+        membership = b"" if self._admission is None else self._admission.membership
+        return Tally(self._peers.public_key, membership, self.ledger.rows())
+
+    def _key(self, writer: PeerId) -> str:
+        return f"{self._run_id}/credits/{writer[0] % SHARDS}"
+
+    def _counts(self, tally: Tally, record: Found) -> bool:
+        """Whether a member wrote the tally, or one that was a member when it did."""
+        if self._admission is None:
+            return True
+        written_at = record.expires_at - RECORD_S
+        try:
+            return self._admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
+        except NotAdmitted:
+            return False
+
+
+def _tally(record: Found | None) -> Tally | None:
+    """The tally in a record, if its writer signed it."""
+    if record is None or record.owner is None:
+        return None
+    try:
+        tally = msgspec.convert(record.value, Tally)
+    except msgspec.ValidationError:
+        return None
+    return tally if id_of(tally.key) == record.owner else None

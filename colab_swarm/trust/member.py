@@ -1,0 +1,195 @@
+"""A peer's own membership: got when it joins, renewed long before it ends, shown to whom it is linked to.
+
+An invitation that admits offline is signed in by at once; the authority replaces that membership by one of its own
+as soon as it is reached, so that the invitation can be revoked without putting its users out. A membership by the
+authority is renewed from half of its life on, so that the authority may be away for the other half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from colab_swarm.dht.service import DHT
+from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError
+from colab_swarm.events import ClockSkewed, EventLog, MembershipEnding, MembershipRenewed
+from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
+from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
+from colab_swarm.trust.clockwatch import ClockWatch
+from colab_swarm.trust.messages import IssuedMembership, Presented, PresentMembership, RequestMembership
+
+logger = logging.getLogger(__name__)
+TICK_S = 10.0
+ASK_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 10.0
+RETRY_S, MAX_RETRY_S = 30.0, 600.0
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What lets a peer in: an invitation's grant and key, and a Hugging Face token where the run asks for one."""
+
+    grant: Grant
+    invitation: Identity
+    token: str = field(default="", repr=False)
+
+
+class RenewalPlan:
+    """When to ask for a fresh membership. Free of I/O."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._not_before = float("-inf")
+
+    def due(self, held: Membership, *, now: float) -> bool:
+        """Whether to ask now."""
+        wanted_at = (held.issued_at + held.expires_at) / 2 if held.grant is None else held.issued_at
+        return now >= max(wanted_at, self._not_before)
+
+    def on_renewed(self) -> None:
+        """It worked."""
+        self._failures, self._not_before = 0, float("-inf")
+
+    def on_failed(self, *, now: float) -> None:
+        """It did not: wait twice as long as the last time, 10 minutes at most."""
+        self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
+        self._failures = min(self._failures + 1, 10)
+
+
+class Member:
+    """Gets and keeps this peer's membership, and takes the renewed ones of others.
+
+    Args:
+        peers: the network.
+        dht: finds the authority.
+        admission: of this peer; its `membership` is kept fresh.
+        events: gets `MembershipRenewed`, `MembershipEnding` and `ClockSkewed`.
+        credentials: what lets it in; None for the authority, and in an open run.
+        readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
+        behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        dht: DHT,
+        admission: MembershipAdmission,
+        events: EventLog,
+        credentials: Credentials | None,
+        readmit: Callable[[PeerId, bytes], Role],
+        behind_s: Callable[[], float],
+    ) -> None:
+        self._peers, self._dht, self._admission, self._events = peers, dht, admission, events
+        self._credentials, self._readmit, self._behind_s = credentials, readmit, behind_s
+        self._loop = asyncio.get_running_loop()
+        self._plan, self._clock = RenewalPlan(), ClockWatch()
+        self._untold: set[PeerId] = set()
+        self._task: asyncio.Task[None] | None = None
+        peers.serve(PresentMembership, self._on_present, role=Role.GUEST)
+
+    async def join(self) -> None:
+        """Get the first membership: before anything else is asked of the swarm.
+
+        Raises:
+            JoinError: the authority refused, or is needed and does not answer.
+        """
+        if self._credentials is None:
+            return
+        grant, key = self._credentials.grant, self._peers.public_key
+        own = Membership.by_invitation(
+            grant, self._credentials.invitation, key=key, now=self._peers.time()
+        ).encode()
+        if grant.offline:
+            self._admission.membership = own
+            return
+        try:
+            await self._ask(own, self._credentials.token)
+        except CallRefused as error:
+            raise JoinError(str(error)) from error
+        except PeerError as error:
+            raise JoinError(
+                "only the organizer's peer can admit you by this invitation, and it cannot be asked: "
+                f"{error}. Is it running? Try again later, or ask for an invitation of unlimited use"
+            ) from error
+
+    def start(self) -> None:
+        """Keep the membership fresh until `stop`."""
+        self._task = self._loop.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """End the background work."""
+        self._peers.unserve(PresentMembership)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self.tick()
+            except Exception:
+                logger.exception("keeping the membership failed")
+            await asyncio.sleep(TICK_S)
+
+    async def tick(self) -> None:
+        """Renew the membership if it is time to, show it to who has not seen it, look at the clock."""
+        text = self._clock.on_skew(self._behind_s())
+        if text is not None:
+            self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
+        if self._credentials is not None:
+            held = Membership.decode(self._admission.membership)
+            if self._plan.due(held, now=self._peers.time()):
+                await self._renew(held, self._credentials.token)
+        self._untold &= self._peers.linked()
+        await asyncio.gather(*(self._present(peer) for peer in self._untold))
+
+    async def _renew(self, held: Membership, token: str) -> None:
+        try:
+            fresh = await self._ask(self._admission.membership, token)
+        except PeerError as error:
+            now = self._peers.time()
+            self._plan.on_failed(now=now)
+            left_s = held.expires_at - now
+            refused = isinstance(error, CallRefused) and error.code == "refused"
+            if refused or left_s < (held.expires_at - held.issued_at) / 4:
+                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), str(error)))
+            return
+        self._plan.on_renewed()
+        self._untold = set(self._peers.linked())
+        self._events.emit(MembershipRenewed(self._loop.time(), fresh.expires_at - self._peers.time()))
+
+    async def _ask(self, proof: bytes, token: str) -> Membership:
+        """Ask the authority, and take what it gives.
+
+        Raises:
+            PeerError: it gives nothing, or nothing of use.
+        """
+        authority = id_of(self._admission.authority)
+        if authority not in self._peers.linked():
+            contact = await self._dht.find_peer(authority)
+            if contact is not None:
+                self._peers.learn(contact)
+        answer = await self._peers.call(
+            authority, RequestMembership(proof, token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
+        )
+        fresh = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
+        self._admission.membership = answer.membership
+        return fresh
+
+    async def _present(self, peer: PeerId) -> None:
+        message = PresentMembership(self._admission.membership)
+        try:
+            await self._peers.call(peer, message, Presented, timeout_s=CALL_TIMEOUT_S)
+        except PeerError as error:
+            logger.debug("%s does not take the renewed membership: %s", short(peer), error)
+            return
+        self._untold.discard(peer)
+
+    async def _on_present(self, peer: PeerId, message: PresentMembership) -> Presented:
+        try:
+            return Presented(self._readmit(peer, message.membership))
+        except NotAdmitted as error:
+            raise Refusal(str(error)) from error

@@ -1,0 +1,200 @@
+"""The contribution ledger: nothing is lost, nothing invented, nobody credits itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.averaging.group import Group, Member
+from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.membership import Membership, MembershipAdmission
+from colab_swarm.net.peers import PeerId, Role
+from colab_swarm.sim import run_virtual
+from colab_swarm.trust.contributions import (
+    KINDS,
+    MAX_ROWS,
+    PUBLISH_S,
+    Contribution,
+    Contributions,
+    Ledger,
+    Row,
+    Tally,
+    leaderboard,
+)
+from tests.dht.swarm import Member as DhtMember
+from tests.dht.swarm import swarm
+
+RUN = "my-run-0badcafe"
+KEYS = [sha256(bytes([i])).digest() for i in range(5)]
+
+
+def peer(index: int) -> PeerId:
+    return id_of(KEYS[index])
+
+
+def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -> Group:
+    members = sorted(
+        (
+            Member(peer(i), (), weight, share)
+            for i, (weight, share) in enumerate(zip(weights, shares, strict=True))
+        ),
+        key=lambda member: member.id,
+    )
+    return Group(bytes(16), 1, b"", tuple(members), numel)
+
+
+def tallies(round_: Group) -> list[Tally]:
+    """What all members write after a round in which everybody's values arrived."""
+    everybody = [member.id for member in round_.members]
+    written = []
+    for key in KEYS[: len(everybody)]:
+        ledger = Ledger(id_of(key))
+        ledger.on_round(round_, everybody)
+        written.append(Tally(key, b"", ledger.rows()))
+    return written
+
+
+PARTS = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 10)), min_size=2, max_size=5)
+
+
+@given(PARTS)
+def test_what_all_reducers_credit_adds_up_to_the_weight(parts: list[tuple[float, float]]) -> None:
+    weights, shares = zip(*parts, strict=True)
+    if sum(share > 1e-3 for share in shares) == 0:
+        return
+    shares = tuple(share if share > 1e-3 else 0.0 for share in shares)
+    found = {one.peer: one for one in leaderboard(tallies(group(weights, shares)))}
+    for index, weight in enumerate(weights):
+        credited = found.get(peer(index), Contribution(peer(index)))
+        assert credited.samples == pytest.approx(weight, rel=1e-6)
+
+
+def test_the_only_reducer_is_credited_by_those_that_got_its_means() -> None:
+    found = leaderboard(tallies(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0])))
+    assert {one.peer: one.samples for one in found} == {peer(0): 8.0, peer(1): 4.0}
+
+
+def test_a_round_of_one_is_seen_by_nobody() -> None:
+    assert leaderboard(tallies(group([8.0], [1.0]))) == ()
+
+
+def test_reducers_are_credited_with_the_spans_that_the_others_got_from_them() -> None:
+    found = {one.peer: one for one in leaderboard(tallies(group([1.0, 1.0, 1.0], [3.0, 1.0, 0.0])))}
+    assert found[peer(0)].reduced_bytes == 2 * 75 * 4 and found[peer(1)].reduced_bytes == 2 * 25 * 4
+    assert found[peer(2)].reduced_bytes == 0
+
+
+def test_a_lost_span_and_a_lost_contribution_earn_nothing() -> None:
+    round_, ledger = group([1.0, 1.0], [1.0, 1.0]), Ledger(peer(0))
+    ledger.on_round(round_, [peer(0)], spans_lost=[round_.spans()[round_.index_of(peer(1)) or 0]])
+    assert ledger.rows() == ()
+
+
+def test_nobody_credits_itself() -> None:
+    ledger = Ledger(peer(0))
+    ledger.credit(peer(0), "units", 5)
+    assert ledger.rows() == ()
+    forged = Tally(KEYS[0], b"", (Row(peer(0), (9.0, 9.0, 9.0, 9.0, 9.0)), Row(peer(1), (1.0, 0, 0, 0, 0))))
+    assert leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
+
+
+def test_saying_a_thing_twice_in_one_tally_counts_once() -> None:
+    row = Row(peer(1), (1.0, 0.0, 0.0, 0.0, 0.0))
+    assert leaderboard([Tally(KEYS[0], b"", (row, row))])[0].samples == 1.0
+
+
+@pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
+def test_nonsense_is_not_credited(amount: float) -> None:
+    with pytest.raises(ValueError, match="cannot be credited"):
+        Ledger(peer(0)).credit(peer(1), "samples", amount)
+
+
+def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
+    ledger = Ledger(peer(0))
+    for i in range(3 * MAX_ROWS):
+        ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
+    rows = ledger.rows()
+    assert len(rows) == MAX_ROWS and rows[0].amounts[KINDS.index("units")] == 3 * MAX_ROWS
+
+
+# --- published -------------------------------------------------------------------------------------------------
+
+
+def ledgers(members: list[DhtMember], admissions: list[MembershipAdmission | None]) -> list[Contributions]:
+    return [
+        Contributions(member.peers, member.dht, RUN, admission)
+        for member, admission in zip(members, admissions, strict=True)
+    ]
+
+
+def test_everybody_reads_the_same_leaderboard_which_outlives_a_restart() -> None:
+    async def main() -> None:
+        _, members = await swarm(4)
+        services = ledgers(members, [None] * 4)
+        alice, bob, _, dave = (member.peers.id for member in members)
+        services[0].ledger.credit(bob, "samples", 10.0)
+        services[1].ledger.credit(alice, "samples", 4.0)
+        services[2].ledger.credit(alice, "samples", 3.0)
+        services[2].ledger.credit(dave, "relayed_bytes", 1e6)
+        for service in services:
+            service.start()
+        await asyncio.sleep(PUBLISH_S + 1)
+        expected = (
+            Contribution(bob, samples=10.0),
+            Contribution(alice, samples=7.0),
+            Contribution(dave, relayed_bytes=1e6),
+        )
+        assert [await service.read() for service in services] == [expected] * 4
+        await services[2].stop()
+        again = Contributions(members[2].peers, members[2].dht, RUN, None)
+        await again.resume()
+        again.ledger.credit(alice, "samples", 1.0)
+        await again.publish()
+        assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
+        for service in (*services[:2], services[3]):
+            await service.stop()
+
+    run_virtual(main())
+
+
+def test_only_what_members_wrote_counts() -> None:
+    async def main() -> None:
+        _, members = await swarm(4)
+        authority, now = Identity(b"a" * 32), members[0].peers.time()
+        admissions: list[MembershipAdmission | None] = []
+        for member, role in zip(members, (Role.WORKER, Role.REDUCER, Role.VIEWER, None), strict=True):
+            key = member.peers.public_key
+            admission = MembershipAdmission(RUN, authority=authority.public_key, own=key)
+            if role is not None:
+                shown = Membership(RUN, role, key, "", now, now + 3600.0).signed(authority.sign)
+                admission.membership = shown.encode()
+            admissions.append(admission)
+        services = ledgers(members, admissions)
+        target = PeerId(b"t" * 32)
+        for amount, service in zip((1.0, 2.0, 4.0, 8.0), services, strict=True):
+            service.ledger.credit(target, "units", amount)
+            await service.publish()
+        assert await services[0].read() == (Contribution(target, units=3.0),)
+
+    run_virtual(main())
+
+
+def test_a_stranger_s_record_is_passed_over() -> None:
+    async def main() -> None:
+        _, members = await swarm(3)
+        service = Contributions(members[0].peers, members[0].dht, RUN, None)
+        for shard in range(8):
+            for value in ({"a": 1}, [b"k" * 32, b"", []], [members[1].peers.public_key, b"", [[b"x", [1]]]]):
+                subkey, signed = random.Random(shard).randbytes(5), bool(shard % 2)
+                await members[1].dht.store(
+                    f"{RUN}/credits/{shard}", value, subkey=subkey, ttl_s=60, signed=signed
+                )
+        assert await service.read() == ()
+
+    run_virtual(main())
