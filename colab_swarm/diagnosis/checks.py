@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from colab_swarm.diagnosis.facts import Facts, Gpu, Machine, Membership, Version
 from colab_swarm.diagnosis.predict import PARAMETER_BYTES, USABLE, Needs, Prediction, Workload, micro_batch
+from colab_swarm.net.ladder import Reachability, Rung
 from colab_swarm.widgets.doctor import Check, Light
 
 GB = 1e9
@@ -17,6 +18,11 @@ SKEW_TOLD_S = 5.0
 SKEW_COMPENSATED_S = 600.0
 SLOW_LINE_BPS = 5e6
 LONG_STEP_S = 600.0
+REACH_FIXES = {
+    Rung.UNVERIFIED: "ask again when another peer has joined: it tries to dial this one",
+    Rung.RELAYED: "nothing to do for training; a port forwarded at the router and announce=… make it faster",
+    Rung.OUTGOING: "nothing to do while some peer can be dialled; else, on any machine: colab-swarm backbone RUN",
+}
 GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
 
 
@@ -144,14 +150,16 @@ def _swarm(swarm: Membership) -> Iterator[Check]:
         yield Check(
             "swarm", YELLOW, f"{swarm.run}: no peer is linked", "invite others: print(swarm.invite())"
         )
-    if swarm.reachable:
-        yield Check("reachability", GREEN, swarm.reached)
-    else:
-        fix = "nothing to do while another peer can be dialled; else, on any cheap machine: colab-swarm backbone RUN"
-        yield Check("reachability", YELLOW, f"{swarm.reached}: others cannot dial this peer", fix)
+    yield _reachability(swarm.reachability)
     if swarm.linked:
         yield _clock(swarm.skew_s)
         yield _speed(swarm)
+
+
+def _reachability(reached: Reachability) -> Check:
+    text = "; ".join((str(reached), *(f"not {rung.value}: {why}" for rung, why in reached.reasons)))
+    fix = REACH_FIXES.get(reached.rung)
+    return Check("reachability", GREEN, text) if fix is None else Check("reachability", YELLOW, text, fix)
 
 
 def _clock(skew_s: float) -> Check:

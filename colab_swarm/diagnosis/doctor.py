@@ -21,7 +21,8 @@ from colab_swarm.diagnosis.predict import (
 )
 from colab_swarm.diagnosis.swarm import Trainers, membership, trainers
 from colab_swarm.errors import SwarmError
-from colab_swarm.swarm import Swarm, join
+from colab_swarm.joining import join
+from colab_swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from colab_swarm.widgets.doctor import Check, Light, render_html, render_text, summary
 from colab_swarm.widgets.environment import platform
@@ -134,7 +135,7 @@ def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
     work = Workload(numel, calibration.micro_batch, target, codec.encoded_bytes(numel) / numel)
     here = facts.membership
     line = here.line if here is not None and here.line is not None else Line()
-    reduces = here is not None and here.reachable
+    reduces = here is not None and bool(here.reachability.addresses)
     told = predict(work, calibration.samples_per_s, tuple(others.speeds.values()), line, reduces=reduces)
     return replace(facts, work=work, prediction=told)
 

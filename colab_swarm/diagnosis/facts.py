@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colab_swarm.diagnosis.predict import Line, Needs, Prediction, Workload
+from colab_swarm.net.ladder import Reachability
 from colab_swarm.widgets.environment import Platform
 
 
@@ -69,8 +70,7 @@ class Membership:
 
     Attributes:
         run: the run's name.
-        reached: how others reach this peer, in words.
-        reachable: whether they can dial it at all.
+        reachability: how others reach this peer, and why not better.
         linked: peers it has links to.
         trainers: speeds of the peers that train already, samples/s.
         skew_s: own clock minus the swarm's, seconds.
@@ -78,8 +78,7 @@ class Membership:
     """
 
     run: str
-    reached: str
-    reachable: bool
+    reachability: Reachability
     linked: int
     trainers: tuple[float, ...]
     skew_s: float

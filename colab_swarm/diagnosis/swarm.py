@@ -39,8 +39,7 @@ def membership(swarm: Swarm, trainers: Trainers) -> Membership:
     asked = sorted(linked, key=lambda peer: -trainers.speeds.get(peer, 0.0))[:TESTS]
     return Membership(
         run=swarm.run,
-        reached=swarm.snapshot().reached,
-        reachable=bool(peers.contact.addresses),
+        reachability=swarm.reachability,
         linked=len(linked),
         trainers=tuple(trainers.speeds.values()),
         skew_s=time.time() - peers.time(),
@@ -78,7 +77,7 @@ def trainers(swarm: Swarm, name: str = "model") -> Trainers:
         records = dict(optimizer.collaboration.progress.records)
         target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.codec
     else:
-        records = swarm._runtime.call(_records(swarm._services, f"{swarm._run_id}/{name}/progress"))
+        records = swarm._runtime.call(_records(swarm._services, f"{swarm.run_id}/{name}/progress"))
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
     return Trainers(speeds, target, codec)
 

@@ -1,4 +1,4 @@
-"""What the doctor found as traffic lights: text in a terminal, a table in a notebook; symbols tell, not just colours."""
+"""What the doctor found: traffic lights, as text in a terminal and a table in a notebook; told by symbol and colour."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def render_html(checks: Sequence[Check]) -> str:
     return (
         '<div style="font-family:sans-serif;font-size:13px;line-height:1.45;max-width:760px">'
         f"<p><b>{html.escape(summary(checks))}</b></p>"
-        f'<table style="border-collapse:collapse;width:100%">{rows}</table></div>'
+        f'<table style="border-collapse:collapse;table-layout:auto;width:100%">{rows}</table></div>'
     )
 
 

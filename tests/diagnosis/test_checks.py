@@ -10,6 +10,7 @@ import pytest
 from colab_swarm.diagnosis.checks import diagnose
 from colab_swarm.diagnosis.facts import Facts, Gpu, Machine, Membership, Version, numbers
 from colab_swarm.diagnosis.predict import Line, Needs, Prediction, Workload
+from colab_swarm.net.ladder import Reachability, Rung
 from colab_swarm.widgets.doctor import Check, Light
 from colab_swarm.widgets.environment import COLAB, KAGGLE, PLAIN
 
@@ -20,8 +21,7 @@ LAPTOP = Machine(
 TORCH = Version("torch", "2.9.0+cu126", "2.9")
 SWARM = Membership(
     run="demo",
-    reached="accepts connections",
-    reachable=True,
+    reachability=Reachability(Rung.DIRECT, addresses=("ws://203.0.113.7:4500",)),
     linked=2,
     trainers=(10.0, 20.0),
     skew_s=0.2,
@@ -87,7 +87,14 @@ AILING = [
     (on(open_files=256), "open files", Light.YELLOW, "ulimit -n 1024"),
     (replace(WELL, membership=None, refused="expired"), "swarm", Light.RED, "cs.doctor"),
     (swarm(linked=0), "swarm", Light.YELLOW, "swarm.invite()"),
-    (swarm(reachable=False, reached="outgoing only"), "reachability", Light.YELLOW, "colab-swarm backbone"),
+    (swarm(reachability=Reachability(Rung.OUTGOING)), "reachability", Light.YELLOW, "colab-swarm backbone"),
+    (swarm(reachability=Reachability(Rung.UNVERIFIED)), "reachability", Light.YELLOW, "ask again"),
+    (
+        swarm(reachability=Reachability(Rung.RELAYED, "3fa9c0de")),
+        "reachability",
+        Light.YELLOW,
+        "nothing to do",
+    ),
     (swarm(skew_s=-90.0), "clock", Light.YELLOW, "set-ntp"),
     (swarm(skew_s=900.0), "clock", Light.RED, "set-ntp"),
     (swarm(line=None), "line", Light.YELLOW, "ask again"),
@@ -117,6 +124,12 @@ def test_no_light_but_a_green_one_is_without_a_fix(facts: Facts) -> None:
 def test_the_micro_batch_comes_with_its_arithmetic() -> None:
     text = check(WELL, "compute").text
     assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
+
+
+def test_why_a_peer_is_not_reached_in_a_better_way_is_told() -> None:
+    relayed = Reachability(Rung.RELAYED, "3fa9c0de", reasons=((Rung.DIRECT, "nobody could dial 10.0.0.2"),))
+    text = check(swarm(reachability=relayed), "reachability").text
+    assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
 
 
 def test_the_prediction_is_told_in_words() -> None:
