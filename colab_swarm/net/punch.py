@@ -54,8 +54,8 @@ class Endpoint(Message, frozen=True):
             address = ipaddress.ip_address(self.host)
         except ValueError:
             return None
-        if address.is_multicast or address.is_unspecified or address.is_link_local:
-            return None
+        if address.is_multicast or address.is_unspecified or address.is_link_local or "%" in self.host:
+            return None  # what stands behind % names an interface of the other machine
         return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
@@ -66,7 +66,7 @@ def plan_tries(
 
     The end that asks measures the round trip on the connection that both have with the common peer, then sends the
     start signal and begins half a round trip later, when the other end receives it. As the way there may take longer
-    than the way back, it moves every other beat at random, by half a round trip at most.
+    than the way back, it moves every other beat at random, by about half a round trip at most.
 
     Args:
         now: when the signal was sent, or received; loop time, seconds.

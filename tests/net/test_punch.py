@@ -158,3 +158,4 @@ def test_garbage_is_no_endpoint(data: bytes) -> None:
 def test_a_host_that_is_no_address_has_no_family(host: str) -> None:
     assert Endpoint(host, 1).family in (None, socket.AF_INET, socket.AF_INET6)
     assert Endpoint("example.org", 1).family is None
+    assert Endpoint("2001:db8::1%eth0", 1).family is None
