@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ HIDDEN = "(hidden)"
 OPEN_TIMEOUT_S = 60.0
 """For all of it; the first time ever, that is a download of 10 MB."""
 API_TIMEOUT_S = 5.0
-STOP_TIMEOUT_S, STOP_CHECK_S = 5.0, 0.05
+STOP_TIMEOUT_S, CHECK_S = 5.0, 0.05
 NO_INTERNET = (
     "ngrok cannot be reached from here: check the internet connection (on Kaggle: Settings, Internet on)"
 )
@@ -103,14 +104,19 @@ class NgrokAgent:
         """
         if not auth_token:
             raise TunnelError(explain("ERR_NGROK_4018"))
+        if find_spec("pyngrok") is None:
+            raise TunnelError("tunnel='ngrok' needs pyngrok: pip install pyngrok")
         if binary is not None and not os.path.exists(binary):
             raise TunnelError(f"there is no ngrok agent at {binary}: leave it out to have one downloaded")
         agent = cls(port, auth_token, binary)
         starting = asyncio.create_task(asyncio.to_thread(agent._start))
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await asyncio.shield(starting)
-        except (TimeoutError, asyncio.CancelledError) as error:
+                while not starting.done():
+                    await asyncio.wait([starting], timeout=CHECK_S)
+                    agent._guard()
+            starting.result()
+        except BaseException as error:
             await agent._give_up(starting)
             if isinstance(error, TimeoutError):
                 raise TunnelError(f"no tunnel after {OPEN_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
@@ -139,21 +145,19 @@ class NgrokAgent:
         await asyncio.to_thread(self._stop)
 
     def _start(self) -> None:
-        """Blocking: download if need be, start, open the tunnel. All in one thread, as pyngrok has no other way."""
-        try:
-            from pyngrok.exception import PyngrokError
-        except ImportError:
-            raise TunnelError("tunnel='ngrok' needs pyngrok: pip install pyngrok") from None
+        """Download if need be, start, open the tunnel; blocks, as pyngrok has no other way in all its versions."""
+        from pyngrok.exception import PyngrokError
+
         AGENT_LOG.addFilter(self._redact)
         try:
             with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
                 self._connect(Path(private))
         except (PyngrokError, OSError) as error:
-            self._stop()
             # not chained: pyngrok's errors hold the agent's log
             raise TunnelError(explain(str(error).replace(self._auth_token, HIDDEN))) from None
-        if self._given_up:
-            self._stop()
+        finally:
+            if self._given_up:
+                self._stop()
 
     def _connect(self, private: Path) -> None:
         from pyngrok import conf, ngrok, process
@@ -167,24 +171,31 @@ class NgrokAgent:
         config.ngrok_path = self._path = _link(Path(config.ngrok_path), private)
         tunnel = ngrok.connect(f"http://127.0.0.1:{self._port}", "http", pyngrok_config=config)
         self._process = process.get_process(config)
-        self._guardian = Guardian(self._process.proc.pid)
         self.address = "ws" + (tunnel.public_url or "").removeprefix("http")
+
+    def _guard(self) -> NgrokProcess | None:
+        """The agent's process as soon as there is one, guarded; pyngrok's public verbs wait until it has started."""
+        from pyngrok import process
+
+        started = process._current_processes.get(self._path)
+        if started is not None and self._guardian is None:
+            self._guardian = Guardian(started.proc.pid)
+        return started
 
     async def _give_up(self, starting: asyncio.Task[None]) -> None:
         """Have the starting thread end soon: pyngrok reads the agent's log without a limit in time."""
-        from pyngrok import process
-
         self._given_up = True
-        for _ in range(round(STOP_TIMEOUT_S / STOP_CHECK_S)):
-            started = process._current_processes.get(
-                self._path
-            )  # its public verbs wait for the starting thread
+        for _ in range(round(STOP_TIMEOUT_S / CHECK_S)):
+            started = self._guard()
+            if starting.done():
+                starting.exception()  # the caller has it, or has gone
+                break
             if started is not None:
                 started.proc.kill()
-            if (await asyncio.wait([starting], timeout=STOP_CHECK_S))[0]:
-                starting.exception()
-                return
-        starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
+            await asyncio.wait([starting], timeout=CHECK_S)
+        else:
+            starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
+        await self.close()
 
     def _stop(self) -> None:
         from pyngrok import process

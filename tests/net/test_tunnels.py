@@ -170,7 +170,7 @@ def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        await until(lambda: not running(folder))
+        assert running(folder) == []
 
     run(main())
 
@@ -289,32 +289,25 @@ def test_the_public_address_is_found_dead_or_alive() -> None:
     run(main())
 
 
-def wait_dead(pid: int, seconds: float = 10.0) -> bool:
-    give_up_at = time.monotonic() + seconds
-    while time.monotonic() < give_up_at:
-        if not (PROCESSES / str(pid)).exists() or ") Z" in (PROCESSES / str(pid) / "stat").read_text():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 OWNER = """
-import subprocess, sys, time
-from colab_swarm.net.guardian import Guardian
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-guardian = Guardian(child.pid)
-print(child.pid, flush=True)
-time.sleep(60)
+import asyncio, sys
+from colab_swarm.events import EventLog
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings
+settings = TunnelSettings("ngrok", auth_token=sys.argv[1], agent=sys.argv[2])
+asyncio.run(Tunnel.open(settings, 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0))
 """
 
 
 @pytest.mark.slow
-def test_a_guarded_process_dies_with_its_owner_that_was_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        child = int(owner.stdout.readline())
-        owner.kill()
-        assert wait_dead(child)
+def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts(folder: Path) -> None:
+    async def main() -> None:
+        binary = agents.install("ngrok", folder)
+        with subprocess.Popen([sys.executable, "-c", OWNER, "silent", binary]) as owner:
+            await until(lambda: len(running(folder)) == 3)  # the owner, the agent and its guardian
+            owner.kill()
+        await until(lambda: not running(folder))
+
+    run(main())
 
 
 def test_a_released_guardian_kills_nobody() -> None:
