@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colab_swarm.errors import InviteError, JoinError, PeerError, StateError, SwarmError
+    from colab_swarm.joining import create, join
+    from colab_swarm.presence import PeerOptions
     from colab_swarm.recipes.albert import albert
     from colab_swarm.recipes.hyperparameters import parameter_groups
     from colab_swarm.simulation import Simulation, simulate
-    from colab_swarm.swarm import PeerOptions, Swarm, create, join
+    from colab_swarm.swarm import Swarm
     from colab_swarm.training.checkpoint import CheckpointFolder
     from colab_swarm.training.lamb import Lamb
     from colab_swarm.training.optimizer import SwarmOptimizer
@@ -30,15 +32,15 @@ _HOMES = {
     "JoinError": "errors",
     "Lamb": "training.lamb",
     "PeerError": "errors",
-    "PeerOptions": "swarm",
+    "PeerOptions": "presence",
     "Simulation": "simulation",
     "StateError": "errors",
     "Swarm": "swarm",
     "SwarmError": "errors",
     "SwarmOptimizer": "training.optimizer",
     "albert": "recipes.albert",
-    "create": "swarm",
-    "join": "swarm",
+    "create": "joining",
+    "join": "joining",
     "parameter_groups": "recipes.hyperparameters",
     "simulate": "simulation",
 }

@@ -13,7 +13,9 @@ from typing import Any
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import RoundFinished, StateReceived, StepFinished
-from colab_swarm.swarm import PeerOptions, Swarm, create, join
+from colab_swarm.joining import create, join
+from colab_swarm.presence import PeerOptions
+from colab_swarm.swarm import Swarm
 
 Tell = Callable[..., None]
 MAX_HOURS = 24 * 365

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from colab_swarm.events import EventLog
+from colab_swarm.presence import assemble, find_others
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.swarm import Swarm, assemble
+from colab_swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
@@ -75,7 +76,8 @@ class Simulation:
             :ENTRIES
         ]
         rng = random.Random(f"{name} {self._seed}")
-        services = await assemble(peers, entries, EventLog(), rng, lambda samples: samples / samples_per_s)
+        services = assemble(peers, EventLog(), rng, lambda samples: samples / samples_per_s)
+        await find_others(services, entries)
         self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name, entries=entries)
         peers.when_down(lambda: self._on_crash(name))
 

@@ -1,28 +1,20 @@
-"""`Swarm`: one peer's membership in a run, and the ways to get one: `create`, `join`."""
+"""`Swarm`: one peer's membership in a run."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import random
-import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.averaging.rooms import Rooms
-from colab_swarm.averaging.round import Averager
-from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError
-from colab_swarm.events import EventLog, StepFinished
-from colab_swarm.invite import NAME, Invite
-from colab_swarm.net.identity import Identity
-from colab_swarm.net.node import Node, NodeSettings
-from colab_swarm.net.peers import Contact, PeerId, Peers, short
-from colab_swarm.runtime import Runs, Runtime
+from colab_swarm.events import StepFinished
+from colab_swarm.invite import Invite
+from colab_swarm.net.ladder import Reachability, Rung
+from colab_swarm.net.peers import Contact, PeerId, short
+from colab_swarm.presence import Presence
+from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
 from colab_swarm.training.settings import Services
 
@@ -38,41 +30,31 @@ logger = logging.getLogger(__name__)
 INVITE_HOURS = 24.0
 
 
-@dataclass(frozen=True)
-class PeerOptions:
-    """How this peer takes part in the network.
-
-    Attributes:
-        listen: accept connections; without it this peer only dials out (client mode).
-        port: TCP port to listen on; 0 takes a free one.
-        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; worked out if empty.
-        identity: file that keeps this peer's key, so that it is the same peer after a restart; new key if None.
-        upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
-    """
-
-    listen: bool = True
-    port: int = 0
-    announce: Sequence[str] = ()
-    identity: str | Path | None = None
-    upload_mbit_s: float | None = None
-    download_mbit_s: float | None = None
-
-
 class Swarm:
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
 
     def __init__(
-        self, runtime: Runs, services: Services, *, run_id: str, name: str, entries: Sequence[Contact]
+        self,
+        runtime: Runs,
+        services: Services,
+        *,
+        run_id: str,
+        name: str,
+        entries: Sequence[Contact],
+        presence: Presence | None = None,
     ) -> None:
+        """``presence`` is None in a simulation."""
         self._runtime = runtime
         self._services = services
-        self._run_id = run_id
+        self._presence = presence
+        self.run_id = run_id
         self._entries = tuple(entries)
-        self._optimizer: SwarmOptimizer | None = None
+        self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
+        self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self.assistance: Assistance | None = None
         self._losses: list[tuple[int, float]] = []
         self._joined_at = time.monotonic()
-        self._left = False
+        self.left = False
         self.name = name
         self.events = services.events
         self.events.listen(self._note)
@@ -92,7 +74,15 @@ class Swarm:
     @property
     def run(self) -> str:
         """The run's name."""
-        return self._run_id.rpartition("-")[0]
+        return self.run_id.rpartition("-")[0]
+
+    @property
+    def reachability(self) -> Reachability:
+        """How others reach this peer, and why not better: ``print(swarm.reachability.explain())``."""
+        if self._presence is not None:
+            return self._presence.reachability.current
+        addresses = self.contact.addresses
+        return Reachability(Rung.DIRECT if addresses else Rung.OUTGOING, addresses=addresses)
 
     def invite(self, *, hours: float = INVITE_HOURS) -> str:
         """One line that lets others join, valid for ``hours``.
@@ -107,7 +97,7 @@ class Swarm:
                 "nobody could use this invitation: no known peer accepts connections; "
                 "start one on any machine that does: colab-swarm backbone"
             )
-        return str(Invite(self._run_id, tuple(entries[:4]), time.time() + 3600 * hours))
+        return str(Invite(self.run_id, tuple(entries[:4]), time.time() + 3600 * hours))
 
     # --- what it is for -------------------------------------------------------------------------------------------
 
@@ -122,7 +112,7 @@ class Swarm:
         name: str = "model",
         matchmaking_s: float = 5.0,
     ) -> SwarmOptimizer:
-        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again replaces the former one.
+        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; all peers use the same kind and settings.
@@ -149,17 +139,18 @@ class Swarm:
         if codec not in CODECS:
             raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
         self._check_here()
-        if self._optimizer is not None:
-            self._optimizer.close()
+        if name in self._optimizers:
+            self._optimizers.pop(name).close()
         settings = TrainingSettings(
-            prefix=f"{self._run_id}/{name}",
+            prefix=f"{self.run_id}/{name}",
             target_batch_size=float(target_batch_size),
             codec=codec,
             matchmaking_s=matchmaking_s,
         )
         rule = UpdateRule(optimizer, scheduler, max_grad_norm)
-        self._optimizer = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
-        return self._optimizer
+        trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
+        self._optimizer = self._optimizers[name] = trained
+        return trained
 
     def assist(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, hand on the state to newcomers. Needs no torch.
@@ -174,7 +165,7 @@ class Swarm:
         self._check_here()
         if self.assistance is not None:
             self.assistance.stop()
-        assistant = Assistant(self._services, self._run_id, name=self.name, collaboration=name)
+        assistant = Assistant(self._services, self.run_id, name=self.name, collaboration=name)
         self.assistance = Assistance(self._runtime, assistant)
         return self.assistance
 
@@ -192,21 +183,20 @@ class Swarm:
 
     def leave(self) -> None:
         """Leave the run and close all links. Idempotent."""
-        if self._left:
+        if self.left:
             return
-        self._left = True
-        _open_swarms.discard(self)
-        if self._optimizer is not None:
-            self._optimizer.close()
+        self.left = True
+        for optimizer in self._optimizers.values():
+            optimizer.close()
         if self.assistance is not None:
             self.assistance.stop()
-        self._runtime.call(_close(self._services))
+        self._runtime.call(_close(self._services, self._presence))
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""
-        self._left = True
-        if self._optimizer is not None:
-            self._optimizer.collaboration.vanish()
+        self.left = True
+        for optimizer in self._optimizers.values():
+            optimizer.collaboration.vanish()
         if self.assistance is not None:
             self.assistance.vanish()
         self._services.dht.vanish()
@@ -218,7 +208,7 @@ class Swarm:
         self.leave()
 
     def _check_here(self) -> None:
-        if self._left:
+        if self.left:
             raise RuntimeError("this peer has left its swarm: cs.join(…) again")
 
     # --- what it shows --------------------------------------------------------------------------------------------
@@ -243,8 +233,8 @@ class Swarm:
         return SwarmSnapshot(
             run=self.run,
             me=self.name,
-            reached="accepts connections" if peers.contact.addresses else "outgoing only",
-            state="left" if self._left else "training" if optimizer is not None else "joined",
+            reached=str(self.reachability),
+            state="left" if self.left else "training" if optimizer is not None else "joined",
             peers=(*rows, *self._linked_rows({row.id for row in rows})),
             step=step,
             samples_per_s=speed,
@@ -267,7 +257,7 @@ class Swarm:
 
     def __repr__(self) -> str:
         linked = len(self._services.peers.linked())
-        state = "left" if self._left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
+        state = "left" if self.left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
@@ -289,109 +279,10 @@ def _row(peer: PeerId, record: Any, me: bool) -> PeerRow:
     )
 
 
-# --- creating and joining -----------------------------------------------------------------------------------------
-
-_open_swarms: set[Swarm] = set()
-
-
-def create(name: str, *, peer_name: str = "", options: PeerOptions = PeerOptions()) -> Swarm:
-    """Begin a run and be its first peer; `Swarm.invite` gives the line that lets others join.
-
-    Raises:
-        ValueError: the name is not usable.
-        OSError: the port cannot be listened on.
-    """
-    if not NAME.fullmatch(name):
-        raise ValueError(
-            f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-        )
-    run_id = f"{name}-{secrets.token_hex(4)}"
-    return _open(run_id, (), peer_name, options)
-
-
-def join(invite: str, *, peer_name: str = "", options: PeerOptions = PeerOptions()) -> Swarm:
-    """Join the run of an invitation. Joining again under the same name gives the same swarm (re-run cells freely).
-
-    Raises:
-        InviteError: the invitation is mistyped, expired or of another version.
-        JoinError: none of the peers it names could be reached.
-    """
-    invitation = Invite.parse(invite)
-    for swarm in _open_swarms:
-        if swarm._run_id == invitation.run_id and (peer_name or swarm.name) == swarm.name:
-            return swarm
-    return _open(invitation.run_id, invitation.entries, peer_name, options)
-
-
-def _open(run_id: str, entries: Sequence[Contact], peer_name: str, options: PeerOptions) -> Swarm:
-    runtime = Runtime.shared()
-    identity = Identity() if options.identity is None else Identity.load_or_create(options.identity)
-    name = peer_name or f"peer-{short(identity.id)}"
-    services = runtime.call(_start(identity, run_id, entries, options))
-    swarm = Swarm(runtime, services, run_id=run_id, name=name, entries=entries)
-    _open_swarms.add(swarm)
-    return swarm
-
-
-async def _start(
-    identity: Identity, run_id: str, entries: Sequence[Contact], options: PeerOptions
-) -> Services:
-    events = EventLog()
-    settings = NodeSettings(
-        run_id=run_id,
-        listen=options.listen,
-        port=options.port,
-        announce=tuple(options.announce) or None,
-        upload_bps=None if options.upload_mbit_s is None else options.upload_mbit_s * 1e6,
-        download_bps=None if options.download_mbit_s is None else options.download_mbit_s * 1e6,
-    )
-    node = await Node.start(identity, settings, events)
-    try:
-        return await assemble(node, entries, events, random.Random(identity.id))
-    except BaseException:  # an interrupt included: nothing may stay open
-        await node.close()
-        raise
-
-
-async def assemble(
-    peers: Peers,
-    entries: Sequence[Contact],
-    events: EventLog,
-    rng: random.Random,
-    pace: Callable[[float], float] | None = None,
-) -> Services:
-    """Build a peer's services on a network, real or simulated, and find the others.
-
-    Raises:
-        JoinError: there are entries, and none of them answered.
-    """
-    dht = DHT(peers, DHTSettings(), rng)
-    if entries and await dht.bootstrap(entries) == 0:
-        raise JoinError(await _why_not(peers, entries))
-    dht.start()
-    return Services(peers, Rooms(peers), dht, Averager(peers), events, rng, pace)
-
-
-async def _why_not(peers: Peers, entries: Sequence[Contact]) -> str:
-    reasons = []
-    for contact in entries:
-        try:
-            (await peers.stream(contact.id, contact, timeout_s=5.0)).reset()
-        except PeerError as error:
-            reasons.append(str(error))
-    told = "; ".join(dict.fromkeys(reasons)) or "they answered too late"
-    return f"no peer of this invitation could be reached: {told}. Are they still running? Ask for a new invitation"
-
-
-async def _close(services: Services) -> None:
+async def _close(services: Services, presence: Presence | None) -> None:
     with contextlib.suppress(PeerError):
         await services.dht.stop()
     await services.averager.close()
+    if presence is not None:
+        await presence.close()
     await services.peers.close()
-
-
-@atexit.register
-def _leave_all() -> None:
-    for swarm in list(_open_swarms):
-        with contextlib.suppress(Exception):
-            swarm.leave()

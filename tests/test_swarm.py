@@ -23,7 +23,8 @@ from colab_swarm.errors import InviteError, JoinError
 from colab_swarm.events import PeerJoined, StateReceived
 from colab_swarm.invite import Invite
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.swarm import PeerOptions, Swarm
+from colab_swarm.presence import PeerOptions
+from colab_swarm.swarm import Swarm
 from tests.training.toy import join_training, joint_reference, loss_of, model, train_freely, train_own_rows
 
 
@@ -86,7 +87,7 @@ def test_a_mistyped_invitation_says_so() -> None:
 def test_somebody_else_at_the_address_is_refused(alice: Swarm) -> None:
     address = alice.contact.addresses[0]
     with pytest.raises(JoinError, match="reached"):
-        wrong = Invite(alice._run_id, (Contact(PeerId(b"x" * 32), (address,)),), time.time() + 60)
+        wrong = Invite(alice.run_id, (Contact(PeerId(b"x" * 32), (address,)),), time.time() + 60)
         cs.join(str(wrong), peer_name="bob")
 
 

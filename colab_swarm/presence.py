@@ -1,0 +1,225 @@
+"""One peer on the real network: how it gets in, how others reach it, whether it relays, who finds it in the LAN."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.round import Averager
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.events import EventLog
+from colab_swarm.invite import Access
+from colab_swarm.net.lan import Announcement, LanAnnouncer
+from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.peers import Contact, PeerId, Peers
+from colab_swarm.net.reachability import ReachabilityWatch
+from colab_swarm.net.relay import Relay, RelayQuota
+from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.training.settings import Services
+
+logger = logging.getLogger(__name__)
+ENTER_TIMEOUT_S = 15.0
+PUBLISH_EVERY_S = 60.0
+RELAY_TTL_S = 180.0
+MAX_RELAYS = 64
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """How this peer takes part in the network.
+
+    Attributes:
+        listen: accept connections; without it this peer only dials out (client mode).
+        port: TCP port to listen on; 0 takes a free one.
+        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; found out if empty.
+        identity: file that keeps this peer's key, so that it is the same peer after a restart; new key if None.
+        upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
+        relay: relay for peers that cannot be dialled: True, or a quota.
+        use_relays: be reached through relays where nothing better works.
+        punch: try to turn relayed links into direct ones.
+        tunnel: ``ngrok`` or ``cloudflared``; a tunnel's public address leads to this peer.
+        lan: let peers in the local network find this run.
+    """
+
+    listen: bool = True
+    port: int = 0
+    announce: Sequence[str] = ()
+    identity: str | Path | None = field(default=None, repr=False)
+    upload_mbit_s: float | None = None
+    download_mbit_s: float | None = None
+    relay: bool | RelayQuota = False
+    use_relays: bool = True
+    punch: bool = True
+    tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
+    lan: bool = True
+
+    def node_settings(self, run_id: str) -> NodeSettings:
+        """The part that concerns the links."""
+        return NodeSettings(
+            run_id=run_id,
+            listen=self.listen,
+            port=self.port,
+            announce=tuple(self.announce) or None,
+            upload_bps=None if self.upload_mbit_s is None else self.upload_mbit_s * 1e6,
+            download_bps=None if self.download_mbit_s is None else self.download_mbit_s * 1e6,
+        )
+
+
+DEFAULT_OPTIONS = PeerOptions()
+
+
+class Presence:
+    """A peer's place in the network, from `open` to `close`.
+
+    Attributes:
+        node: the peer itself.
+        reachability: how others reach it.
+        relay: what it relays; None if it does not.
+    """
+
+    def __init__(self, node: Node, run_id: str, options: PeerOptions, services: Services) -> None:
+        self.node, self._run_id, self._options, self._services = node, run_id, options, services
+        self.reachability = ReachabilityWatch(
+            node,
+            self.relays,
+            services.events,
+            services.rng,
+            trusted=tuple(options.announce),
+            use_relays=options.use_relays,
+            punch=options.punch,
+            tunnel=options.tunnel if isinstance(options.tunnel, TunnelSettings) else None,
+        )
+        quota = options.relay if isinstance(options.relay, RelayQuota) else RelayQuota()
+        self.relay = Relay(node, quota) if options.relay else None
+        self._announcer: LanAnnouncer | None = None
+
+    @classmethod
+    async def open(
+        cls, node: Node, run_id: str, entries: Sequence[Contact], options: PeerOptions, services: Services
+    ) -> Presence:
+        """Get into the run through any of the entries and find out how others reach this peer.
+
+        Raises:
+            JoinError: there are entries, and none of them could be reached.
+            TunnelError: the tunnel that was asked for cannot be opened.
+        """
+        presence = cls(node, run_id, options, services)
+        if entries:
+            if not options.announce:
+                node.announce(())  # until somebody has dialled back: nobody shall try addresses behind a NAT
+            await enter(node, entries)
+            await presence.reachability.verify()
+        await find_others(services, entries)
+        await presence.reachability.start()
+        if presence.relay is not None:
+            node.linker.spawn(presence._publish_relay())
+        return presence
+
+    async def close(self) -> None:
+        """Be found and reached no more."""
+        if self._announcer is not None:
+            await self._announcer.close()
+        if self.relay is not None:
+            self.relay.close()
+        await self.reachability.close()
+
+    def announce_in_lan(self, name: str, access: Access) -> None:
+        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""
+        if self._options.lan and self.node.port is not None:
+            self.node.linker.spawn(self._announce(name, access))
+
+    async def _announce(self, name: str, access: Access) -> None:
+        contact = Contact(self.node.id, self.node.listening())
+        try:
+            self._announcer = await LanAnnouncer.start(Announcement(self._run_id, access, name, contact))
+        except OSError as error:
+            logger.info("not announced in the LAN: %s", error)
+            return
+        while True:
+            await asyncio.sleep(PUBLISH_EVERY_S)
+            if self.node.listening() != contact.addresses:
+                contact = Contact(self.node.id, self.node.listening())
+                await self._announcer.update(contact)
+
+    # --- relays -------------------------------------------------------------------------------------------------
+
+    @property
+    def _relays_key(self) -> str:
+        return f"{self._run_id}/relays"
+
+    async def relays(self) -> list[Contact]:
+        """Relays of the run, as they say themselves."""
+        found = await self._services.dht.get(self._relays_key)
+        contacts = []
+        for subkey, record in list(found.items())[:MAX_RELAYS]:
+            addresses = record.value if isinstance(record.value, list) else []
+            texts = tuple(address for address in addresses if isinstance(address, str))
+            if record.owner == subkey and texts:
+                contacts.append(Contact(PeerId(subkey), texts))
+        return contacts
+
+    async def _publish_relay(self) -> None:
+        while True:
+            contact = self.node.contact
+            if contact.direct:
+                with contextlib.suppress(PeerError):
+                    await self._services.dht.store(
+                        self._relays_key, contact.addresses, subkey=contact.id, ttl_s=RELAY_TTL_S, signed=True
+                    )
+            await asyncio.sleep(PUBLISH_EVERY_S if contact.direct else 1.0)
+
+
+async def enter(node: Node, entries: Sequence[Contact]) -> None:
+    """Link to the first entry that answers.
+
+    Raises:
+        JoinError: none does.
+    """
+    for contact in entries:
+        node.learn(contact)
+    tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
+    reasons = []
+    try:
+        for done in asyncio.as_completed(tries):
+            try:
+                await done
+                return
+            except PeerError as error:
+                reasons.append(str(error))
+    finally:
+        for one in tries:
+            one.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+    told = "; ".join(dict.fromkeys(reasons))
+    raise JoinError(
+        f"no peer of this invitation could be reached: {told}. Are they still running? Ask for a new invitation"
+    )
+
+
+def assemble(
+    peers: Peers,
+    events: EventLog,
+    rng: random.Random,
+    pace: Callable[[float], float] | None = None,
+) -> Services:
+    """A peer's services on a network, real or simulated."""
+    return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), Averager(peers), events, rng, pace)
+
+
+async def find_others(services: Services, entries: Sequence[Contact]) -> None:
+    """Get to know the swarm through the entries, and be known from then on.
+
+    Raises:
+        JoinError: there are entries, and none of them answered.
+    """
+    if entries and await services.dht.bootstrap(entries) == 0:
+        raise JoinError("the peers of this invitation do not answer: ask for a new one")
+    services.dht.start()
