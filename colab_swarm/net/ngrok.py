@@ -73,9 +73,10 @@ _OFFLINE = re.compile(
 def explain(text: str) -> str:
     """What ngrok or pyngrok said, in one sentence with the fix."""
     code = re.search(r"ERR_NGROK_(\d+)", text)
+    if code is not None and code[1] in ADVICE:
+        return f"{ADVICE[code[1]]} ({code[0]})"
     if code is not None:
-        advice = ADVICE.get(code[1], f"see https://ngrok.com/docs/errors/err_ngrok_{code[1]}")
-        return f"{advice} (ERR_NGROK_{code[1]})" if code[1] in ADVICE else f"ngrok: {text[:300]}; {advice}"
+        return f"ngrok: {text[:300]}; see https://ngrok.com/docs/errors/{code[0].lower()}"
     return f"{NO_INTERNET} ({text[:300]})" if _OFFLINE.search(text) else f"ngrok: {text[:300]}"
 
 
@@ -187,14 +188,14 @@ class NgrokAgent:
         self._given_up = True
         for _ in range(round(STOP_TIMEOUT_S / CHECK_S)):
             started = self._guard()
-            if starting.done():
-                starting.exception()  # the caller has it, or has gone
-                break
             if started is not None:
                 started.proc.kill()
+            if starting.done():
+                break
             await asyncio.wait([starting], timeout=CHECK_S)
         else:
             starting.cancel()  # a download goes on in its thread, and ends by ``_given_up``
+        await asyncio.gather(starting, return_exceptions=True)  # the caller has its error, or has gone
         await self.close()
 
     def _stop(self) -> None:
