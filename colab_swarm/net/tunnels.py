@@ -103,6 +103,7 @@ class Tunnel:
         metered = settings.kind == "ngrok" and settings.quota_bytes is not None
         self._meter = QuotaMeter(settings.quota_bytes or 0.0) if metered else None
         self._loop = asyncio.get_running_loop()
+        self._agent: Agent | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -130,7 +131,7 @@ class Tunnel:
             TunnelError: the text says why and what to do.
         """
         tunnel = cls(settings, port, on_change=on_change, events=events, sent_bytes=sent_bytes)
-        agent = await tunnel._open_agent()
+        agent = tunnel._agent = await tunnel._open_agent()
         tunnel._change(agent.address, "opened", tell=False)
         tunnel._watching = asyncio.create_task(tunnel._watch(agent))
         return tunnel
@@ -143,6 +144,8 @@ class Tunnel:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        if self._agent is not None:
+            await self._agent.close()
         self.address = None
 
     async def _open_agent(self) -> Agent:
@@ -163,13 +166,11 @@ class Tunnel:
                 reason = await self._wait_lost(agent)
                 await agent.close()
                 self._change(None, reason)
-                agent = await self._reopen()
+                agent = self._agent = await self._reopen()
                 self._change(agent.address, "opened again")
         except Exception as error:
             logger.exception("a tunnel is no longer watched")
             self._events.emit(Fault(self._loop.time(), "tunnel", f"{type(error).__name__}: {error}"))
-        finally:
-            await agent.close()
 
     async def _wait_lost(self, agent: Agent) -> str:
         """Look after the agent until it is lost; returns the reason."""

@@ -255,6 +255,7 @@ def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
                 pass
 
     run(main())
+    assert running(folder) == [], "also when closed at once"
     assert not (folder / ".config").exists() and not list(folder.rglob("ngrok.yml")), (
         "the user's are untouched"
     )
