@@ -70,6 +70,7 @@ class Matchmaker:
         self._groups: dict[tuple[int, bytes], Group] = {}
         self._leading: dict[tuple[int, bytes], _Leading] = {}
         self._bars = Bars()
+        self._answered_at = float("-inf")  # by any organizer but this peer
         rooms.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
         rooms.serve(prefix, RoundCall, self._serve_call, Role.REDUCER)
 
@@ -93,10 +94,13 @@ class Matchmaker:
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         self._groups.pop((ticket.step, ticket.lineage), None)  # whoever asks again wants another
+        began = _now()
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    for organizer in self._rank(ticket.step, candidates):
+                    silent_s = _now() - max(began, self._answered_at)
+                    alone = silent_s > self._settings.window_s
+                    for organizer in self._rank(ticket.step, candidates, alone=alone):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
                             self._accept(group)
                             return group
@@ -107,12 +111,14 @@ class Matchmaker:
 
     # --- asking ---------------------------------------------------------------------------------------------
 
-    def _rank(self, step: int, candidates: Sequence[PeerId]) -> list[PeerId]:
-        """Candidates that can be dialled, in order, this peer included if it can; alone if nobody can."""
+    def _rank(self, step: int, candidates: Sequence[PeerId], *, alone: bool) -> list[PeerId]:
+        """Candidates that can be dialled, in order, this peer included if it can; if not, last if left ``alone``."""
         me = self._peers.contact
         others = [peer for peer in candidates if peer != me.id and not self._barred(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
-        return rank(self._prefix, step, [*reachable, me.id] if me.addresses or not reachable else reachable)
+        if me.addresses:
+            return rank(self._prefix, step, [*reachable, me.id])
+        return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
         """Join at ``organizer`` or where it points; None if there is no group to be had from it."""
@@ -127,6 +133,8 @@ class Matchmaker:
         except PeerError as error:
             logger.debug("organizer %s of step %d is out: %s", short(organizer), ticket.step, error)
             return None
+        if organizer != self._peers.id:
+            self._answered_at = _now()
         if refusal := self._refusal(joined, ticket):
             if organizer != self._peers.id and self._bars.on_refusal(organizer, ticket.step, now=_now()):
                 logger.warning(

@@ -303,3 +303,14 @@ def test_contributing_needs_the_role_of_a_worker(monkeypatch: pytest.MonkeyPatch
         assert await first.join() == await joining
 
     in_town(2, script)
+
+
+def test_a_client_whose_only_organizer_is_gone_goes_on_alone_after_a_while() -> None:
+    async def script(town: Town) -> None:
+        client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+        town.network.now().crash(backbone.peers.name)
+        group = await client.join()
+        assert town.network.fired and len(group.members) == 1
+        assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
+
+    in_town(2, script, clients=1)

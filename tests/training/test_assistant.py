@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
 from colab_swarm.events import RoundFinished, StateReceived
+from colab_swarm.net.peers import Message
 from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.state import ChunkOf
 from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, train_freely
 
 Result = tuple[torch.Tensor, bytes] | None
@@ -80,3 +82,104 @@ def test_a_newcomer_gets_the_state_of_peers_it_cannot_reach_through_the_assistan
         assert sim.swarms["alice"].assistance.snapshot().mirrored_bytes > 0
         assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
     assert results["dave"] and len(lineages(results)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [ReduceSpan, Chunk])
+def test_training_goes_on_when_the_assistant_crashes_in_a_round_and_comes_back(phase: type[Message]) -> None:
+    role = {"receiver": "alice"} if phase is ReduceSpan else {"sender": "alice"}
+    with simulation("bob", "carol") as sim:
+        sim.network.when(lambda message: isinstance(message, phase), nth=5, **role).crash("alice")
+        sim.join("alice", at=8.0)
+        results = sim.run(lambda swarm: train_or_assist(swarm, 90))
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+        assert sim.swarms["alice"].assistance.snapshot().rounds > 20
+    assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
+    assert results["bob"] and results["carol"] and len(lineages(results)) == 1
+
+
+def test_an_assistant_that_dies_for_good_leaves_everybody_to_train_alone() -> None:
+    with simulation("bob", "carol") as sim:
+        sim.network.at(4.0).crash("alice")
+        results = sim.run(lambda swarm: train_or_assist(swarm, 15))
+        assert sim.network.fired and sim.time < 40
+    assert results["bob"] and results["carol"]
+
+
+def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -> None:
+    with simulation("bob", "carol") as sim:
+        sim.join("dave")
+        results = sim.run(lambda swarm: train_or_assist(swarm, 12))
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+        assert sim.swarms["alice"].assistance.snapshot().rounds >= 8
+    assert len(lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
+    assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
+
+
+def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -> None:
+    with simulation("bob", "carol") as sim:
+        sim.join("dave")
+        sim.network.when(lambda m: isinstance(m, Chunk), sender="alice", nth=8).crash("alice")
+        results = sim.run(lambda swarm: train_or_assist(swarm, 12))
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+    assert sim.network.fired and len(lineages(results)) == 1
+    assert not any(e.kept_local for e in rounds)
+
+
+def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
+    with simulation("bob") as sim:
+        results = sim.run(lambda swarm: train_or_assist(swarm, 5))
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+    assert results["bob"] and all(e.group_size == 1 and e.sent_bytes == 0 for e in rounds)
+
+
+def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to() -> None:
+    def train(swarm: Swarm, only: str | None) -> dict[str, int]:
+        if swarm.name == "alice":
+            swarm.assist(only)
+            return {}
+        nets = {name: model(seed) for seed, name in enumerate(("one", "two"))}
+        optimizers = {name: join_training(swarm, net, name=name) for name, net in nets.items()}
+        for _ in range(30):
+            for name, net in nets.items():
+                loss_of(net, optimizers[name].global_step, slice(0, 2)).backward()
+                optimizers[name].step(samples=2)
+        assert min(optimizer.global_step for optimizer in optimizers.values()) >= 3
+        return {name: optimizer.global_step for name, optimizer in optimizers.items()}
+
+    for only, helped in ((None, {"one", "two"}), ("two", {"two"})):
+        with simulation("bob", "carol") as sim:
+            sim.run(lambda swarm, only=only: train(swarm, only))
+            prefixes = sim.swarms["alice"].assistance.snapshot().collaborations
+        assert {prefix.partition("/")[2] for prefix in prefixes} == helped
+
+
+def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
+    def train(swarm: Swarm) -> int:
+        if swarm.name == "alice":
+            assistance = swarm.assist()
+            assert "0 rounds" in repr(assistance)
+            assistance.stop()
+            assistance.stop()
+            assert "stopped" in repr(assistance)
+            return 0
+        optimizer = join_training(swarm, model())
+        swarm._runtime.call(optimizer.collaboration.refresh())
+        return len(optimizer.collaboration.assistants.records)
+
+    with simulation("bob") as sim:
+        assert sim.run(train)["bob"] == 0
+
+
+def test_an_assistant_may_begin_to_train() -> None:
+    def train(swarm: Swarm) -> Result:
+        if swarm.name == "alice":
+            swarm.assist()
+            while not swarm.assistance.snapshot().collaborations:
+                swarm._runtime.call(asyncio.sleep(1))
+        return train_freely(swarm, 12)
+
+    with simulation("bob", "carol") as sim:
+        results = sim.run(train)
+    assert all(results.values()) and len(lineages(results)) == 1
