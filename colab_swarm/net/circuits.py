@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
-from colab_swarm.net.addresses import Circuit
+from colab_swarm.net.addresses import Circuit, host_of, is_local, is_loopback
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.node import Node
@@ -230,8 +230,10 @@ class Circuits:
             self._forget([relay])
             return
         self._node.linker.pinned.add(relay)
-        # others may have to dial it elsewhere than we do: its own word first
-        theirs = [*entries[1:], entries[0]][:ENTRIES]
+        # others may have to dial it elsewhere than we do
+        theirs = sorted(entries, key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))[
+            :ENTRIES
+        ]
         addresses = tuple(str(Circuit(Contact(relay, (entry,)))) for entry in theirs)
         before = self.addresses
         self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 PUNCH_S = 6.0
 """How long one attempt goes on."""
 TALK_TIMEOUT_S = 10.0
+TRIES = 3
+PAUSE_S = (0.5, 3.0)
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -73,6 +75,7 @@ class Upgrades:
         self._node, self._seen_at, self._on_end, self._rng = node, seen_at, on_end, rng
         self._loop = asyncio.get_running_loop()
         self._busy: set[PeerId] = set()
+        self._punching = asyncio.Lock()
         node.linker.on_relayed = self._on_relayed
         node.serve_stream(Upgrade, self._on_upgrade)
 
@@ -85,23 +88,33 @@ class Upgrades:
         self._node.linker.spawn(self._ask(link))
 
     async def _ask(self, link: Link) -> None:
+        """Try a few times; one at a time, for two punches from one port would catch each other's connections."""
         if link.peer in self._busy:
             return
         self._busy.add(link.peer)
         fault: str | None = None
         try:
-            async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                await self._talk(link)
-            if self._relayed(link.peer):
-                fault = (
-                    f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-                )
-        except (PeerError, TimeoutError) as error:
-            fault = str(error) or "the talk took too long"
+            for _ in range(TRIES):
+                async with self._punching:
+                    fault = await self._try(link)
+                if fault is None or link.lost is not None:
+                    break
+                await asyncio.sleep(self._rng.uniform(*PAUSE_S))
         finally:
             self._busy.discard(link.peer)
         logger.info("upgrade of the link to %s: %s", short(link.peer), fault or "done")
         self._on_end(link.peer, fault)
+
+    async def _try(self, link: Link) -> str | None:
+        """Why it failed, or None."""
+        try:
+            async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
+                await self._talk(link)
+        except (PeerError, TimeoutError) as error:
+            return str(error) or "the talk took too long"
+        if self._relayed(link.peer):
+            return f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+        return None
 
     async def _talk(self, link: Link) -> None:
         port, endpoints = self._endpoints(link)
@@ -121,6 +134,13 @@ class Upgrades:
         link = self._node.linker.table.best(stream.peer)
         if link is None or link.remote.path.way is not Way.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
+        if self._punching.locked():
+            raise Refusal("busy with another upgrade: ask again")
+        async with self._punching:
+            await self._answer(link, opening, stream)
+        self._on_end(stream.peer, None if not self._relayed(stream.peer) else "the holes did not meet")
+
+    async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
         port, endpoints = self._endpoints(link)
         async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
             if await self._dial_back(stream.peer, opening.addresses):
@@ -132,7 +152,6 @@ class Upgrades:
             await stream.send(Ready())
             await stream.receive(Ready)
             await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
-        self._on_end(stream.peer, None if not self._relayed(stream.peer) else "the holes did not meet")
 
     async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...]) -> bool:
         for address in addresses:
