@@ -121,7 +121,12 @@ class Authority:
         """Put out a peer, or the key of an invitation with all who are in by it alone.
 
         `RevocationWatch.spread` tells the others.
+
+        Raises:
+            ValueError: this is the authority itself.
         """
+        if subject == self._peers.id:
+            raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
         self._admission.learn(revocations.encode())
         self._book.keep_revocations(revocations.encode())

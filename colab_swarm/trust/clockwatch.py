@@ -21,16 +21,12 @@ class ClockWatch:
     def on_skew(self, behind_s: float) -> str | None:
         """What to tell now that the clock is ``behind_s`` behind the other peers' (ahead if negative), if anything."""
         off_s, told_s = abs(behind_s), abs(self._told_s)
-        beyond = (off_s > SLACK_S) != (told_s > SLACK_S)
-        if (
-            off_s <= TELL_S
-            if not told_s
-            else not beyond and abs(behind_s - self._told_s) <= max(TELL_S, told_s / 2)
-        ):
-            return None
-        if off_s <= TELL_S / 2:
+        if told_s and off_s <= TELL_S / 2:
             self._told_s = 0.0
             return "this machine's clock is right again"
+        as_told = told_s > 0 and abs(behind_s - self._told_s) <= max(TELL_S, told_s / 2)
+        if off_s <= TELL_S or (as_told and (off_s > SLACK_S) == (told_s > SLACK_S)):
+            return None
         self._told_s = behind_s
         way = "behind" if behind_s > 0 else "ahead of"
         text = f"this machine's clock is {in_words(off_s)} {way} the other peers'"

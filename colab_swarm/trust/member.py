@@ -108,7 +108,7 @@ class Member:
         try:
             await self._ask(own, self._credentials.token)
         except CallRefused as error:
-            raise JoinError(str(error)) from error
+            raise JoinError(self._words_of(error)) from error
         except PeerError as error:
             raise JoinError(
                 "only the organizer's peer can admit you by this invitation, and it cannot be asked: "
@@ -155,7 +155,9 @@ class Member:
             left_s = held.expires_at - now
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
-                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), str(error)))
+                self._events.emit(
+                    MembershipEnding(self._loop.time(), max(0.0, left_s), self._words_of(error))
+                )
             return
         self._plan.on_renewed()
         self._untold = set(self._peers.linked())
@@ -178,6 +180,10 @@ class Member:
         fresh = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
         self._admission.membership = answer.membership
         return fresh
+
+    def _words_of(self, error: PeerError) -> str:
+        """An error as the person reads it: the authority's refusal without its id in front."""
+        return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:
         message = PresentMembership(self._admission.membership)

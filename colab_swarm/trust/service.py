@@ -105,6 +105,7 @@ class Trust:
 
         Raises:
             PermissionError: this peer is not the authority.
+            ValueError: it is, and would put itself out.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can put others out")

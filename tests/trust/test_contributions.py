@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, Member
+from colab_swarm.dht.service import Found
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Role
@@ -25,6 +26,7 @@ from colab_swarm.trust.contributions import (
     Ledger,
     Row,
     Tally,
+    _tally,
     leaderboard,
 )
 from tests.dht.swarm import Member as DhtMember
@@ -121,6 +123,18 @@ def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
         ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
     rows = ledger.rows()
     assert len(rows) == MAX_ROWS and rows[0].amounts[KINDS.index("units")] == 3 * MAX_ROWS
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=40) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@given(VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES))
+def test_any_value_is_a_tally_or_passed_over(value: object) -> None:
+    tally = _tally(Found(value, 0.0, id_of(KEYS[0])))
+    assert tally is None or tally.key == KEYS[0]
 
 
 # --- published -------------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""When a membership is renewed."""
+
+from __future__ import annotations
+
+from colab_swarm.net.membership import Grant, Membership
+from colab_swarm.net.peers import Role
+from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, Credentials, RenewalPlan
+from tests.net.swarm import identity
+
+RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
+HELD = Membership(RUN, Role.WORKER, b"k" * 32, "", NOW, NOW + LIFE)
+GRANT = Grant(RUN, Role.WORKER, b"l" * 32, NOW + LIFE, NOW + LIFE)
+
+
+def test_a_membership_by_the_authority_is_renewed_at_half_of_its_life() -> None:
+    plan = RenewalPlan()
+    assert not plan.due(HELD, now=NOW + LIFE / 2 - 1) and plan.due(HELD, now=NOW + LIFE / 2)
+
+
+def test_a_self_signed_membership_is_renewed_at_once() -> None:
+    own = Membership(RUN, Role.WORKER, b"k" * 32, "", NOW, NOW + LIFE, GRANT)
+    assert RenewalPlan().due(own, now=NOW)
+
+
+def test_an_authority_that_is_away_is_asked_less_and_less_often_but_every_ten_minutes() -> None:
+    plan, now, tries = RenewalPlan(), NOW + LIFE / 2, []
+    while now < NOW + LIFE:
+        if plan.due(HELD, now=now):
+            tries.append(now)
+            plan.on_failed(now=now)
+        now += 10.0
+    pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    assert pauses[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and max(pauses) <= MAX_RETRY_S
+    plan.on_renewed()
+    assert plan.due(HELD, now=now)
+
+
+def test_the_token_is_in_no_repr() -> None:
+    assert "hf_secret" not in repr(Credentials(GRANT, identity("link"), "hf_secret"))

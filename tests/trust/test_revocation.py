@@ -1,0 +1,199 @@
+"""A revoked peer is out at every other within a minute, whatever way the news takes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from colab_swarm.errors import PeerError
+from colab_swarm.events import EventLog, PeersRevoked
+from colab_swarm.net.identity import id_of
+from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.peers import PeerId
+from colab_swarm.sim import HOME, SimNetwork, run_virtual, virtual_time
+from colab_swarm.trust.messages import ShareRevoked
+from colab_swarm.trust.revocation import RevocationWatch
+from tests.dht.swarm import join, swarm
+from tests.net.swarm import run, until
+from tests.trust.run import Echo, call, run_with
+
+RUN = "my-run-0badcafe"
+MALLORY = PeerId(b"m" * 32)
+
+
+@dataclass
+class Watcher:
+    """A simulated peer that notes when it puts the revoked out."""
+
+    admission: MembershipAdmission
+    watch: RevocationWatch
+    events: EventLog
+    rechecked: list[float]
+
+
+async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[Watcher]]:
+    """The first one is the authority."""
+    network, members = await swarm(count, profile=HOME)
+    found = []
+    for index, member in enumerate(members):
+        admission = MembershipAdmission(
+            RUN, authority=members[0].peers.public_key, own=member.peers.public_key
+        )
+        rechecked: list[float] = []
+
+        def note(times: list[float] = rechecked) -> None:
+            times.append(virtual_time())
+
+        events = EventLog()
+        watch = RevocationWatch(member.peers, member.dht, admission, events, random.Random(index), note)
+        if start:
+            watch.start()
+            member.dht.start()
+        found.append(Watcher(admission, watch, events, rechecked))
+    return network, found
+
+
+def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
+    sign, now = authority.watch._peers.sign, authority.watch._peers.time()
+    authority.admission.learn(authority.admission.revoked.adding(subject, now=now, sign=sign).encode())
+    authority.watch.spread()
+
+
+def test_everybody_knows_within_a_minute() -> None:
+    async def main() -> None:
+        _, found = await watchers(16)
+        await asyncio.sleep(100.0)
+        revoke(found[0])
+        begun = virtual_time()
+        await asyncio.sleep(60.0)
+        late = [watcher.rechecked[0] - begun for watcher in found]
+        assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
+        assert [event.count for event in found[7].events.recent(PeersRevoked)] == [1]
+
+    run_virtual(main())
+
+
+def test_a_peer_that_was_cut_off_learns_it_soon_after_its_return() -> None:
+    async def main() -> None:
+        network, found = await watchers(8)
+        network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
+        await asyncio.sleep(1.0)
+        revoke(found[0])
+        await asyncio.sleep(120.0)
+        assert not found[7].rechecked
+        assert all(watcher.rechecked for watcher in found[:7])
+        network.now().heal()
+        healed = virtual_time()
+        await asyncio.sleep(90.0)
+        assert found[7].rechecked[0] - healed < 90.0  # it finds the others again by then
+        assert [fault.name for fault in network.fired] == ["partition", "heal"]
+
+    run_virtual(main())
+
+
+def test_the_news_outlives_the_authority() -> None:
+    async def main() -> None:
+        network, found = await watchers(8)
+        revoke(found[0])
+        await asyncio.sleep(30.0)
+        network.now().crash("alice")
+        ivan = await join(network, "ivan", found[1].watch._peers)
+        admission = MembershipAdmission(RUN, authority=found[0].admission.own, own=ivan.peers.public_key)
+        watch = RevocationWatch(ivan.peers, ivan.dht, admission, EventLog(), random.Random(0), lambda: None)
+        await watch.poll()
+        assert admission.revoked.subjects == (MALLORY,)
+        assert [fault.name for fault in network.fired] == ["crash"]
+
+    run_virtual(main())
+
+
+def test_the_news_passes_from_peer_to_peer_where_the_dht_is_stuffed() -> None:
+    async def main() -> None:
+        _, found = await watchers(8)
+        mallory = found[5].watch
+        for i in range(7):  # 200,000 bytes fit under a key
+            stuff = bytes(30_000 if i < 6 else 18_150)
+            assert await mallory._dht.store(mallory.key, stuff, subkey=bytes([i]), ttl_s=3600)
+        revoke(found[0])
+        await asyncio.sleep(60.0)
+        assert found[0].watch._peers.id not in await found[1].watch._dht.get(mallory.key)
+        assert all(watcher.rechecked for watcher in found)
+
+    run_virtual(main())
+
+
+def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
+    async def main() -> None:
+        _, found = await watchers(3, start=False)
+        alice, bob, carol = found
+        sign = bob.watch._peers.sign
+        forged = bob.admission.revoked.adding(MALLORY, now=9e9, sign=sign).encode()
+        for rubbish in (forged, b"rubbish"):
+            answer = await bob.watch._peers.call(
+                carol.watch._peers.id, ShareRevoked(5, rubbish), ShareRevoked, timeout_s=5
+            )
+            assert answer.version == 0
+        assert not carol.rechecked and not alice.rechecked
+
+    run_virtual(main())
+
+
+# --- with real links ----------------------------------------------------------------------------------------------
+
+
+def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None:
+    async def main() -> None:
+        async with run_with("alice", "bob", "mallory") as (_, (authority, alice, bob, mallory)):
+            for one in (alice, bob):
+                assert await call(mallory, one) == Echo(b"in")
+            await call(alice, bob)
+            authority.trust.revoke(mallory.node.id)
+            await until(
+                lambda: all(mallory.node.id not in one.node.linked() for one in (authority, alice, bob))
+            )
+            for one in (alice, bob, authority):
+                with pytest.raises(PeerError, match="revoked your membership: ask its organizer"):
+                    await call(mallory, one)
+            assert await call(alice, bob) == Echo(b"in")
+
+    run(main())
+
+
+def test_a_revoked_invitation_spares_whom_the_authority_has_confirmed() -> None:
+    async def main() -> None:
+        async with run_with() as (here, (authority,)):
+            invitation = here.invite()
+            alice, bob = await here.start("alice", invitation), await here.start("bob", invitation)
+            await alice.member.tick()
+            authority.trust.revoke(id_of(invitation[0].key))
+            assert await call(alice, authority) == Echo(b"in")
+            with pytest.raises(PeerError, match="revoked"):
+                await call(bob, alice)
+
+    run(main())
+
+
+def test_only_the_authority_revokes_and_it_remembers_after_a_restart() -> None:
+    async def main() -> None:
+        async with run_with("alice") as (here, (authority, alice)):
+            with pytest.raises(PermissionError, match="only the peer that created the run"):
+                alice.trust.revoke(MALLORY)
+            authority.trust.revoke(MALLORY)
+            await here.leave(authority)
+            again = await here.start("authority")
+            assert again.trust.authority is not None
+            assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
+
+    run(main())
+
+
+def test_the_authority_does_not_put_itself_out() -> None:
+    async def main() -> None:
+        async with run_with() as (_, (authority,)):
+            with pytest.raises(ValueError, match="this is the authority itself"):
+                authority.trust.revoke(authority.node.id)
+
+    run(main())
