@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.progress import ProgressRecord
+from colab_swarm.training.records import progress_key
 from colab_swarm.training.replica import Replica
+from colab_swarm.training.settings import Services
 from colab_swarm.training.state import Snapshot
 from tests.training.toy import (
     join_training,
@@ -348,3 +352,44 @@ def test_after_leaving_every_call_says_so() -> None:
             optimizer.step(samples=1)
         with pytest.raises(RuntimeError, match="has left its swarm"):
             join_training(swarm, model())
+
+
+async def lie(services: Services, step: int) -> None:
+    """Tell, after a while, that this peer is at ``step``; it has no state to give."""
+    await asyncio.sleep(5)
+    record = ProgressRecord(step, b"liar", 0.0, 0.0, syncing=False, reduces=True, name="liar")
+    key = progress_key("simulation-0/model")
+    await services.dht.store(key, record, subkey=services.peers.id, ttl_s=3600, signed=True)
+
+
+def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_newcomers() -> None:
+    def train(swarm: Swarm) -> tuple[torch.Tensor, bytes] | None:
+        if swarm.name == "bob":
+            swarm._runtime.call(lie(swarm._services, 10**9))
+            return None
+        return train_freely(swarm, 60)
+
+    with simulation(2) as sim:
+        sim.join("carol", at=30.0)
+        results = sim.run(train)
+        assert sim.swarms["carol"].events.recent(StateReceived)
+        heard = sim.swarms["alice"]._optimizers["model"].collaboration.progress.records.values()
+        assert any(record.step == 10**9 for record in heard)
+    assert results["alice"] and results["carol"] and results["alice"][1] == results["carol"][1]
+
+
+def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
+    def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
+        optimizer, told = join_training(swarm, net := model()), []
+        for listen in (True, False, True):
+            sim.network._names[swarm.name].listen = listen
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=10)
+            swarm._runtime.call(optimizer.collaboration._exchange())
+            own = optimizer.collaboration.progress.own
+            told.append((own.reduces, own.addresses))
+        return told
+
+    with simulation(1) as sim:
+        there = (True, ("sim://alice",))
+        assert sim.run(train)["alice"] == [there, (False, ()), there]

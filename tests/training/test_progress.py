@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.progress import Progress, ProgressRecord
+from colab_swarm.training.progress import DISTRUST_S, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -89,7 +89,8 @@ def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"samples": -1.0}, {"samples": float("nan")}, {"step": -1}, {"samples_per_s": 1e13}]
+    "bad",
+    [{"samples": -1.0}, {"samples": float("nan")}, {"step": -1}, {"step": 1 << 62}, {"samples_per_s": 1e13}],
 )
 def test_a_record_out_of_range_is_refused(bad: dict[str, float]) -> None:
     wire = msgspec.msgpack.encode(msgspec.structs.asdict(record()) | bad)
@@ -113,3 +114,18 @@ def test_peers_that_cannot_be_dialled_follow_those_that_can() -> None:
     assert client.branch().peers == {DAVE} and client.behind
     del clients[DAVE]
     assert not progress(record(0, reduces=False), clients).behind
+
+
+def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while() -> None:
+    others = {BOB: record(10**9, b"liar"), CAROL: record(5)}
+    newcomer = progress(record(0, b"", syncing=True), others)
+    assert newcomer.branch().step == 10**9
+    newcomer.distrust([BOB], now=0.0)
+    newcomer.on_records(others, now=DISTRUST_S - 1)
+    assert newcomer.branch().peers == {CAROL}
+    newcomer.on_records(others, now=DISTRUST_S)
+    assert newcomer.branch().step == 10**9
+    newcomer.distrust([BOB, CAROL], now=0.0)
+    assert newcomer.branch().peers == frozenset()
+    newcomer.trust_all()
+    assert newcomer.branch().step == 10**9

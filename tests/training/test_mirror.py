@@ -1,0 +1,86 @@
+"""Handing on the state of a trainer that newcomers cannot reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.errors import StateError
+from colab_swarm.net.peers import PeerId
+from colab_swarm.sim import HOME, SimNetwork, SimPeers, run_virtual
+from colab_swarm.training.mirror import Mirror
+from colab_swarm.training.state import ChunkOf, Snapshot, StateSharing
+from tests.training.test_state import BLOB, snapshot
+
+
+class Scene:
+    """A mirror that everybody can dial, donors and a newcomer that only dial out."""
+
+    def __init__(self, donors: dict[str, Snapshot]) -> None:
+        self.network = SimNetwork(HOME, seed=1)
+        self.backbone = self.network.peer("backbone")
+        self.donors = {name: self.client(name) for name in donors}
+        self.newcomer = self.client("newcomer")
+        self.network.introduce()
+        self.sent_bytes = 0
+        self.mirror = Mirror(Rooms(self.backbone), "run", donors=self.trainers, on_sent=self.on_sent)
+        for name, peers in self.donors.items():
+            StateSharing(Rooms(peers), "run", lambda made=donors[name]: self.give(made))
+
+    def client(self, name: str) -> SimPeers:
+        return self.network.peer(name, listen=False)
+
+    def on_sent(self, size_bytes: int) -> None:
+        self.sent_bytes += size_bytes
+
+    async def trainers(self) -> list[PeerId]:
+        return [peers.id for peers in self.donors.values()]
+
+    @staticmethod
+    async def give(made: Snapshot) -> Snapshot:
+        return made
+
+    async def download(self) -> Snapshot:
+        for peers in self.donors.values():  # a trainer's own link is how it is called back
+            (await peers.stream(self.backbone.id, ChunkOf(0), timeout_s=5)).reset()
+        sharing = StateSharing(Rooms(self.newcomer), "run", lambda: self.give(snapshot()))
+        return await sharing.download([self.backbone.id])
+
+
+def test_a_state_passes_through_whole() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()})
+        got = await scene.download()
+        assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
+        assert scene.sent_bytes == BLOB.nbytes and scene.newcomer.linked() == {scene.backbone.id}
+
+    run_virtual(scenario())
+
+
+def test_a_donor_that_vanishes_half_way_is_replaced() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot(), "bob": snapshot()})
+        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="alice").crash("alice")
+        assert np.array_equal((await scene.download()).blob, BLOB)
+        assert [fault.name for fault in scene.network.fired] == ["crash"]
+
+    run_virtual(scenario())
+
+
+def test_a_donor_that_lies_is_passed_over() -> None:
+    async def scenario() -> None:
+        scene = Scene({"mallory": Snapshot(snapshot().manifest, np.zeros_like(BLOB)), "bob": snapshot()})
+        assert np.array_equal((await scene.download()).blob, BLOB)
+
+    run_virtual(scenario())
+
+
+def test_without_a_donor_in_reach_it_says_so() -> None:
+    async def scenario() -> None:
+        scene = Scene({"alice": snapshot()})
+        sharing = StateSharing(Rooms(scene.newcomer), "run", lambda: scene.give(snapshot()))
+        with pytest.raises(StateError, match="no trainer linked to this assistant"):
+            await sharing.download([scene.backbone.id])
+
+    run_virtual(scenario())
