@@ -7,12 +7,15 @@ import contextlib
 import random
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
+from colab_swarm.credentials import require_secret
 from colab_swarm.events import EventLog
 from colab_swarm.invite import NAME, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, short
+from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.presence import DEFAULT_OPTIONS, PeerOptions, Presence, assemble
 from colab_swarm.runtime import Runtime
 from colab_swarm.swarm import Swarm
@@ -50,6 +53,7 @@ def join(invite: str, *, peer_name: str = "", options: PeerOptions = DEFAULT_OPT
 
 
 def _open(run_id: str, entries: Sequence[Contact], peer_name: str, options: PeerOptions) -> Swarm:
+    options = _with_tunnel(options)
     runtime = Runtime.shared()
     identity = Identity() if options.identity is None else Identity.load_or_create(options.identity)
     name = peer_name or f"peer-{short(identity.id)}"
@@ -58,6 +62,17 @@ def _open(run_id: str, entries: Sequence[Contact], peer_name: str, options: Peer
     swarm = Swarm(runtime, services, run_id=run_id, name=name, entries=entries, presence=presence)
     _open_swarms.add(swarm)
     return swarm
+
+
+def _with_tunnel(options: PeerOptions) -> PeerOptions:
+    """The options with the tunnel's token, which is asked for on the user's thread."""
+    if options.tunnel == "ngrok":
+        where = "get one at https://dashboard.ngrok.com/get-started/your-authtoken"
+        token = require_secret("NGROK_AUTHTOKEN", help=where)
+        return replace(options, tunnel=TunnelSettings("ngrok", auth_token=token))
+    if isinstance(options.tunnel, str):
+        return replace(options, tunnel=TunnelSettings(options.tunnel))
+    return options
 
 
 async def _start(
