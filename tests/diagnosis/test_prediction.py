@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO
 
 import pytest
@@ -23,8 +24,10 @@ from colab_swarm.recipes.pretraining import PretrainingBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
 
 TARGET = 96
-STEPS = 25
+STEPS = 20
 NEAR = 0.3
+STEADY = 0.2
+ATTEMPTS = 4
 
 
 def simulated_step_s(peers: int, work: Workload, line: Line) -> float:
@@ -79,45 +82,72 @@ def bob_trains(invite: str) -> Iterator[IO[str]]:
         bob.stdout.close()
 
 
-def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) -> tuple[float, float]:
-    """Seconds per global step and own samples per second, start-up left out."""
-    optimizer = swarm.optimizer(
-        cs.Lamb(cs.parameter_groups(model), lr=1e-2), target_batch_size=TARGET, codec="float16"
-    )
-    ends: list[float] = []
-    for batch in batches:
-        model(**batch).loss.backward()
-        if optimizer.step(samples=len(batch["input_ids"])) is not None:
-            ends.append(time.monotonic())
-        if len(ends) == STEPS:
-            break
-    return (ends[-1] - ends[4]) / (STEPS - 5), optimizer.collaboration.progress.own.samples_per_s
+@dataclass(frozen=True)
+class Trial:
+    """The doctor asked before and after a training, and what happened in between."""
+
+    before: Prediction
+    after: Prediction
+    step_s: float
+    samples_per_s: float
+
+    @property
+    def steady(self) -> bool:
+        """Whether the machine, which is shared, had as much to give after as before."""
+        return self.after.samples_per_s == pytest.approx(self.before.samples_per_s, rel=STEADY)
+
+    @property
+    def near(self) -> bool:
+        """Whether it went as predicted."""
+        told, happened = self.before, (self.step_s, self.samples_per_s)
+        return (told.step_s, told.samples_per_s) == pytest.approx(happened, rel=NEAR)
 
 
-def predicted_and_measured() -> tuple[Prediction, float, float]:
-    """Asked while bob trains, then measured while alice trains with him."""
+def trial() -> Trial:
+    """Alice asks while bob trains, trains with him, and asks again."""
     with cs.create("prediction", peer_name="alice") as swarm, bob_trains(swarm.invite()) as told:
         steps = (line for line in told if json.loads(line)["event"] == "step")
         assert len(list(itertools.islice(steps, 5))) == 5  # his speed has settled
         model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
-        found = doctor(
-            swarm, model=model, batches=batches, target_batch_size=TARGET, codec="float16"
-        ).prediction
-        assert found is not None
-        return found, *train(swarm, model, batches)
+
+        def ask() -> Prediction:
+            found = doctor(swarm, model=model, batches=batches, target_batch_size=TARGET, codec="float16")
+            assert found.prediction is not None
+            return found.prediction
+
+        before = ask()
+        step_s, samples_per_s = train(swarm, model, batches)
+        return Trial(before, ask(), step_s, samples_per_s)
+
+
+def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) -> tuple[float, float]:
+    """Seconds per global step and own samples per second of computing, start-up left out."""
+    lamb = cs.Lamb(cs.parameter_groups(model), lr=1e-2)
+    optimizer = swarm.optimizer(lamb, target_batch_size=TARGET, codec="float16")
+    ends: list[float] = []
+    speeds: list[float] = []
+    for batch in batches:
+        model(**batch).loss.backward()
+        if optimizer.step(samples=len(batch["input_ids"])) is not None:
+            ends.append(time.monotonic())
+            speeds.append(optimizer.collaboration.progress.own.samples_per_s)
+        if len(ends) == STEPS:
+            break
+    optimizer.close()
+    return (ends[-1] - ends[4]) / (STEPS - 5), sum(speeds[5:]) / (STEPS - 5)
 
 
 @pytest.mark.slow
 def test_two_peers_train_as_fast_as_the_doctor_predicted() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a core for each of the two
+    trials = []
     try:
-        for attempt in range(3):  # the machine is shared: what else runs on it may change between the two
-            predicted, step_s, samples_per_s = predicted_and_measured()
-            ratios = predicted.step_s / step_s, predicted.samples_per_s / samples_per_s
-            print(f"attempt {attempt}: predicted {predicted}, measured {step_s:.3f} s, {samples_per_s:.1f}/s")
-            if all(abs(ratio - 1) < NEAR for ratio in ratios):
-                return
-        pytest.fail(f"predicted / measured: step {ratios[0]:.2f}, samples/s {ratios[1]:.2f}")
+        while not any(each.near for each in trials) and len(trials) < ATTEMPTS:
+            trials.append(trial())
+            print(trials[-1])
     finally:
         torch.set_num_threads(threads)
+    if not any(each.near or each.steady for each in trials):
+        pytest.skip("other work on this machine slows training down and lets go of it again")
+    assert any(each.near for each in trials), trials
