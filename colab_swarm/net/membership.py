@@ -34,7 +34,7 @@ MAX_REVOKED = 900
 """They fit in one record of the DHT."""
 MAX_VERIFIED = 10_000
 """Memberships remembered: checking one takes up to 340 microseconds."""
-MAX_GUESTS = 200
+MAX_GUESTS = 64
 GUEST_S = 60.0
 """How long a peer without a membership may stay at the authority to ask for one."""
 

@@ -18,6 +18,7 @@ from colab_swarm.net.huggingface import Account, whoami
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_NAME_CHARS,
+    MAX_USES,
     SLACK_S,
     Grant,
     Membership,
@@ -109,7 +110,14 @@ class Authority:
             role: of those who join by it.
             hours: for how long one may join by it.
             uses: how many may, 0 for any number.
+
+        Raises:
+            ValueError: the figures make no sense.
         """
+        if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
+            raise ValueError(
+                f"hours={hours}, uses={uses}: give some hours, and 1 to {MAX_USES:,} uses or 0 for any"
+            )
         secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
         offline = self._settings.allowlist is None and not uses
         member_until = join_until + self._settings.member_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from colab_swarm.net.membership import Grant, Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, Credentials, RenewalPlan
@@ -29,7 +31,7 @@ def test_an_authority_that_is_away_is_asked_less_and_less_often_but_every_ten_mi
             tries.append(now)
             plan.on_failed(now=now)
         now += 10.0
-    pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    pauses = [later - sooner for sooner, later in pairwise(tries)]
     assert pauses[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and max(pauses) <= MAX_RETRY_S
     plan.on_renewed()
     assert plan.due(HELD, now=now)
