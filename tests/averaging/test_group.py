@@ -4,12 +4,17 @@ import math
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import (
+    MAX_NUMEL,
+    MAX_STEP,
     Gathering,
     GatheringSettings,
     Group,
     Member,
+    RoundCall,
     Ticket,
     equal_shares,
     rank,
@@ -153,3 +158,14 @@ def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> N
     assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
     g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(BOB))
     assert [member.share for member in g.form(bytes(16), equal_shares).members] == [0, 0, 1]
+
+
+@given(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-(1 << 63), (1 << 64) - 1))
+def test_whatever_step_a_stranger_calls_it_is_ranked_or_refused(step: int, numel: int) -> None:
+    wire = msgspec.msgpack.encode([["run", step, b"lineage", 1.0, numel, b"schema"]])
+    try:
+        call = msgspec.msgpack.decode(wire, type=RoundCall)
+    except msgspec.ValidationError:
+        assert not (0 <= step < MAX_STEP and 0 <= numel < MAX_NUMEL)
+    else:
+        assert len(rank(call.prefix, call.terms.step, [ALICE, BOB])) == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -62,6 +64,7 @@ def lineages(results: dict[str, Result]) -> set[bytes]:
     return {result[1] for result in results.values() if result is not None}
 
 
+@pytest.mark.slow
 def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -> None:
     with simulation("bob", "carol") as sim:
         results = sim.run(lambda swarm: train_halves(swarm, 10))
@@ -74,6 +77,7 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
     assert assistance.snapshot().rounds >= 9
 
 
+@pytest.mark.slow
 def test_a_newcomer_gets_the_state_of_peers_it_cannot_reach_through_the_assistant() -> None:
     with simulation("bob", "carol") as sim:
         sim.join("dave", at=6.0, listen=False)
@@ -99,6 +103,7 @@ def test_training_goes_on_when_the_assistant_crashes_in_a_round_and_comes_back(p
     assert results["bob"] and results["carol"] and len(lineages(results)) == 1
 
 
+@pytest.mark.slow
 def test_an_assistant_that_dies_for_good_leaves_everybody_to_train_alone() -> None:
     with simulation("bob", "carol") as sim:
         sim.network.at(4.0).crash("alice")
@@ -117,6 +122,7 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
 
 
+@pytest.mark.slow
 def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -> None:
     with simulation("bob", "carol") as sim:
         sim.join("dave")
@@ -134,6 +140,7 @@ def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
     assert results["bob"] and all(e.group_size == 1 and e.sent_bytes == 0 for e in rounds)
 
 
+@pytest.mark.slow
 def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to() -> None:
     def train(swarm: Swarm, only: str | None) -> dict[str, int]:
         if swarm.name == "alice":
@@ -183,3 +190,22 @@ def test_an_assistant_may_begin_to_train() -> None:
     with simulation("bob", "carol") as sim:
         results = sim.run(train)
     assert all(results.values()) and len(lineages(results)) == 1
+
+
+@pytest.mark.slow
+def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_the_assistant() -> None:
+    options = cs.PeerOptions(listen=False)
+    with contextlib.ExitStack() as stack:
+        backbone = stack.enter_context(cs.create("test-run"))
+        assistance, invite = backbone.assist(), str(backbone.invite())
+        bob, carol, dave = (
+            stack.enter_context(cs.join(invite, peer_name=name, options=options))
+            for name in ("bob", "carol", "dave")
+        )
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda swarm: train_halves(swarm, 5), (bob, carol)))
+        optimizer = join_training(dave, net := model())
+        assert optimizer.global_step == 5
+        assert all(torch.equal(parameters_of(net), result[0]) for result in results if result)
+        torch.testing.assert_close(parameters_of(net), joint_reference(5), rtol=0, atol=1e-5)
+        assert assistance.snapshot().rounds == 5 and assistance.snapshot().mirrored_bytes > 0

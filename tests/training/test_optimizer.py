@@ -362,6 +362,7 @@ async def lie(services: Services, step: int) -> None:
     await services.dht.store(key, record, subkey=services.peers.id, ttl_s=3600, signed=True)
 
 
+@pytest.mark.slow
 def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_newcomers() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, bytes] | None:
         if swarm.name == "bob":
