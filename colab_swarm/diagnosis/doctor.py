@@ -22,6 +22,7 @@ from colab_swarm.diagnosis.predict import (
 from colab_swarm.diagnosis.swarm import Trainers, membership, trainers
 from colab_swarm.errors import SwarmError
 from colab_swarm.joining import join
+from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from colab_swarm.widgets.doctor import Check, Light, render_html, render_text, summary
@@ -103,7 +104,7 @@ def doctor(
     if not isinstance(swarm, str):
         return Diagnosis(_examined(facts, swarm, subject))
     try:
-        visit = join(swarm, peer_name=VISITOR)
+        visit = join(swarm, peer_name=VISITOR, options=PeerOptions(lan=False))
     except SwarmError as error:
         return Diagnosis(replace(_examined(facts, None, subject), refused=str(error)))
     with visit:

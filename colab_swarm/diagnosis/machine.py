@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import shutil
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -100,13 +103,22 @@ def _version(name: str) -> str | None:
 
 
 def internet(connect: Callable[[tuple[str, int], float], object] = socket.create_connection) -> bool:
-    """Whether any of `HOSTS` accepts a connection; takes 3 s for each that does not."""
-    for host in HOSTS:
-        try:
-            connection = connect(host, CONNECT_TIMEOUT_S)
-        except OSError:
-            continue
-        if isinstance(connection, socket.socket):
-            connection.close()
-        return True
-    return False
+    """Whether any of `HOSTS` accepts a connection within 3 s."""
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    for host in HOSTS:  # in threads, because looking up a name cannot be bounded
+        threading.Thread(target=lambda host=host: answers.put(_answers(connect, host)), daemon=True).start()
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    try:
+        return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
+    except queue.Empty:
+        return False
+
+
+def _answers(connect: Callable[[tuple[str, int], float], object], host: tuple[str, int]) -> bool:
+    try:
+        connection = connect(host, CONNECT_TIMEOUT_S)
+    except OSError:
+        return False
+    if isinstance(connection, socket.socket):
+        connection.close()
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from colab_swarm.swarm import Swarm
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.settings import Services
 
+MODEL = "model"
+"""What `Swarm.optimizer` calls it unless told otherwise."""
 TESTS = 3
 """Peers that are asked for a speed test."""
 SIZE_BYTES = 4 << 20
@@ -42,9 +44,14 @@ def membership(swarm: Swarm, trainers: Trainers) -> Membership:
         reachability=swarm.reachability,
         linked=len(linked),
         trainers=tuple(trainers.speeds.values()),
-        skew_s=time.time() - peers.time(),
+        skew_s=_skew_s(swarm),
         line=swarm._runtime.call(_line(peers, asked)),
     )
+
+
+def _skew_s(swarm: Swarm) -> float:
+    presence = swarm._presence  # a simulated peer has none, and its wall clock is made up
+    return 0.0 if presence is None else -presence.node.linker.clock.behind_s
 
 
 async def _line(peers: Peers, asked: Sequence[PeerId]) -> Line | None:
@@ -69,22 +76,27 @@ def best(found: Sequence[Speed]) -> Line | None:
     )
 
 
-def trainers(swarm: Swarm, name: str = "model") -> Trainers:
-    """Who trains ``name`` in the run now, by their own records."""
+def trainers(swarm: Swarm) -> Trainers:
+    """Who trains the run's model now, by their own records."""
     optimizer, target, codec = swarm._optimizer, None, Trainers.codec
     if optimizer is not None:
-        swarm._runtime.call(optimizer.collaboration.refresh())
+        with contextlib.suppress(PeerError):  # then what is known already must do
+            swarm._runtime.call(optimizer.collaboration.refresh())
         records = dict(optimizer.collaboration.progress.records)
         target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.codec
     else:
-        records = swarm._runtime.call(_records(swarm._services, f"{swarm.run_id}/{name}/progress"))
+        records = swarm._runtime.call(_records(swarm._services, f"{swarm.run_id}/{MODEL}/progress"))
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
     return Trainers(speeds, target, codec)
 
 
 async def _records(services: Services, key: str) -> dict[PeerId, ProgressRecord]:
-    records = {}
-    for peer, record in (await services.dht.get(key)).items():
+    records: dict[PeerId, ProgressRecord] = {}
+    try:
+        found = await services.dht.get(key)
+    except PeerError:
+        return {}
+    for peer, record in found.items():
         try:
             records[PeerId(peer)] = msgspec.convert(record.value, ProgressRecord, strict=False)
         except (msgspec.ValidationError, ValueError):

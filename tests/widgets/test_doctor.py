@@ -4,7 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.widgets.doctor import WIDTH, Check, Light, render_html, render_text, summary
@@ -62,6 +62,7 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
     assert lines[2].startswith(" " * 18 + "word")
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_a_strangers_words_stay_words(words: str) -> None:
     hostile = [Check(words, Light.RED, words, words or "x")]
