@@ -49,7 +49,7 @@ async def peer(own: Identity, entrance: Entrance, *, listen: bool = True) -> Asy
     try:
         node.serve(Echo, echo, role=Role.WORKER)
         dht = DHT(node, DHTSettings(), rng)
-        links = LinkControl(node.linker.readmit, node.linker.recheck, lambda: node.linker.clock.behind_s)
+        links = LinkControl.of(node)
         trust = Trust(node, dht, EventLog(), rng, entrance.run_id, entrance.closed, links)
         for contact in entrance.entries:
             node.learn(contact)

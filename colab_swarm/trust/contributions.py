@@ -7,7 +7,8 @@ a member. The leaderboard is the sum over all tallies, without what a tally says
   what the other reducers credit adds up to the weight, whatever share p itself reduces. Is p the only reducer, then
   the other members, who got its means, divide the credit evenly. A round of one is seen by nobody and not counted.
 - *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the span that it got means of.
-- *Bytes relayed, work units, expert calls.* Whoever was served credits who served.
+- *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
+- *Work units, expert calls.* Whoever was served credits who served.
 
 Two members that credit each other cannot be told from two that worked: the ledger gives thanks, not money. A tally
 lives in the DHT for a day after its writer has left.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
@@ -80,6 +81,7 @@ class Ledger:
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
+        self._relayed: dict[PeerId, int] = {}
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
@@ -96,6 +98,12 @@ class Ledger:
         amounts[KINDS.index(kind)] = min(amounts[KINDS.index(kind)] + amount, MAX_AMOUNT)
         if len(self._amounts) > 2 * MAX_ROWS:
             self._amounts = dict(self._largest())
+
+    def on_relayed(self, totals: Mapping[PeerId, int]) -> None:
+        """Count what relays carried for this peer since the last time; ``totals`` since it began, in bytes."""
+        for relay, total in totals.items():
+            self.credit(relay, "relayed_bytes", (total - self._relayed.get(relay, 0)) / 2)
+            self._relayed[relay] = total
 
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
@@ -160,10 +168,19 @@ class Contributions:
         dht: where the tallies are.
         run_id: the run.
         admission: says whose tallies count: those of reducers and above; None in an open run, where all do.
+        relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
     """
 
-    def __init__(self, peers: Peers, dht: DHT, run_id: str, admission: MembershipAdmission | None) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        dht: DHT,
+        run_id: str,
+        admission: MembershipAdmission | None = None,
+        relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict,
+    ) -> None:
         self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
+        self._relayed_bytes = relayed_bytes
         self._published: tuple[Row, ...] = ()
         self._published_at = float("-inf")
         self._loop = asyncio.get_running_loop()
@@ -176,11 +193,15 @@ class Contributions:
 
     async def stop(self) -> None:
         """Publish what is left, and no more."""
-        if self._task is None:
-            return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*self.vanish(), return_exceptions=True)
         await self.publish()
+
+    def vanish(self) -> list[asyncio.Task[None]]:
+        """End the background work at once, as a crash would; returns the task that is ending."""
+        tasks = [] if self._task is None else [self._task]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     async def _keep(self) -> None:
         try:
@@ -202,6 +223,7 @@ class Contributions:
 
     async def publish(self) -> None:
         """Store the tally if it has changed, or would be forgotten."""
+        self.ledger.on_relayed(self._relayed_bytes())
         rows, now = self.ledger.rows(), self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Peers, Role
 from colab_swarm.trust.authority import Authority, AuthoritySettings
 from colab_swarm.trust.book import AuthorityBook
@@ -19,11 +20,26 @@ from colab_swarm.trust.revocation import RevocationWatch
 
 @dataclass(frozen=True)
 class LinkControl:
-    """What trust wants of the links: see `Linker.readmit`, `Linker.recheck` and `SwarmClock.behind_s`."""
+    """What trust wants of the links.
+
+    Attributes:
+        readmit, recheck: see `Linker`.
+        behind_s: see `SwarmClock`.
+        relayed_bytes: see `Metering`.
+    """
 
     readmit: Callable[[PeerId, bytes], Role]
     recheck: Callable[[], None]
     behind_s: Callable[[], float]
+    relayed_bytes: Callable[[], dict[PeerId, int]]
+
+    @classmethod
+    def of(cls, node: Node) -> LinkControl:
+        """That of a peer on the real network."""
+        linker = node.linker
+        return cls(
+            linker.readmit, linker.recheck, lambda: linker.clock.behind_s, linker.metering.relayed_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -61,13 +77,15 @@ class Trust:
         closed: ClosedRun | None = None,
         links: LinkControl | None = None,
     ) -> None:
-        self.contributions = Contributions(peers, dht, run_id, closed.admission if closed else None)
+        admission = closed.admission if closed else None
+        self.contributions = Contributions(
+            peers, dht, run_id, admission, links.relayed_bytes if links else dict
+        )
         self.authority: Authority | None = None
         self._member: Member | None = None
         self._watch: RevocationWatch | None = None
-        if closed is None or links is None:
+        if closed is None or admission is None or links is None:
             return
-        admission = closed.admission
         self._member = Member(
             peers, dht, admission, events, closed.credentials, links.readmit, links.behind_s
         )
@@ -99,6 +117,10 @@ class Trust:
         if self._member is not None and self._watch is not None:
             await self._member.stop()
             await self._watch.stop()
+
+    def vanish(self) -> None:
+        """End without a goodbye, like a process that is killed. For simulated crashes: such a run is open."""
+        self.contributions.vanish()
 
     def revoke(self, subject: PeerId) -> None:
         """Put a peer out of the run, or an invitation (the id of its key).

@@ -76,7 +76,7 @@ class Run:
         dht = DHT(node, DHTSettings(), random.Random(name))
         credentials = Credentials(invitation[0], Identity(invitation[1]), token) if invitation else None
         closed = ClosedRun(admission, credentials, None if invitation else self.book, self.settings)
-        links = LinkControl(node.linker.readmit, node.linker.recheck, lambda: node.linker.clock.behind_s)
+        links = LinkControl.of(node)
         peer = Peer(
             node, dht, Trust(node, dht, events, random.Random(name), RUN, closed, links), events, clock
         )

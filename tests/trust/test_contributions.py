@@ -111,6 +111,15 @@ def test_saying_a_thing_twice_in_one_tally_counts_once() -> None:
     assert leaderboard([Tally(KEYS[0], b"", (row, row))])[0].samples == 1.0
 
 
+def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> None:
+    ends = [Ledger(peer(0)), Ledger(peer(1))]
+    for total in (1000, 1000, 5000):
+        for ledger in ends:
+            ledger.on_relayed({peer(2): total})
+    tallied = [Tally(key, b"", ledger.rows()) for key, ledger in zip(KEYS, ends, strict=False)]
+    assert leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
+
+
 @pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
 def test_nonsense_is_not_credited(amount: float) -> None:
     with pytest.raises(ValueError, match="cannot be credited"):
