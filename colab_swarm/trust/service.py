@@ -31,7 +31,7 @@ class LinkControl:
     readmit: Callable[[PeerId, bytes], Role]
     recheck: Callable[[], None]
     behind_s: Callable[[], float]
-    relayed_bytes: Callable[[], dict[PeerId, int]]
+    relayed_bytes: Callable[[], dict[PeerId, int]] = dict
 
     @classmethod
     def of(cls, node: Node) -> LinkControl:
