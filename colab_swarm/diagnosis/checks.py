@@ -41,7 +41,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
     if facts.machine.open_files is not None:
         yield _open_files(facts.machine.open_files)
     if facts.refused:
-        yield Check("swarm", RED, facts.refused, "mend that and ask again: cs.doctor(invitation)")
+        yield Check("swarm", RED, facts.refused, "mend that, join, and ask again: cs.doctor(cs.join(…))")
     if facts.membership is not None:
         yield from _swarm(facts.membership)
     if facts.prediction is not None and facts.work is not None:

@@ -21,6 +21,7 @@ from colab_swarm.diagnosis.predict import (
 )
 from colab_swarm.diagnosis.swarm import Trainers, membership, trainers
 from colab_swarm.errors import SwarmError
+from colab_swarm.invite import Invite, Setting
 from colab_swarm.joining import join
 from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
@@ -86,11 +87,12 @@ def doctor(
     Ask while the others train: on a shared machine or line, that is what the prediction is for.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left; None looks at the machine only.
+        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts as a use of it);
+            None looks at the machine only.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. Nothing of it is changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, codec: as for `Swarm.optimizer`; known already if the swarm has one. Without a target batch
-            there is no prediction.
+        target_batch_size, codec: as for `Swarm.optimizer`; known already if the swarm has one or the invitation
+            suggests them. Without a target batch there is no prediction.
 
     Raises:
         ValueError: model, batches, target_batch_size or codec is not usable.
@@ -108,7 +110,7 @@ def doctor(
     except SwarmError as error:
         return Diagnosis(replace(_examined(facts, None, subject), refused=str(error)))
     with visit:
-        return Diagnosis(_examined(facts, visit, subject))
+        return Diagnosis(_examined(facts, visit, _suggested(subject, Invite.parse(swarm).settings)))
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,17 @@ class Subject:
     batches: Iterable[Mapping[str, Tensor]] | None
     target_batch_size: int | None
     codec: str | None
+
+
+def _suggested(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
+    """What the user left open, as the invitation suggests it."""
+    target, codec = settings.get("target_batch_size"), settings.get("codec")
+    return replace(
+        subject,
+        target_batch_size=subject.target_batch_size
+        or (target if isinstance(target, int) and target > 0 else None),
+        codec=subject.codec or (codec if isinstance(codec, str) and codec in CODECS else None),
+    )
 
 
 def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
@@ -179,7 +192,7 @@ def _of_size(name: str, size: AlbertSize) -> Needs:
     )
 
 
-def run_doctor(invite: str | None, *, size: str | None, target_batch_size: int) -> bool:
+def run_doctor(invite: str | None, *, size: str | None, target_batch_size: int | None) -> bool:
     """``colab-swarm doctor``: print the diagnosis; whether no light is red."""
     diagnosis = doctor(invite, model=size, target_batch_size=target_batch_size)
     print(diagnosis)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import colab_swarm as cs
 from colab_swarm.diagnosis import doctor as module
-from colab_swarm.diagnosis.doctor import Diagnosis, doctor, run_doctor
+from colab_swarm.diagnosis.doctor import Diagnosis, Subject, _suggested, doctor, run_doctor
 from colab_swarm.diagnosis.predict import Line
 from colab_swarm.diagnosis.swarm import best
 from colab_swarm.net.speed import Speed
@@ -79,7 +79,7 @@ def test_an_invitation_that_cannot_be_used_is_a_red_light_with_the_reason() -> N
     found = doctor("swarm://mistyped#AAAA")
     assert not found.ready
     (red,) = [check for check in found.checks if check.light is Light.RED]
-    assert (red.name, red.fix) == ("swarm", "mend that and ask again: cs.doctor(invitation)")
+    assert (red.name, red.fix) == ("swarm", "mend that, join, and ask again: cs.doctor(cs.join(…))")
     assert "mistyped" in red.text
 
 
@@ -105,8 +105,16 @@ def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told(
 
 
 def test_the_command_prints_and_tells_whether_all_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not run_doctor("swarm://mistyped#AAAA", size=None, target_batch_size=256)
+    assert not run_doctor("swarm://mistyped#AAAA", size=None, target_batch_size=None)
     assert "✖ swarm" in capsys.readouterr().out
+
+
+def test_the_invitation_suggests_what_the_user_left_open() -> None:
+    suggested = {"target_batch_size": 512, "codec": "int8"}
+    assert _suggested(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
+    assert _suggested(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
+    strange = {"target_batch_size": "many", "codec": "mp3"}
+    assert _suggested(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
 
 
 def test_the_own_line_is_the_fastest_of_the_tests() -> None:
