@@ -75,6 +75,9 @@ class AuthoritySettings:
 class Authority:
     """Answers those who ask for a membership. Its peer's key is the run's authority key.
 
+    Attributes:
+        allowlist: whom it admits; None if an invitation suffices.
+
     Args:
         peers: the network; its key must be the admission's ``authority``.
         admission: of this peer.
@@ -93,6 +96,7 @@ class Authority:
     ) -> None:
         self._peers, self._admission, self._book = peers, admission, book
         self._settings, self._readmit = settings, readmit
+        self.allowlist = settings.allowlist
         self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
         self._asking: set[PeerId] = set()
         if book.revocations:
@@ -119,7 +123,7 @@ class Authority:
                 f"hours={hours}, uses={uses}: give some hours, and 1 to {MAX_USES:,} uses or 0 for any"
             )
         secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
-        offline = self._settings.allowlist is None and not uses
+        offline = self.allowlist is None and not uses
         member_until = join_until + self._settings.member_s
         key = Identity(secret).public_key
         grant = Grant(self._admission.run_id, role, key, join_until, member_until, uses, offline)
@@ -152,7 +156,7 @@ class Authority:
 
     async def _answer(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
         proof = self._proof_of(peer, message.proof)
-        name = await self._name_of(message.token) if self._settings.allowlist else proof.name
+        name = proof.name if self.allowlist is None else await self._name_of(message.token, self.allowlist)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
             count = proof.grant.uses
@@ -193,14 +197,13 @@ class Authority:
             ) from None
         return proof
 
-    async def _name_of(self, token: str) -> str:
+    async def _name_of(self, token: str, allowlist: Allowlist) -> str:
         """The user whose token it is, if the list admits it.
 
         Raises:
             Refusal: it does not, or the token is nobody's, or there is no telling now.
         """
         tokens = "https://huggingface.co/settings/tokens"
-        allowlist = self._settings.allowlist or Allowlist()
         if not token:
             why, do = "it asks for a Hugging Face account, and you gave no token", f"make one at {tokens}"
             raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")

@@ -193,15 +193,10 @@ class Contributions:
 
     async def stop(self) -> None:
         """Publish what is left, and no more."""
-        await asyncio.gather(*self.vanish(), return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self.publish()
-
-    def vanish(self) -> list[asyncio.Task[None]]:
-        """End the background work at once, as a crash would; returns the task that is ending."""
-        tasks = [] if self._task is None else [self._task]
-        for task in tasks:
-            task.cancel()
-        return tasks
 
     async def _keep(self) -> None:
         try:

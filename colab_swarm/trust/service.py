@@ -118,10 +118,6 @@ class Trust:
             await self._member.stop()
             await self._watch.stop()
 
-    def vanish(self) -> None:
-        """End without a goodbye, like a process that is killed. For simulated crashes: such a run is open."""
-        self.contributions.vanish()
-
     def revoke(self, subject: PeerId) -> None:
         """Put a peer out of the run, or an invitation (the id of its key).
 

@@ -8,6 +8,7 @@ import pytest
 
 from colab_swarm.errors import CallRefused, JoinError, PeerError, PeerUnreachable
 from colab_swarm.events import ClockSkewed, MembershipEnding, MembershipRenewed
+from colab_swarm.invite import Invite
 from colab_swarm.net.huggingface import Account
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
@@ -45,6 +46,31 @@ def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_new_on
             links = {link.remote.membership for link in bob.node.linker.table.of(alice.node.id)}
             assert links == {alice.member._admission.membership}
             assert authority.node.role_of(alice.node.id) is Role.WORKER
+
+    run(main())
+
+
+def test_the_text_of_an_invitation_is_all_that_a_newcomer_needs() -> None:
+    async def main() -> None:
+        async with run_with("alice") as (here, (authority, alice)):
+            issued = Invite.issue(
+                *here.invite(), [alice.node.contact], access="invite", authority=authority.node.public_key
+            )
+            passed_on = Invite.parse(str(issued)).with_entries([alice.node.contact, authority.node.contact])
+            read = Invite.parse(str(passed_on))
+            assert read.grant is not None and repr(read.secret) not in repr(read)
+            bob = await here.start("bob", (read.grant, read.secret))
+            assert await call(bob, alice) == Echo(b"in")
+
+    run(main())
+
+
+def test_an_invitation_for_nobody_is_not_made() -> None:
+    async def main() -> None:
+        async with run_with() as (here, _):
+            for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
+                with pytest.raises(ValueError, match="give some hours"):
+                    here.invite(**figures)  # type: ignore[arg-type]
 
     run(main())
 
