@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,9 @@ IDLE_S = 900.0
 MAX_COLLABORATIONS = 16
 MAX_ROUNDS = 4
 """Of one collaboration at once."""
-MAX_VECTOR_BYTES = 16 << 30
+UNKNOWN_MEMORY_BYTES = 8 << 30
+VECTORS_IN_MEMORY = 4
+"""A round's own and the last one's, with room to spare; a model too large for that is not helped."""
 MATCHMAKING = GatheringSettings(window_s=5.0, slack_s=5.0)
 
 
@@ -125,7 +128,9 @@ class Assistant:
     def enter(self, prefix: str) -> None:
         """A message came for a collaboration that is new here: help it."""
         wanted = prefix == self._only if self._only else prefix.startswith(f"{self._run_id}/")
-        if wanted and len(self._parts) <= MAX_COLLABORATIONS and len(prefix) <= MAX_TEXT:
+        if wanted and len(prefix) <= MAX_TEXT:
+            if len(self._parts) > MAX_COLLABORATIONS:
+                self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
             self._parts[prefix] = _Part(self._services, prefix, self._tally)
 
     def leave(self, prefix: str) -> None:
@@ -143,6 +148,7 @@ class _Part:
         self._prefix = prefix
         self._tally = tally
         self._records: Mapping[PeerId, ProgressRecord] = {}
+        self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
         self._assistants: Collection[PeerId] = ()
         self._last: Group | None = None  # of the last round here
         self._read_at = float("-inf")
@@ -151,9 +157,11 @@ class _Part:
             services.rooms, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
         self._mirror = Mirror(services.rooms, prefix, donors=self._donors, on_sent=self._on_sent)
+        self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
         """Serve this collaboration no more."""
+        self._stop_listening()
         self._matchmaker.close()
         self._mirror.close()
         for task in self._rounds.values():
@@ -165,7 +173,7 @@ class _Part:
         self.used_at = _now()
         key = (terms.step, terms.lineage)
         if key not in self._rounds:
-            if len(self._rounds) >= MAX_ROUNDS or 4 * terms.numel > MAX_VECTOR_BYTES:
+            if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
                 return None
             self._rounds[key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
         return 0.0
@@ -201,11 +209,16 @@ class _Part:
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
         """Who should come: by the records, and who was there a step before, whose records may be older."""
-        others = set(self._assistants)
+        linked, others = self._services.peers.linked(), set(self._assistants)
         if self._last is not None and self._last.step == step - 1:
             others |= {member.id for member in self._last.members}
-        others &= self._services.peers.linked()  # who is gone would be waited for
-        return sorted(others.union(participants_of(self._records, step, lineage)))
+        here = participants_of(self._records, step, lineage)
+        alive = (peer for peer in here if peer in linked or self._lost.get(peer) != self._records[peer])
+        return sorted((others & linked).union(alive))  # who is gone would be waited for
+
+    def _on_lost(self, peer: PeerId) -> None:
+        if record := self._records.get(peer):
+            self._lost[peer] = record
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = _now()
@@ -226,9 +239,17 @@ class _Part:
                 self._records, self._assistants = await asyncio.gather(
                     read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
                 )
+            self._lost = {peer: told for peer, told in self._lost.items() if peer in self._records}
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return UNKNOWN_MEMORY_BYTES
 
 
 def _now() -> float:

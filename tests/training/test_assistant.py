@@ -133,6 +133,17 @@ def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -
     assert not any(e.kept_local for e in rounds)
 
 
+@pytest.mark.slow
+def test_a_trainer_that_vanishes_is_waited_for_once_at_most() -> None:
+    with simulation("bob", "carol", "dave") as sim:
+        sim.network.at(6.0).crash("dave")
+        results = sim.run(lambda swarm: train_or_assist(swarm, 20))
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+    assert sim.network.fired and len(lineages(results)) == 1
+    later = [e for e in rounds if e.at > 6.0]
+    assert {e.group_size for e in later} == {3} and sum(e.seconds > 3.0 for e in later) <= 1
+
+
 def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
     with simulation("bob") as sim:
         results = sim.run(lambda swarm: train_or_assist(swarm, 5))
