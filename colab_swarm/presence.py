@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from colab_swarm.access import Entrance
 from colab_swarm.averaging.rooms import Rooms
-from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import Access
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -24,6 +24,7 @@ from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.training.settings import Services
+from colab_swarm.trust.service import LinkControl, Trust
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
@@ -81,12 +82,23 @@ class Presence:
 
     Attributes:
         node: the peer itself.
+        trust: who it is to the others, and they to it.
         reachability: how others reach it.
         relay: what it relays; None if it does not.
     """
 
-    def __init__(self, node: Node, run_id: str, options: PeerOptions, services: Services) -> None:
-        self.node, self._run_id, self._options, self._services = node, run_id, options, services
+    def __init__(self, node: Node, entrance: Entrance, options: PeerOptions, services: Services) -> None:
+        self.node, self.entrance, self._options, self._services = node, entrance, options, services
+        self.trust = Trust(
+            node,
+            services.dht,
+            services.events,
+            services.rng,
+            entrance.run_id,
+            entrance.closed,
+            LinkControl.of(node),
+        )
+        services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
             self.relays,
@@ -102,23 +114,26 @@ class Presence:
         self._announcer: LanAnnouncer | None = None
 
     @classmethod
-    async def open(
-        cls, node: Node, run_id: str, entries: Sequence[Contact], options: PeerOptions, services: Services
-    ) -> Presence:
+    async def open(cls, node: Node, entrance: Entrance, options: PeerOptions, services: Services) -> Presence:
         """Get into the run through any of the entries and find out how others reach this peer.
 
         Raises:
-            JoinError: there are entries, and none of them could be reached.
+            JoinError: there are entries, and none of them could be reached, or this peer is not let in.
             TunnelError: the tunnel that was asked for cannot be opened.
         """
-        presence = cls(node, run_id, options, services)
+        entries = entrance.entries
+        presence = cls(node, entrance, options, services)
+        if entries and not options.announce:
+            node.announce(())  # until somebody has dialled back: nobody shall try addresses behind a NAT
+        for contact in entries:
+            node.learn(contact)
+        await presence.trust.join()
         if entries:
-            if not options.announce:
-                node.announce(())  # until somebody has dialled back: nobody shall try addresses behind a NAT
             await enter(node, entries)
             await presence.reachability.verify()
         await find_others(services, entries)
         await presence.reachability.start()
+        presence.trust.start()
         if presence.relay is not None:
             node.linker.spawn(presence._publish_relay())
         return presence
@@ -131,15 +146,20 @@ class Presence:
             self.relay.close()
         await self.reachability.close()
 
-    def announce_in_lan(self, name: str, access: Access) -> None:
+    def _on_round(self, result: RoundResult) -> None:
+        ledger = self.trust.contributions.ledger
+        ledger.on_round(result.group, result.contributors, result.spans_lost)
+
+    def announce_in_lan(self, name: str) -> None:
         """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""
         if self._options.lan and self.node.port is not None:
-            self.node.linker.spawn(self._announce(name, access))
+            self.node.linker.spawn(self._announce(name))
 
-    async def _announce(self, name: str, access: Access) -> None:
+    async def _announce(self, name: str) -> None:
         contact = Contact(self.node.id, self.node.listening())
+        announcement = Announcement(self.entrance.run_id, self.entrance.access, name, contact)
         try:
-            self._announcer = await LanAnnouncer.start(Announcement(self._run_id, access, name, contact))
+            self._announcer = await LanAnnouncer.start(announcement)
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
             return
@@ -153,7 +173,7 @@ class Presence:
 
     @property
     def _relays_key(self) -> str:
-        return f"{self._run_id}/relays"
+        return f"{self.entrance.run_id}/relays"
 
     async def relays(self) -> list[Contact]:
         """Relays of the run, as they say themselves."""
@@ -183,8 +203,6 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
     Raises:
         JoinError: none does.
     """
-    for contact in entries:
-        node.learn(contact)
     tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
     reasons = []
     try:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.errors import PeerError
 from colab_swarm.events import StepFinished
-from colab_swarm.invite import Invite
+from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.ladder import Reachability, Rung
 from colab_swarm.net.peers import Contact, PeerId, short
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
 from colab_swarm.training.settings import Services
+from colab_swarm.trust.contributions import Contribution
+from colab_swarm.trust.service import Trust
+from colab_swarm.widgets.invitation import Invitation
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from colab_swarm.widgets.panel import Panel
 
 logger = logging.getLogger(__name__)
-INVITE_HOURS = 24.0
 
 
 class Swarm:
@@ -40,7 +42,6 @@ class Swarm:
         *,
         run_id: str,
         name: str,
-        entries: Sequence[Contact],
         presence: Presence | None = None,
     ) -> None:
         """``presence`` is None in a simulation."""
@@ -48,7 +49,6 @@ class Swarm:
         self._services = services
         self._presence = presence
         self.run_id = run_id
-        self._entries = tuple(entries)
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self.assistance: Assistance | None = None
@@ -84,20 +84,81 @@ class Swarm:
         addresses = self.contact.addresses
         return Reachability(Rung.DIRECT if addresses else Rung.OUTGOING, addresses=addresses)
 
-    def invite(self, *, hours: float = INVITE_HOURS) -> str:
-        """One line that lets others join, valid for ``hours``.
+    def invite(
+        self,
+        *,
+        role: str | None = None,
+        hours: float | None = None,
+        uses: int | None = None,
+        settings: Mapping[str, Setting] | None = None,
+    ) -> Invitation:
+        """One line that lets others join; in a notebook it shows itself with a QR code and badges.
+
+        The authority (the peer that created the run) makes new ones. Other peers pass on the invitation that they
+        came by, with fresh addresses; in a run that is open to everybody any peer makes them.
+
+        Args:
+            role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
+            hours: for how long one may join by it; 24 by default.
+            uses: how many peers may; any number by default. The authority counts, so it has to be there then.
+            settings: suggestions for training, such as ``{"target_batch_size": 4096}``.
 
         Raises:
-            JoinError: neither this peer nor any it knows accepts connections.
+            JoinError: nobody could use it: no known peer accepts connections.
+            PermissionError: only the authority can make such an invitation.
+            ValueError: the role, hours or uses make no sense.
         """
-        own = self._services.peers.contact
-        entries = [contact for contact in (own, *self._entries) if contact.addresses]
-        if not entries:
-            raise JoinError(
-                "nobody could use this invitation: no known peer accepts connections; "
-                "start one on any machine that does: colab-swarm backbone"
-            )
-        return str(Invite(self.run_id, tuple(entries[:4]), time.time() + 3600 * hours))
+        presence = self._require_real()
+        invite = self._runtime.call(_invite(presence, role, hours, uses))
+        if settings is not None:
+            invite = invite.with_settings(settings)
+        return Invitation(
+            str(invite),
+            run=self.run,
+            role=invite.role.name.lower(),
+            expires_at=invite.expires_at,
+            uses=invite.uses,
+        )
+
+    @property
+    def suggestions(self) -> Mapping[str, Setting]:
+        """Settings for training that the invitation suggests."""
+        invitation = self._presence.entrance.invitation if self._presence else None
+        return {} if invitation is None else dict(invitation.settings)
+
+    def _require_real(self) -> Presence:
+        if self._presence is None:
+            raise PermissionError("nobody from outside can join a simulated run, nor be put out of it")
+        return self._presence
+
+    def revoke(self, peer: PeerId | str) -> None:
+        """Put a peer out of the run for good: it is out everywhere within a minute.
+
+        Args:
+            peer: its id, or the first hex digits of it, as panels show them.
+
+        Raises:
+            PermissionError: this peer did not create the run, or the run is open to everybody.
+            ValueError: no such peer is known, or several are.
+        """
+        trust = self._require_real().trust
+        subject = self._find(peer) if isinstance(peer, str) else peer
+        self._runtime.call(_revoke(trust, subject))
+
+    def _find(self, digits: str) -> PeerId:
+        known = {*self._services.peers.linked()}
+        if self._optimizer is not None:
+            known |= self._optimizer.collaboration.progress.records.keys()
+        found = [peer for peer in known if peer.hex().startswith(digits.lower())]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} peers are known whose id begins with {digits!r}")
+        return found[0]
+
+    def contributions(self) -> tuple[Contribution, ...]:
+        """The leaderboard: who gave how much, as the others saw it; most samples first."""
+        if self._presence is None:
+            return ()
+        return self._runtime.call(self._presence.trust.contributions.read())
 
     # --- what it is for -------------------------------------------------------------------------------------------
 
@@ -279,7 +340,19 @@ def _row(peer: PeerId, record: Any, me: bool) -> PeerRow:
     )
 
 
+async def _invite(presence: Presence, role: str | None, hours: float | None, uses: int | None) -> Invite:
+    authority = presence.trust.authority
+    return presence.entrance.invite(presence.node, authority, role=role, hours=hours, uses=uses)
+
+
+async def _revoke(trust: Trust, subject: PeerId) -> None:
+    trust.revoke(subject)
+
+
 async def _close(services: Services, presence: Presence | None) -> None:
+    if presence is not None:
+        with contextlib.suppress(PeerError):
+            await presence.trust.stop()
     with contextlib.suppress(PeerError):
         await services.dht.stop()
     await services.averager.close()

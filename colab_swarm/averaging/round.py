@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -52,6 +52,9 @@ class Averager:
 
     The last finished round of each collaboration is kept so that its other members can still recover from here; it
     is not copied (a copy costs as much as summing): the caller leaves its vector alone until the next has ended.
+
+    Attributes:
+        on_round: called with each result.
     """
 
     def __init__(self, peers: Peers, settings: AveragingSettings | None = None) -> None:
@@ -61,6 +64,7 @@ class Averager:
         self._finished: dict[str, Exchange] = {}  # by prefix
         self._begun = asyncio.Event()
         self._spare: dict[str, Floats] = {}
+        self.on_round: Callable[[RoundResult], None] = lambda result: None
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)
@@ -135,9 +139,11 @@ class Averager:
         )
         self._begin(exchange)
         try:
-            return await self._run(exchange)
+            result = await self._run(exchange)
         finally:
             self._finish(exchange)
+        self.on_round(result)
+        return result
 
     def _begin(self, exchange: Exchange) -> None:
         self._rounds[exchange.group.round_id] = exchange

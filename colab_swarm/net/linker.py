@@ -256,7 +256,7 @@ class Linker:
             carrier,
             introduced.keys,
             dialled=dialled,
-            traffic=self.metering.traffic(contact.id, tunnelled=path.way is Way.TUNNEL and not dialled),
+            traffic=self.metering.traffic(contact.id, path, dialled=dialled),
         )
         link.add_rtt(rtt_s)
         self._add_link(link)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
 from colab_swarm.net.budget import RateMeter, TokenBucket
-from colab_swarm.net.carrier import Traffic
+from colab_swarm.net.carrier import Path, Traffic, Way
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import LinkStatistics, PeerId
 from colab_swarm.net.settings import NodeSettings
@@ -21,6 +21,7 @@ class Metering:
         self._per_peer_upload_bps = settings.per_peer_upload_bps
         self._upload, self._download = self._bucket(settings.upload_bps), self._bucket(settings.download_bps)
         self._sent, self._received, self._tunnelled = RateMeter(), RateMeter(), RateMeter()
+        self._by_relay: dict[PeerId, RateMeter] = {}
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
     @property
@@ -28,14 +29,25 @@ class Metering:
         """Bytes sent through this peer's own tunnel."""
         return self._tunnelled.total_bytes
 
-    def traffic(self, peer: PeerId, *, tunnelled: bool = False) -> Traffic:
-        """Where a new link to the peer counts; ``tunnelled`` if it came through this peer's tunnel."""
+    def relayed_bytes(self) -> dict[PeerId, int]:
+        """Bytes that each relay carried for this peer, both ways."""
+        return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
+
+    def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> Traffic:
+        """Where a new link to the peer counts."""
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
             del self._by_peer[next(iter(self._by_peer))]
         upload = (*self._upload, *self._bucket(self._per_peer_upload_bps))
-        tunnel = (self._tunnelled,) if tunnelled else ()
-        return Traffic((sent, self._sent, *tunnel), (received, self._received), upload, self._download)
+        out = [sent, self._sent]
+        into = [received, self._received]
+        if path.way is Way.TUNNEL and not dialled:
+            out.append(self._tunnelled)
+        if path.relay is not None:
+            carried = self._by_relay.setdefault(path.relay, RateMeter())
+            out.append(carried)
+            into.append(carried)
+        return Traffic(out, into, upload, self._download)
 
     def statistics(self, peer: PeerId | None, links: Sequence[Link]) -> LinkStatistics:
         """Of one peer, or of all; ``links`` are those open now."""

@@ -1,0 +1,45 @@
+"""What ``join()`` shows of the local network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from colab_swarm.net.lan import LanSwarm
+
+NONE = (
+    "no swarm announces itself in this network: begin one with cs.create(…), or paste an invitation into "
+    "cs.join('https://…#…'); some networks keep multicast from passing"
+)
+
+
+class LanSwarms(tuple[LanSwarm, ...]):
+    """The swarms that announce themselves in the local network; an open one can be joined: ``cs.join(found[0])``."""
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """For each, its place and name, who is there, and how to join."""
+        return [
+            (f"[{index}] {swarm.run}", ", ".join(swarm.names), self._how(index, swarm))
+            for index, swarm in enumerate(self)
+        ]
+
+    @staticmethod
+    def _how(index: int, swarm: LanSwarm) -> str:
+        return (
+            f"open: cs.join(found[{index}])" if swarm.access == "open" else "by invitation: ask them for one"
+        )
+
+    def __repr__(self) -> str:
+        return "\n".join("  ".join(row) for row in self.rows()) or NONE
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return f"<p>{html.escape(NONE)}</p>"
+        return f"<table>{''.join(map(_row, self.rows()))}</table>"
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return (
+        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    )
