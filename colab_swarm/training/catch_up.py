@@ -3,6 +3,9 @@
 While the snapshot of step s is on its way, the newcomer already takes part in rounds with weight 0 and keeps their
 means; then it applies the means of the rounds s, s+1, … in order and is level with everybody, however long the
 download took. Its way of taking part cannot hold anybody up: it sends nothing and reduces nothing.
+
+Donors that keep failing are distrusted, and the branch of the others is tried: a peer that tells an absurd step keeps
+nobody out.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class CatchUp:
         """Download the state and get level.
 
         Raises:
-            StateError: there is a branch, but nobody on it could give its state in time.
+            StateError: there is a branch, but nobody on it could give its state in time, and this peer is not level.
         """
         follower = asyncio.create_task(self._follow(), name="follow rounds")
         try:

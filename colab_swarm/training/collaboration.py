@@ -292,7 +292,7 @@ class Collaboration:
         """Get level with the swarm's branch; nobody there means that this peer is the origin.
 
         Raises:
-            StateError: there is a branch, but nobody on it could give its state.
+            StateError: there is a branch, but nobody on it could give its state, and this peer has none to go on with.
         """
         level = not self.progress.own.syncing
         self._called, self._applying = None, False
