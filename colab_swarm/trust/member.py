@@ -155,9 +155,9 @@ class Member:
             left_s = held.expires_at - now
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
-                self._events.emit(
-                    MembershipEnding(self._loop.time(), max(0.0, left_s), self._words_of(error))
-                )
+                why = self._words_of(error)
+                reason = why if refused else f"the organizer's peer cannot be asked for a new one: {why}"
+                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
             return
         self._plan.on_renewed()
         self._untold = set(self._peers.linked())

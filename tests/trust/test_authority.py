@@ -227,6 +227,27 @@ def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted(
     run(main())
 
 
+def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
+    async def main() -> None:
+        async with run_with(settings=BY_NAME) as (here, (authority,)):
+            alice = await here.start("alice", here.invite(hours=1), "hf_alice")
+            await here.leave(authority)
+            for hours in (2.5, 5.0):
+                alice.clock.ahead_s = hours * HOUR
+                await alice.member.tick()
+            reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
+            (reason,) = reasons  # silent while there is time
+            assert reason.startswith("the organizer's peer cannot be asked for a new one: ")
+            again = await here.start("authority", clock=alice.clock)
+            alice.node.learn(again.node.contact)
+            alice.clock.ahead_s += 700.0
+            await alice.member.tick()
+            assert again.node.role_of(alice.node.id) is Role.WORKER
+            assert len(alice.events.recent(MembershipRenewed)) == 1
+
+    run(main())
+
+
 def test_who_leaves_the_list_is_told_and_out_when_its_membership_ends() -> None:
     async def main() -> None:
         async with run_with(settings=BY_NAME) as (here, _):
