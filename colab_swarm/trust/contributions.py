@@ -32,7 +32,7 @@ from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key, MembershipAdmission
-from colab_swarm.net.peers import Message, PeerId, Peers, Role
+from colab_swarm.net.peers import Message, PeerId, Peers, Role, short
 
 logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
@@ -64,7 +64,7 @@ class Tally(Message, frozen=True):
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Contribution:
     """What a peer has given to the swarm, as the others saw it."""
 
@@ -74,6 +74,10 @@ class Contribution:
     relayed_bytes: float = 0.0
     units: float = 0.0
     expert_calls: float = 0.0
+
+    def __repr__(self) -> str:
+        given = [f"{kind}={amount:,.0f}" for kind in KINDS if (amount := getattr(self, kind))]
+        return f"Contribution({', '.join((short(self.peer), *given))})"
 
 
 class Ledger:

@@ -106,6 +106,11 @@ def test_nobody_credits_itself() -> None:
     assert leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
 
 
+def test_a_line_of_the_leaderboard_says_what_there_is() -> None:
+    shown = Contribution(PeerId(b"\xab" * 32), samples=12_345.6, units=3.0)
+    assert repr(shown) == "Contribution(abababab, samples=12,346, units=3)"
+
+
 def test_saying_a_thing_twice_in_one_tally_counts_once() -> None:
     row = Row(peer(1), (1.0, 0.0, 0.0, 0.0, 0.0))
     assert leaderboard([Tally(KEYS[0], b"", (row, row))])[0].samples == 1.0
