@@ -1,7 +1,7 @@
 """Train one large model together: any notebook becomes a peer in one cell.
 
 import colab_swarm as cs
-swarm = cs.join("swarm://…")                    # or cs.create("my-run"), or cs.simulate(peers=4)
+swarm = cs.join("https://…#…")                   # or cs.create("my-run"), or cs.simulate(peers=4)
 model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
 optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1.76e-3), target_batch_size=256)
 for batch in batches:
@@ -15,8 +15,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colab_swarm.errors import InviteError, JoinError, PeerError, StateError, SwarmError
+    from colab_swarm.diagnosis.doctor import doctor
+    from colab_swarm.errors import (
+        InviteError,
+        JoinError,
+        PeerError,
+        StateError,
+        SwarmError,
+        TermsError,
+        TunnelError,
+    )
     from colab_swarm.joining import create, join
+    from colab_swarm.net.relay import RelayQuota
     from colab_swarm.presence import PeerOptions
     from colab_swarm.recipes.albert import albert
     from colab_swarm.recipes.hyperparameters import parameter_groups
@@ -25,21 +35,27 @@ if TYPE_CHECKING:
     from colab_swarm.training.checkpoint import CheckpointFolder
     from colab_swarm.training.lamb import Lamb
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.trust.authority import Allowlist
 
 _HOMES = {
+    "Allowlist": "trust.authority",
     "CheckpointFolder": "training.checkpoint",
     "InviteError": "errors",
     "JoinError": "errors",
     "Lamb": "training.lamb",
     "PeerError": "errors",
     "PeerOptions": "presence",
+    "RelayQuota": "net.relay",
     "Simulation": "simulation",
     "StateError": "errors",
     "Swarm": "swarm",
     "SwarmError": "errors",
     "SwarmOptimizer": "training.optimizer",
+    "TermsError": "errors",
+    "TunnelError": "errors",
     "albert": "recipes.albert",
     "create": "joining",
+    "doctor": "diagnosis.doctor",
     "join": "joining",
     "parameter_groups": "recipes.hyperparameters",
     "simulate": "simulation",
@@ -49,9 +65,12 @@ __all__ = [  # noqa: RUF022 - by subject
     "create",
     "join",
     "simulate",
+    "doctor",
     "Swarm",
     "Simulation",
     "PeerOptions",
+    "RelayQuota",
+    "Allowlist",
     "SwarmOptimizer",
     "CheckpointFolder",
     "albert",
@@ -61,6 +80,8 @@ __all__ = [  # noqa: RUF022 - by subject
     "PeerError",
     "InviteError",
     "JoinError",
+    "TermsError",
+    "TunnelError",
     "StateError",
 ]
 

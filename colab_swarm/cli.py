@@ -1,4 +1,4 @@
-"""The command line: ``colab-swarm demo | peer | backbone | bench``."""
+"""The command line: ``colab-swarm demo | backbone | relay | peer | doctor | bench``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from colab_swarm.errors import SwarmError
-from colab_swarm.events import RoundFinished, StateReceived, StepFinished
+from colab_swarm.events import ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.joining import create, join
+from colab_swarm.net.relay import RelayQuota
 from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
+from colab_swarm.trust.authority import Allowlist
 
 Tell = Callable[..., None]
 MAX_HOURS = 24 * 365
+SIZES = ("tiny", "base", "large", "xlarge")
+STATUS_EVERY_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,13 +53,36 @@ def _parser() -> argparse.ArgumentParser:
     backbone = commands.add_parser("backbone", help="begin a run and stay: the peer that everybody can reach")
     backbone.add_argument("name", help="of the run")
     backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
+    backbone.add_argument(
+        "--access", default="invite", choices=["open", "invite", "allowlist"], help="whom the run takes"
+    )
+    backbone.add_argument(
+        "--allow-user", action="append", default=[], help="of Hugging Face, for the allowlist; repeat it"
+    )
+    backbone.add_argument(
+        "--allow-organisation", action="append", default=[], help="of Hugging Face; repeat it"
+    )
     backbone.set_defaults(run=_backbone)
 
-    peer = commands.add_parser("peer", help="join a run and train")
-    peer.add_argument("invite", help="the swarm://… line")
-    peer.add_argument(
-        "--size", default="tiny", choices=["tiny", "base", "large", "xlarge"], help="of the ALBERT"
+    relay = commands.add_parser("relay", help="join a run and relay for peers that cannot be dialled")
+    relay.add_argument("invite", help="the https://…#… line")
+    relay.add_argument("--gb", type=float, default=None, help="relay so much in all, then no more")
+    relay.add_argument("--mbit-s", type=float, default=None, help="relay no faster")
+    relay.set_defaults(run=_relay)
+
+    doctor = commands.add_parser(
+        "doctor", help="can this machine take part? what is missing, and how to mend it"
     )
+    doctor.add_argument("invite", nargs="?", default=None, help="also look at this run")
+    doctor.add_argument("--size", default=None, choices=SIZES, help="of the ALBERT to train")
+    doctor.add_argument(
+        "--target-batch-size", type=int, default=None, help="samples of all peers for one step"
+    )
+    doctor.set_defaults(run=_doctor)
+
+    peer = commands.add_parser("peer", help="join a run and train")
+    peer.add_argument("invite", help="the https://…#… line")
+    peer.add_argument("--size", default="tiny", choices=SIZES, help="of the ALBERT")
     peer.add_argument("--text", default="python-docs", help="file, hub data set, or python-docs")
     peer.add_argument("--steps", type=int, default=0, help="leave at this global step; 0: stay")
     peer.add_argument("--target-batch-size", type=int, default=256, help="samples of all peers for one step")
@@ -64,22 +91,30 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--codec", default="float16", help="float32, float16, bfloat16 or int8, on the wire")
     peer.set_defaults(run=_peer)
 
-    for command in (backbone, peer):
-        command.add_argument("--peer-name", default="", help="what others see")
-        command.add_argument("--port", type=int, default=0, help="to listen on; 0: a free one")
-        command.add_argument(
-            "--announce", action="append", default=[], help="address to tell others, ws://HOST:PORT"
-        )
-        command.add_argument("--identity", default=None, help="file that keeps this peer's key")
-        command.add_argument("--no-listen", action="store_true", help="only dial out")
-        command.add_argument(
-            "--json-lines", action="store_true", help="one JSON object per event, for programs"
-        )
+    for command in (backbone, relay, peer):
+        _add_network(command)
 
     bench = commands.add_parser("bench", help="measure: link, dht, averaging, overhead", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _add_network(command: argparse.ArgumentParser) -> None:
+    """How the peer takes part in the network: the options of `PeerOptions`."""
+    add = command.add_argument
+    add("--peer-name", default="", help="what others see")
+    add("--port", type=int, default=0, help="to listen on; 0: a free one")
+    add("--announce", action="append", default=[], help="address to tell others, ws://HOST:PORT")
+    add("--identity", default=None, help="file that keeps this peer's key")
+    add("--no-listen", action="store_true", help="only dial out")
+    add("--relay", action="store_true", help="relay for peers that cannot be dialled; backbones always do")
+    add("--no-relays", action="store_true", help="do not be reached through relays")
+    add("--no-punch", action="store_true", help="do not turn relayed links into direct ones")
+    add("--no-lan", action="store_true", help="do not announce the run in the local network")
+    add("--tunnel", default=None, choices=["ngrok", "cloudflared"], help="lead a public address to this peer")
+    add("--i-have-read-the-terms", action="store_true", help="of Colab, where this runs there")
+    add("--json-lines", action="store_true", help="one JSON object per event, for programs")
 
 
 def _hours(text: str) -> float:
@@ -89,9 +124,17 @@ def _hours(text: str) -> float:
     return hours
 
 
-def _options(options: argparse.Namespace) -> PeerOptions:
+def _options(options: argparse.Namespace, *, relay: bool | RelayQuota = False) -> PeerOptions:
     return PeerOptions(
-        listen=not options.no_listen, port=options.port, announce=options.announce, identity=options.identity
+        listen=not options.no_listen,
+        port=options.port,
+        announce=options.announce,
+        identity=options.identity,
+        relay=relay or options.relay,
+        use_relays=not options.no_relays,
+        punch=not options.no_punch,
+        tunnel=options.tunnel,
+        lan=not options.no_lan,
     )
 
 
@@ -108,21 +151,57 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _backbone(options: argparse.Namespace) -> None:
-    tell = _teller(options.json_lines)
-    with create(options.name, peer_name=options.peer_name or "backbone", options=_options(options)) as swarm:
+    allow = Allowlist(tuple(options.allow_user), tuple(options.allow_organisation))
+    with create(
+        options.name,
+        access=options.access,
+        allow=allow if options.access == "allowlist" else None,
+        peer_name=options.peer_name or "backbone",
+        options=_options(options, relay=True),
+        i_have_read_the_terms=options.i_have_read_the_terms,
+    ) as swarm:
         swarm.assist()
-        tell("invite", invite=swarm.invite(hours=options.hours))
-        if not options.json_lines:
-            print("Ctrl-C ends it.", flush=True)
-        while True:
-            time.sleep(5.0)
-            snapshot = swarm.snapshot()
-            tell(
-                "status",
-                peers=len(snapshot.peers),
-                sent=snapshot.sent_bytes,
-                received=snapshot.received_bytes,
-            )
+        _stay(swarm, options, {"invite": str(swarm.invite(hours=options.hours))})
+
+
+def _relay(options: argparse.Namespace) -> None:
+    quota = RelayQuota(
+        total_bytes=None if options.gb is None else options.gb * 1e9,
+        total_bps=None if options.mbit_s is None else options.mbit_s * 1e6,
+    )
+    with join(
+        options.invite,
+        peer_name=options.peer_name or "relay",
+        options=_options(options, relay=quota),
+        i_have_read_the_terms=options.i_have_read_the_terms,
+    ) as swarm:
+        _stay(swarm, options, {"reached": str(swarm.reachability)})
+
+
+def _stay(swarm: Swarm, options: argparse.Namespace, facts: dict[str, str]) -> None:
+    """Tell how it goes until interrupted."""
+    tell = _teller(options.json_lines)
+    for kind, fact in facts.items():
+        tell(kind, **{kind: fact})
+    if not options.json_lines:
+        print("Ctrl-C ends it.", flush=True)
+    while True:
+        time.sleep(STATUS_EVERY_S)
+        snapshot = swarm.snapshot()
+        tell(
+            "status",
+            peers=len(snapshot.peers),
+            reached=snapshot.reached,
+            sent=snapshot.sent_bytes,
+            received=snapshot.received_bytes,
+        )
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from colab_swarm.diagnosis.doctor import run_doctor
+
+    if not run_doctor(options.invite, size=options.size, target_batch_size=options.target_batch_size):
+        sys.exit(1)
 
 
 def _peer(options: argparse.Namespace) -> None:
@@ -133,7 +212,12 @@ def _peer(options: argparse.Namespace) -> None:
     from colab_swarm.training.lamb import Lamb
 
     tell = _teller(options.json_lines)
-    with join(options.invite, peer_name=options.peer_name, options=_options(options)) as swarm:
+    with join(
+        options.invite,
+        peer_name=options.peer_name,
+        options=_options(options),
+        i_have_read_the_terms=options.i_have_read_the_terms,
+    ) as swarm:
         _tell_events(swarm, tell)
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
         optimizer = swarm.optimizer(
@@ -172,6 +256,8 @@ def _tell_events(swarm: Swarm, tell: Tell) -> None:
                 tell("step", step=step, samples=samples, loss=loss, swarm_samples_per_s=speed)
             case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
                 tell("round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
+            case ReachabilityChanged(how=how):
+                tell("reached", how=how)
             case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
                 tell("state", step=step, bytes=size, seconds=seconds, donors=len(donors))
 

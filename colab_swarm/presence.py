@@ -22,6 +22,7 @@ from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
+from colab_swarm.net.speed import SpeedTests
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.training.settings import Services
 from colab_swarm.trust.service import LinkControl, Trust
@@ -229,6 +230,7 @@ def assemble(
     pace: Callable[[float], float] | None = None,
 ) -> Services:
     """A peer's services on a network, real or simulated."""
+    SpeedTests(peers)
     return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), Averager(peers), events, rng, pace)
 
 

@@ -12,7 +12,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.events import StepFinished
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.ladder import Reachability, Rung
-from colab_swarm.net.peers import Contact, PeerId, short
+from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
@@ -126,6 +126,13 @@ class Swarm:
         invitation = self._presence.entrance.invitation if self._presence else None
         return {} if invitation is None else dict(invitation.settings)
 
+    def _check_role(self) -> None:
+        """Others would refuse the gradients; better to know before they are computed."""
+        invitation = self._presence.entrance.invitation if self._presence else None
+        if invitation is not None and invitation.role < Role.WORKER:
+            role = invitation.role.name.lower()
+            raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")
+
     def _require_real(self) -> Presence:
         if self._presence is None:
             raise PermissionError("nobody from outside can join a simulated run, nor be put out of it")
@@ -186,6 +193,7 @@ class Swarm:
 
         Raises:
             ValueError: target_batch_size or codec is not usable.
+            PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this already, but nobody could give its state.
         """
         from colab_swarm.tensors.codecs import CODECS

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
-from zeroconf import InterfaceChoice, IPVersion, ServiceStateChange, Zeroconf
+import ifaddr
+from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from colab_swarm.net.addresses import is_loopback
@@ -237,9 +238,12 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     """
     if interfaces is not None:
         return AsyncZeroconf(interfaces=list(interfaces))
-    for version in (IPVersion.All, IPVersion.V4Only, IPVersion.V6Only):
-        with suppress(OSError, RuntimeError):  # RuntimeError: no interface has this version
-            return AsyncZeroconf(interfaces=InterfaceChoice.All, ip_version=version)
+    found = [ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    old = [ip.ip for ip in found if isinstance(ip.ip, str)]
+    new = [ip.ip[0] for ip in found if not isinstance(ip.ip, str) and not is_loopback(ip.ip[0])]
+    for choice in ([*old, *new], old, new):
+        with suppress(OSError, RuntimeError):  # some interfaces have one version only, or no multicast
+            return AsyncZeroconf(interfaces=choice)
     raise OSError("no interface of this machine takes part in multicast")
 
 
