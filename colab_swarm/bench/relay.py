@@ -56,7 +56,7 @@ async def serve(relay: Contact | None) -> None:
         node.serve_stream(Sink, _sink)
         circuits = _circuits(node, relay)
         circuits.start()
-        await circuits.wait_place(10.0)
+        await circuits.wait_looked(10.0)
         addresses = (*node.contact.addresses, *circuits.addresses)
     print(json.dumps({"id": node.id.hex(), "addresses": addresses}), flush=True)
     await asyncio.to_thread(sys.stdin.read)

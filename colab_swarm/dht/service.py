@@ -42,6 +42,7 @@ V = TypeVar("V")
 REMEMBERED = 1000
 """Keys whose replicas, and peers whose skews, are remembered."""
 RECORDS_AT_ONCE = 16
+CUT_OFF_RETRY_S = 2.0
 SKEW_S = 60.0
 """Clocks further apart than this are reported."""
 
@@ -160,6 +161,7 @@ class DHT:
         self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
         self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
         self._searcher.spawn(self._every(self.settings.retry_s, self._retry))
+        self._searcher.spawn(self._every(CUT_OFF_RETRY_S, self._retry_if_cut_off))
         self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
 
     async def stop(self) -> None:
@@ -289,9 +291,15 @@ class DHT:
 
     async def _retry(self) -> None:
         """Try one of the lost peers again; if it is back, meet whom it knows: two halves of a swarm join."""
-        if self.table.lost:
-            lost = self._rng.choice(list(self.table.lost.values()))
-            await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=[lost])
+        lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
+        if lost:
+            seeds = [self._rng.choice(lost)]
+            await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
+
+    async def _retry_if_cut_off(self) -> None:
+        """Who has nobody left does not wait that long."""
+        if not len(self.table):
+            await self._retry()
 
     async def _republish(self) -> None:
         """Store again what we are the nearest holder of: peers have come and gone."""

@@ -76,7 +76,7 @@ class Circuits:
     ) -> None:
         self._node, self._candidates, self._on_change, self._rng = node, candidates, on_change, rng
         self._loop = asyncio.get_running_loop()
-        self._look, self._placed = asyncio.Event(), asyncio.Event()
+        self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._seen_at: dict[PeerId, HostPort] = {}
         self.places: dict[PeerId, Place] = {}
@@ -89,11 +89,11 @@ class Circuits:
         if self._keeping is None:
             self._keeping = self._node.linker.spawn(self._keep())
 
-    async def wait_place(self, timeout_s: float) -> None:
-        """Return when there is a place, or the time is over."""
+    async def wait_looked(self, timeout_s: float) -> None:
+        """Return when all relays known at the start have been asked, or the time is over."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._placed.wait()
+                await self._looked.wait()
         except TimeoutError:
             pass
 
@@ -186,6 +186,7 @@ class Circuits:
             for relay in nearest:
                 if relay not in self.places:
                     await self._reserve(relay)
+            self._looked.set()
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
             wait_s = LOOK_EVERY_S if self.places else RETRY_S
@@ -238,7 +239,6 @@ class Circuits:
         before = self.addresses
         self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
         self.places[relay] = Place(addresses, self._loop.time() + reserved.seconds)
-        self._placed.set()
         if self.addresses != before:
             self._on_change()
 

@@ -113,7 +113,7 @@ class ReachabilityWatch:
         await self.verify()
         if not self._ladder.dialable and self.circuits is not None:
             self.circuits.start()
-            await self.circuits.wait_place(CALL_TIMEOUT_S / 2)
+            await self.circuits.wait_looked(CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
 
     async def close(self) -> None:
