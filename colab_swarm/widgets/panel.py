@@ -1,8 +1,8 @@
 """A live view of a swarm: widgets where a front-end is, text elsewhere.
 
 Only the thread that the user works in touches a widget: Colab does not repaint what other threads change.
-There are two ways to stay live: `Panel.watch`, which keeps the cell busy, and the play button, by which the
-browser asks for a refresh each second while no cell runs.
+There are three ways to stay live: `Panel.watch`, which keeps the cell busy, `Panel.tick` in a training loop, and the
+play button, by which the browser asks for a refresh each second while no cell runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.widgets.environment import has_frontend
 from colab_swarm.widgets.render import render_html, render_text, summary
 
+SHOW_EVERY_S = 0.5
 TEXT_EVERY_S = 10.0
-"""How often `Panel.watch` prints a line where there is no front-end."""
+"""How often a line is printed where there is no front-end."""
 
 
 class Panel:
@@ -36,6 +37,7 @@ class Panel:
         self._stop = stop
         self._view: Any = None
         self._box: Any = None
+        self._shown_at = self._told_at = float("-inf")
         if has_frontend() if live is None else live:
             self._build()
 
@@ -60,6 +62,20 @@ class Panel:
         if self._view is not None:
             self._view.value = render_html(snapshot)
         return snapshot
+
+    def tick(self) -> None:
+        """Stay live from a training loop: call it after each batch, it takes time twice a second only.
+
+        Without a front-end it prints a line every `TEXT_EVERY_S`.
+        """
+        now = time.monotonic()
+        if now - self._shown_at < SHOW_EVERY_S:
+            return
+        self._shown_at = now
+        snapshot = self.refresh()
+        if self._box is None and now - self._told_at >= TEXT_EVERY_S:
+            self._told_at = now
+            print(summary(snapshot), flush=True)
 
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
         """Keep the view live for ``seconds``, or until the swarm is left or the user interrupts.

@@ -99,3 +99,20 @@ def test_watching_with_widgets_repaints_the_view() -> None:
 
 def test_repr_is_one_line() -> None:
     assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
+
+
+def test_a_training_loop_keeps_the_view_live_without_being_slowed_down(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reads = 0
+
+    def read() -> SwarmSnapshot:
+        nonlocal reads
+        reads += 1
+        return SNAPSHOT
+
+    panel = Panel(read, nothing, live=False)
+    for _ in range(1000):
+        panel.tick()
+    assert reads < 10  # one, unless the machine stops for half a second
+    assert capsys.readouterr().out == summary(SNAPSHOT) + "\n"
