@@ -17,7 +17,7 @@ from colab_swarm.net.addresses import Circuit, host_of, is_local, is_loopback
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Refusal, short
+from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.relay import (
     Accepted,
     CircuitOffer,
@@ -81,7 +81,7 @@ class Circuits:
         self._seen_at: dict[PeerId, HostPort] = {}
         self.places: dict[PeerId, Place] = {}
         node.linker.open_circuit = self._open
-        node.serve(CircuitOffer, self._on_offer)
+        node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         self._stop_listening = node.on_lost(self._on_lost)
 
     def start(self) -> None:
@@ -163,8 +163,6 @@ class Circuits:
     # --- being reached --------------------------------------------------------------------------------------
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Accepted:
-        if relay not in self.places:
-            raise Refusal("this peer holds no place with you")
         self._node.linker.spawn(self._accept(relay, offer))
         return Accepted()
 
@@ -214,12 +212,13 @@ class Circuits:
         return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
 
     async def _rtt(self, relay: PeerId) -> float | None:
-        """The handshake has measured it; None if the relay cannot be reached."""
-        try:
-            await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
-        except PeerError as error:
-            logger.info("relay %s: %s", short(relay), error)
-            return None
+        """The handshake or pings have measured it; None if the relay cannot be reached."""
+        if relay not in self._node.linked():
+            try:
+                await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
+            except PeerError as error:
+                logger.info("relay %s: %s", short(relay), error)
+                return None
         return self._node.statistics(relay).rtt_s
 
     async def _reserve(self, relay: PeerId) -> None:

@@ -14,23 +14,33 @@ from colab_swarm.net.link import Link
 from colab_swarm.net.websocket import WebSocket
 
 STAGGER_S = 0.25
+DETOUR_AFTER_S = 1.5
+"""A peer that can be dialled, but perhaps not by us, is then tried through the relays that keep our places."""
 T = TypeVar("T")
 
 
-async def dial_any(addresses: Sequence[str], dial: Callable[[str], Awaitable[T]]) -> T:
-    """What ``dial`` returns for the first address that answers.
+async def dial_any(
+    addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
+) -> T:
+    """What ``dial`` returns for the first address that answers; ``detours`` are tried when these take long.
 
     Raises:
         PeerError: none did; the text has each address's failure. `WrongPeer` if somebody else answered.
     """
-    waiting = list(addresses)
+
+    async def dial_one(address: str) -> T:
+        if address in detours:
+            await asyncio.sleep(DETOUR_AFTER_S)
+        return await dial(address)
+
+    waiting = [*addresses, *detours]
     running: set[asyncio.Future[T]] = set()
     done: set[asyncio.Future[T]] = set()
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.ensure_future(dial(waiting.pop(0))))
+                running.add(asyncio.ensure_future(dial_one(waiting.pop(0))))
             done, running = await asyncio.wait(
                 running, timeout=STAGGER_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
             )

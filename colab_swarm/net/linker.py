@@ -131,11 +131,12 @@ class Linker:
         return self._awaited[peer]
 
     async def _dial(self, peer: PeerId) -> None:
-        addresses = self.book.find(peer).addresses
+        contact = self.book.find(peer)
+        detours = [one for one in self.addresses if Circuit.parse(one) is not None] if contact.direct else []
         try:
-            if not addresses:
+            if not contact.addresses:
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
-            await dial_any(addresses, lambda address: self._dial_address(peer, address))
+            await dial_any(contact.addresses, lambda one: self._dial_address(peer, one), detours)
         except PeerError as error:
             awaited = self._awaited.pop(peer, None)
             if awaited is not None and not awaited.done():

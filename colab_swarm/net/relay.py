@@ -3,6 +3,8 @@
 1. A peer that cannot be dialled keeps a link to the relay and asks for a place: `Reserve`.
 2. Whoever wants to reach it asks the relay: `OpenCircuit`. The relay gives a ticket to each end (`CircuitTicket`
    to the one that asked, `CircuitOffer` to the other).
+   A peer that can be dialled needs no place: the relay links to it for callers that cannot (whose firewall only
+   lets them dial the port of https, say).
 3. Both connect to the relay's ordinary port and show their ticket as the first message. When both are there the
    relay says `GO` to the end that asked, and from then on copies messages unread.
 
@@ -129,11 +131,13 @@ class Books:
             raise Refusal(f"all {self.quota.places} places are taken")
         self.places[peer] = now + self.quota.place_s
 
+    def has_place(self, peer: PeerId, now: float) -> bool:
+        """Whether a place is kept for the peer."""
+        return self.places.get(peer, 0.0) > now
+
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         """A circuit between two peers, with a ticket for each end."""
         quota = self.quota
-        if self.places.get(called, 0.0) <= now:
-            raise Refusal(f"{short(called)} holds no place here")
         if len(self.circuits) >= quota.circuits:
             raise Refusal(f"{quota.circuits} circuits are open here")
         for peer in (caller, called):
@@ -224,12 +228,21 @@ class Relay:
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
-        if called not in self._node.linked():
-            raise Refusal(f"{short(called)} has no link to this relay")
+        await self._require_reachable(called)
         circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
         return CircuitTicket(mine, *self._seen(peer))
+
+    async def _require_reachable(self, called: PeerId) -> None:
+        if not self._node.contact_of(called).direct:
+            if not self.books.has_place(called, self._loop.time()):
+                raise Refusal(f"{short(called)} holds no place here")
+        elif called not in self._node.linked():
+            try:
+                await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
+            except PeerError as error:
+                raise Refusal(f"the relay does not reach it either: {error}") from error
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:

@@ -27,13 +27,10 @@ def books(**quota: float) -> Books:
     return made
 
 
-def test_a_circuit_needs_a_place_at_its_far_end() -> None:
+def test_a_place_is_kept_for_its_time() -> None:
     one = books(place_s=100)
-    assert len(one.open(ALICE, BOB, 1.0, os.urandom).tokens) == 2
-    with pytest.raises(Refusal, match="holds no place"):
-        one.open(BOB, ALICE, 1.0, os.urandom)
-    with pytest.raises(Refusal, match="holds no place"):
-        one.open(ALICE, BOB, 101.0, os.urandom)
+    assert one.has_place(BOB, 1.0) and not one.has_place(ALICE, 1.0)
+    assert not one.has_place(BOB, 101.0)
 
 
 def test_places_and_circuits_are_counted() -> None:
@@ -211,5 +208,24 @@ def test_peers_without_a_place_are_not_called() -> None:
             relay.books.places.clear()
             with pytest.raises(PeerError, match="holds no place"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+
+    run(main())
+
+
+def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.dialling.DETOUR_AFTER_S", 0.0)
+
+    async def main() -> None:
+        async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
+            carol.learn(dave.contact)
+            using = Circuits(dave, no_relays, lambda: None, random.Random(3))
+            bob.learn(Contact(dave.id, ("ws://127.0.0.1:1",)))  # as if a firewall of bob's kept him from dave
+            assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+            path = bob.path_to(dave.id)
+            assert path and path.relay == carol.id
+            using.close()
+
+    async def no_relays() -> list[Contact]:
+        return []
 
     run(main())
