@@ -4,8 +4,8 @@
     python -m tests.netlab.peer join INVITATION OPTIONS
 
 OPTIONS is JSON for `PeerOptions`. The first line printed has the peer's contact (id and addresses), its reachability
-and an invitation. Commands: ``["reach"]``; ``["path", CONTACT, WAY, SECONDS]`` waits for a link that runs that way
-(any, if WAY is empty); ``["send", CONTACT, BYTES]`` sends so much noise and tells whether it came whole.
+and an invitation; ``["reach"]`` prints the like again. The other commands are coroutines here of the same name:
+``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["call", CONTACT, SECONDS]``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import json
 import sys
 import time
 from hashlib import sha256
-from random import Random
 from typing import Any
+
+import numpy as np
 
 import colab_swarm as cs
 from colab_swarm.errors import PeerError
@@ -29,59 +30,92 @@ TIMEOUT_S = 60.0
 LOOK_EVERY_S = 0.005
 
 
-class Noise(Message, frozen=True):
-    """Opens a stream, and is each piece of it."""
+class Piece(Message, frozen=True):
+    """Opens a stream, and goes with each piece of a tensor."""
 
 
 class Digest(Message, frozen=True):
     sha256: bytes
 
 
-async def take(opening: Noise, stream: Stream) -> None:
+class Echo(Message, frozen=True):
+    """Is sent back."""
+
+    text: str
+
+
+async def take(opening: Piece, stream: Stream) -> None:
     """Receive all, answer with its digest."""
     digest = sha256()
     try:
         while True:
-            digest.update((await stream.receive(Noise))[1])
+            digest.update((await stream.receive(Piece))[1])
     except StreamEnded:
         await stream.send(Digest(digest.digest()))
 
 
+async def echo(peer: PeerId, message: Echo) -> Echo:
+    """Say the same."""
+    return message
+
+
 async def send(node: Node, peer: PeerId, size: int) -> dict[str, Any]:
-    """Whether ``size`` bytes came whole, how long it took, which way."""
-    began_at = time.monotonic()
-    data = memoryview(Random(size).randbytes(size))
-    try:
-        async with await node.stream(peer, Noise(), timeout_s=TIMEOUT_S) as stream:
-            for begin in range(0, size, PIECE_BYTES):
-                await stream.send(Noise(), data[begin : begin + PIECE_BYTES])
-            await stream.end()
-            answer, _ = await stream.receive(Digest)
-    except PeerError as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_at}
-    intact = answer.sha256 == sha256(data).digest()
-    return {"intact": intact, "seconds": time.monotonic() - began_at, "path": str(node.path_to(peer))}
+    """Send a float32 tensor of ``size`` bytes; says when half of it is sent, then whether all came intact."""
+    tensor = np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
+    data, began_at = memoryview(tensor).cast("B"), time.monotonic()
+    async with await node.stream(peer, Piece(), timeout_s=TIMEOUT_S) as stream:
+        path = node.path_to(peer)
+        for begin in range(0, size, PIECE_BYTES):
+            await stream.send(Piece(), data[begin : begin + PIECE_BYTES])
+            if begin <= size / 2 < begin + PIECE_BYTES:
+                tell({"half": True})
+        await stream.end()
+        answer, _ = await stream.receive(Digest)
+    seconds = time.monotonic() - began_at
+    return {"intact": answer.sha256 == sha256(data).digest(), "seconds": seconds, "path": str(path)}
 
 
 async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, Any]:
-    """Link to the peer if there is no link, wait until it runs that way; the first and the last path seen."""
+    """Call the peer, then wait until the link to it runs that way (any if empty): first and last path seen."""
     began_at = time.monotonic()
-    try:
-        if peer not in node.linked():
-            await (await node.stream(peer, Noise(), timeout_s=seconds)).end()
-    except PeerError as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_at}
+    await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
     first, linked_s = str(node.path_to(peer)), time.monotonic() - began_at
     while (now := node.path_to(peer)) is None or way not in ("", now.way.value):
         if time.monotonic() - began_at > seconds:
             break
         await asyncio.sleep(LOOK_EVERY_S)
-    return {
-        "first": first,
-        "linked_s": linked_s,
-        "path": str(node.path_to(peer)),
-        "seconds": time.monotonic() - began_at,
-    }
+    times = {"linked_s": linked_s, "seconds": time.monotonic() - began_at}
+    return {"first": first, "path": str(node.path_to(peer)), **times}
+
+
+async def call(node: Node, peer: PeerId, seconds: float) -> dict[str, Any]:
+    """Call the peer."""
+    began_at = time.monotonic()
+    await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
+    return {"path": str(node.path_to(peer)), "seconds": time.monotonic() - began_at}
+
+
+COMMANDS = {command.__name__: command for command in (send, path, call)}
+
+
+async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:
+    """Do what is asked with the peer of the contact."""
+    peer, began_at = PeerId(bytes.fromhex(contact[0])), time.monotonic()
+    node.learn(Contact(peer, tuple(contact[1])))
+    try:
+        return await COMMANDS[command](node, peer, *rest)
+    except PeerError as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_at}
+
+
+def tell(fact: dict[str, Any]) -> None:
+    print(json.dumps(fact), flush=True)
+
+
+def state(swarm: cs.Swarm) -> dict[str, Any]:
+    """How others reach this peer."""
+    contact = (swarm.id.hex(), swarm.contact.addresses)
+    return {"contact": contact, "reach": str(swarm.reachability), "why": swarm.reachability.explain()}
 
 
 def main() -> None:
@@ -89,29 +123,12 @@ def main() -> None:
     swarm = (cs.create if verb == "create" else cs.join)(what, options=options)
     node = swarm._services.peers
     assert isinstance(node, Node)
-    node.serve_stream(Noise, take)
-
-    def state() -> dict[str, Any]:
-        contact = (swarm.id.hex(), swarm.contact.addresses)
-        return {"contact": contact, "reach": str(swarm.reachability), "why": swarm.reachability.explain()}
-
-    def met(contact: tuple[str, list[str]]) -> PeerId:
-        peer = PeerId(bytes.fromhex(contact[0]))
-        node.learn(Contact(peer, tuple(contact[1])))
-        return peer
-
-    print(json.dumps({**state(), "invite": str(swarm.invite())}), flush=True)
+    node.serve(Echo, echo)
+    node.serve_stream(Piece, take)
+    tell({**state(swarm), "invite": str(swarm.invite())})
     for line in sys.stdin:
-        match json.loads(line):
-            case ["reach"]:
-                answer = state()
-            case ["path", contact, way, seconds]:
-                answer = Runtime.shared().call(path(node, met(contact), way, seconds))
-            case ["send", contact, size]:
-                answer = Runtime.shared().call(send(node, met(contact), size))
-            case unknown:
-                raise ValueError(f"no such command: {unknown}")
-        print(json.dumps(answer), flush=True)
+        command = json.loads(line)
+        tell(state(swarm) if command == ["reach"] else Runtime.shared().call(obey(node, *command)))
     swarm.leave()
 
 

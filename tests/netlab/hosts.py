@@ -1,0 +1,51 @@
+"""Real peers on the hosts of a lab."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.netlab.lab import Lab, Program
+
+HTTPS = 443
+
+
+class LabPeer:
+    """A peer that is told what to do; see `tests.netlab.peer`.
+
+    Attributes:
+        contact: its id in hex, and its addresses.
+        invite: lets others join its run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        first = program.line()
+        self.contact, self.invite, self.reach = first["contact"], first["invite"], first["reach"]
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Begin a command; its answers are lines of ``program``."""
+        self.program.tell(json.dumps([command, *arguments]))
+
+    def ask(self, command: str, *arguments: Any, timeout_s: float = 30.0) -> Any:
+        """The first answer to a command."""
+        self.tell(command, *arguments)
+        return self.program.line(timeout_s)
+
+    def send(self, other: LabPeer, size: int, *, timeout_s: float = 60.0) -> Any:
+        """What became of a tensor of ``size`` bytes."""
+        answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
+        return self.program.line(timeout_s) if "half" in answer else answer
+
+
+def create(lab: Lab, host: str, **options: Any) -> LabPeer:
+    """Begin a run there, by a peer that relays and listens on the port of https."""
+    options = {"relay": True, "port": HTTPS, "lan": False, **options}
+    return LabPeer(lab.python(host, "tests.netlab.peer", "create", "lab", json.dumps(options)))
+
+
+def join(lab: Lab, invite: str, *hosts: str, **options: Any) -> list[LabPeer]:
+    """Join the run from each of the hosts, all at once."""
+    told = json.dumps({"lan": False, **options})
+    programs = [lab.python(host, "tests.netlab.peer", "join", invite, told) for host in hosts]
+    return [LabPeer(program) for program in programs]

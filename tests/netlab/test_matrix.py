@@ -1,0 +1,35 @@
+"""Every pair of places: how two peers there come to be linked, and that a tensor passes intact.
+
+``python -m tests.netlab.matrix`` tries each pair more often.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.netlab.hosts import create, join
+from tests.netlab.matrix import PAIRS, expected_way, lab_of, meet
+
+TENSOR_BYTES = 64 << 20
+FIRST_LINK_S = 5.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_peers_are_linked_and_a_tensor_passes(pair: tuple[str, str]) -> None:
+    way = expected_way(pair)
+    with lab_of(pair) as lab:
+        alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
+        met = meet(alice, bob, way)
+        sent = alice.send(bob, TENSOR_BYTES)
+        back = bob.send(alice, TENSOR_BYTES // 16)
+    assert met.way == way and met.linked_s < FIRST_LINK_S
+    assert sent["intact"] and back["intact"]
+
+
+@pytest.mark.slow
+def test_a_peer_that_may_only_dial_443_reaches_a_public_one_on_another_port() -> None:
+    with lab_of(("strict", "public")) as lab:
+        alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
+        met = meet(alice, bob, "relayed")
+    assert met.way == "relayed" and met.linked_s < FIRST_LINK_S
