@@ -23,6 +23,16 @@ class LabPeer:
         first = program.line()
         self.contact, self.invite, self.reach = first["contact"], first["invite"], first["reach"]
 
+    @property
+    def id(self) -> str:
+        """In hex."""
+        return str(self.contact[0])
+
+    def look(self) -> list[str]:
+        """The addresses that the peer tells others now."""
+        self.contact = self.ask("reach")["contact"]
+        return list(self.contact[1])
+
     def tell(self, command: str, *arguments: Any) -> None:
         """Begin a command; its answers are lines of ``program``."""
         self.program.tell(json.dumps([command, *arguments]))
