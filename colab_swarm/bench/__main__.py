@@ -8,7 +8,7 @@ from typing import cast
 
 from colab_swarm.bench.report import Report
 
-BENCHMARKS = ("link", "relay", "dht", "averaging", "overhead", "soak")
+BENCHMARKS = ("link", "relay", "dht", "averaging", "overhead", "join", "soak")
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 
 

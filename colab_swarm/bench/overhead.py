@@ -34,7 +34,7 @@ AVERAGE_EVERY = 4  # micro-batches of one peer per global step
 
 
 @contextmanager
-def _worker(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+def worker(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
     """A fresh process that runs ``target(pipe, *arguments)``; it is killed at the end."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
@@ -93,10 +93,10 @@ def _throughput(plan: Plan, report: Report, invite: str) -> None:
         return float(statistics.mean(pipe.recv() for pipe in pair))
 
     with (
-        _worker(_train, plan, None) as carol,
-        _worker(_train, plan, None) as dave,
-        _worker(_train, plan, invite) as alice,
-        _worker(_train, plan, invite) as bob,
+        worker(_train, plan, None) as carol,
+        worker(_train, plan, None) as dave,
+        worker(_train, plan, invite) as alice,
+        worker(_train, plan, invite) as bob,
     ):
         pairs = ([carol, dave], [alice, bob])
         for pipe in (carol, dave, alice, bob):
@@ -148,7 +148,7 @@ def _idle(pipe: Connection, invite: str) -> None:
 
 
 def _idle_peer(report: Report, invite: str) -> None:
-    with _worker(_idle, invite) as pipe:
+    with worker(_idle, invite) as pipe:
         memory_mib, processes, took_s, peers = pipe.recv()
     report.add("overhead.memory_mib", memory_mib, "MiB", f"an idle peer of {peers}, torch loaded before")
     report.add("overhead.processes", processes, "", "child processes of an idle peer")
@@ -187,9 +187,9 @@ def _volunteer(pipe: Connection, numel: int, invite: str) -> None:
 
 def _late_joiner(plan: Plan, report: Report, invite: str) -> None:
     with (
-        _worker(_volunteer, plan.joiner_numel, invite) as alice,
-        _worker(_volunteer, plan.joiner_numel, invite) as bob,
-        _worker(_volunteer, plan.joiner_numel, invite) as carol,
+        worker(_volunteer, plan.joiner_numel, invite) as alice,
+        worker(_volunteer, plan.joiner_numel, invite) as bob,
+        worker(_volunteer, plan.joiner_numel, invite) as carol,
     ):
         for pipe in (alice, bob, carol):
             pipe.recv()

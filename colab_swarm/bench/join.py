@@ -1,0 +1,151 @@
+"""How long a newcomer waits, from pasting the line into ``notebooks/join_colab.ipynb`` to the first counted sample.
+
+The newcomer is a fresh process that runs the notebook's cells from the top, in IPython, with a stand-in for
+``google.colab``; the creator, which has trained before, is another one. ALBERT-tiny on text that Python brings, so
+nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import time
+import types
+from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from colab_swarm.bench.overhead import worker
+from colab_swarm.bench.report import Report
+from colab_swarm.errors import SwarmError
+from colab_swarm.invite import Setting
+from colab_swarm.swarm import Swarm
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
+SETTINGS: dict[str, Setting] = {"size": "tiny", "target_batch_size": 64, "lr": 1e-2, "codec": "float16"}
+NEWCOMER = "newcomer"
+CELLS = ("install", "join", "model", "doctor", "state", "batch")
+"""What the notebook's cells are for; only leaving comes after them."""
+MINUTES = 0.002
+"""Of training: enough for a batch."""
+TIME_LIMIT_S = 120.0
+
+
+def code_cells(notebook: Path) -> list[str]:
+    """The code of a notebook, cell by cell.
+
+    Raises:
+        FileNotFoundError: it is not there: notebooks are no part of the installed package.
+    """
+    if not notebook.exists():
+        raise FileNotFoundError(
+            f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
+        )
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def filled_in(cell: str, **form: object) -> str:
+    """The cell with other values in its form, whose fields are lines ``NAME = value``; Colab writes them so too."""
+    lines = cell.split("\n")
+    fields = [line.partition(" = ")[0] for line in lines]
+    filled = (
+        f"{field} = {form[field]!r}" if field in form else line
+        for field, line in zip(fields, lines, strict=True)
+    )
+    return "\n".join(filled)
+
+
+def stand_in_for_colab(**secrets: str) -> None:
+    """From now on this process takes itself for Colab, where the user keeps these secrets."""
+    colab, userdata = types.ModuleType("google.colab"), types.ModuleType("google.colab.userdata")
+    vars(userdata)["get"] = secrets.get
+    vars(colab)["userdata"] = userdata
+    sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
+
+
+def _newcomer(pipe: Connection, invite: str) -> None:
+    """Run the notebook; tell what it does next, and at the end what each part took, seconds."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    stand_in_for_colab()
+    shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    form = {"INVITATION": invite, "MY_NAME": NEWCOMER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
+    *cells, leave = (filled_in(cell, **form) for cell in code_cells(NOTEBOOK))
+    pipe.send("ready")
+    pipe.recv()
+    laps = [time.perf_counter()]
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    import colab_swarm.joining  # noqa: F401
+
+    laps.append(time.perf_counter())
+    with redirect_stdout(io.StringIO()):
+        for cell in cells:
+            shell.run_cell(cell).raise_error()
+            laps.append(time.perf_counter())
+        pipe.send([after - before for before, after in itertools.pairwise(laps)])
+        pipe.recv()
+        shell.run_cell(leave).raise_error()
+    pipe.send("left")
+
+
+def _train(swarm: Swarm) -> None:
+    """Take a step alone, so that there is a state to hand on."""
+    from colab_swarm.recipes.albert import albert
+    from colab_swarm.recipes.hyperparameters import parameter_groups
+    from colab_swarm.training.lamb import Lamb
+
+    model, batches = albert("tiny", swarm=swarm)
+    optimizer = swarm.optimizer(Lamb(parameter_groups(model), lr=1e-2), target_batch_size=64, codec="float16")
+    while optimizer.global_step < 1:
+        model(**next(batches)).loss.backward()
+        optimizer.step(samples=16)
+
+
+def _wait_counted(swarm: Swarm) -> None:
+    """Until the newcomer's samples stand in the creator's table, or have led to a step already.
+
+    Raises:
+        SwarmError: they do not come.
+    """
+    deadline, step = time.monotonic() + TIME_LIMIT_S, swarm.snapshot().step
+    while not any(row.samples or row.step > step for row in swarm.snapshot().peers if row.name == NEWCOMER):
+        if time.monotonic() > deadline:
+            raise SwarmError(f"no sample of the newcomer was counted within {TIME_LIMIT_S:g} s")
+        time.sleep(0.01)
+
+
+def _measure() -> list[float]:
+    """One run, one newcomer: seconds until it counts, and of each of its parts."""
+    from colab_swarm.joining import create
+
+    with create("join", peer_name="creator") as creator:
+        _train(creator)
+        with worker(_newcomer, str(creator.invite(settings=SETTINGS))) as pipe:
+            pipe.recv()
+            began = time.perf_counter()
+            pipe.send("go")
+            _wait_counted(creator)
+            counted_s = time.perf_counter() - began
+            parts: list[float] = pipe.recv()
+            pipe.send("leave")
+            pipe.recv()
+    return [counted_s, *parts]
+
+
+def run(quick: bool) -> Report:
+    """Measure once if quick, else the median of three."""
+    report = Report("join", quick)
+    code_cells(NOTEBOOK)  # better to fail before there is a run
+    counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
+    report.add("join.counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
+    report.add("join.imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
+    for cell, seconds in zip(CELLS, parts, strict=True):
+        report.add(f"join.{cell}_s", seconds, "s", f"the notebook's cell: {cell}")
+    return report

@@ -1,0 +1,37 @@
+"""The benchmark of joining: what it makes of a notebook, and that a newcomer is in fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.bench import join
+
+
+def test_only_the_code_of_a_notebook_is_run(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title"]},
+        {"cell_type": "code", "source": ["a = 1\n", "b = 2"]},
+    ]
+    notebook = tmp_path / "some.ipynb"
+    notebook.write_text(json.dumps({"cells": cells}))
+    assert join.code_cells(notebook) == ["a = 1\nb = 2"]
+
+
+def test_without_the_notebook_it_says_where_to_run_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="copy of the repository"):
+        join.code_cells(tmp_path / "absent.ipynb")
+
+
+def test_a_form_is_filled_in_line_by_line() -> None:
+    cell = 'NAME = ""  # @param {type:"string"}\nNAMES = 1\nprint(NAME)'
+    assert join.filled_in(cell, NAME=r"a\1'b") == 'NAME = "a\\\\1\'b"\nNAMES = 1\nprint(NAME)'
+
+
+@pytest.mark.slow
+def test_a_newcomer_is_counted_within_fifteen_seconds_of_pasting_the_line() -> None:
+    figures = {row.key.removeprefix("join."): row.value for row in join.run(quick=True).rows}
+    assert figures["counted_s"] < 15 * 2  # the goal is for a machine that does nothing else
+    assert figures.keys() == {"counted_s", "imports_s", *(f"{cell}_s" for cell in join.CELLS)}

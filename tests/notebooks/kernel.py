@@ -1,0 +1,71 @@
+"""A notebook run cell by cell in a kernel of its own, as its readers do; nobody sees widgets there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.manager import start_new_kernel
+
+from colab_swarm.bench.join import code_cells, filled_in
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CELL_TIMEOUT_S = 120
+
+
+class CellFailed(AssertionError):
+    """A cell raised; the text is its traceback."""
+
+
+class Kernel:
+    """A kernel with a notebook in it."""
+
+    def __init__(self, client: Any, cells: list[str]) -> None:
+        self._client, self._cells = client, cells
+        self.next = 0
+
+    def execute(self, code: str) -> str:
+        """Run code; what it printed and showed, as text and HTML.
+
+        Raises:
+            CellFailed: it raised.
+        """
+        shown: list[str] = []
+
+        def on_output(message: Any) -> None:
+            content = message["content"]
+            shown.append(content.get("text", ""))
+            shown.extend(str(text) for text in content.get("data", {}).values())
+
+        reply = self._client.execute_interactive(code, timeout=CELL_TIMEOUT_S, output_hook=on_output)
+        if reply["content"]["status"] != "ok":
+            raise CellFailed("\n".join(reply["content"]["traceback"]))
+        return "".join(shown)
+
+    def run(self, **form: object) -> str:
+        """Run the next cell with these values in its form."""
+        cell = filled_in(self._cells[self.next], **form)
+        output = self.execute(cell)
+        self.next += 1
+        return output
+
+    def run_all(self, **form: object) -> list[str]:
+        """Run the cells that are left."""
+        return [self.run(**form) for _ in self._cells[self.next :]]
+
+
+@contextmanager
+def opened(name: str, folder: Path, **environment: str) -> Iterator[Kernel]:
+    """``notebooks/NAME.ipynb`` in a fresh kernel that works in ``folder``."""
+    manager, client = start_new_kernel(
+        kernel_name="python3", cwd=str(folder), env={**os.environ, **QUIET, **environment}
+    )
+    try:
+        yield Kernel(client, code_cells(NOTEBOOKS / f"{name}.ipynb"))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

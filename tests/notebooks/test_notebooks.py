@@ -1,0 +1,110 @@
+"""The notebooks that people run: from top to bottom, two of them together, with stand-ins for their platforms."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
+
+ALL = ("join_colab", "join_kaggle", "organizer")
+COLAB = "from colab_swarm.bench.join import stand_in_for_colab; stand_in_for_colab()"
+KAGGLE_SECRETS = """
+class UserSecretsClient:
+    def get_secret(self, name):
+        return open(name).read()
+"""
+SMALL = {"target_batch_size": 32, "size": "tiny", "lr": 1e-2, "codec": "float16"}
+
+
+@pytest.fixture(params=ALL)
+def notebook(request: pytest.FixtureRequest) -> Any:
+    return json.loads((NOTEBOOKS / f"{request.param}.ipynb").read_text(encoding="utf-8"))
+
+
+def code(notebook: Any) -> list[str]:
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_a_notebook_for_others_is_stored_without_outputs(notebook: Any) -> None:
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+
+
+def test_its_cells_stay_short(notebook: Any) -> None:
+    assert max(sum(bool(line.strip()) for line in cell.splitlines()) for cell in code(notebook)) <= 10
+
+
+def test_it_installs_nothing_but_the_package(notebook: Any) -> None:
+    (install,) = re.findall(r"%pip .*", "\n".join(code(notebook)))
+    assert install == '%pip install -q "colab-swarm @ git+https://github.com/OWNER/colab_swarm"'
+
+
+def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:
+    told = json.loads((NOTEBOOKS / "kernel-metadata.json").read_text())
+    assert told["enable_internet"] == told["enable_gpu"] == "true"
+    assert (NOTEBOOKS / told["code_file"]).exists()
+    assert told["id"].partition("/")[2] == told["title"].lower().replace(" ", "-")  # or Kaggle renames it
+
+
+def created(organizer: Kernel, **form: object) -> str:
+    """Run the notebook until there is a run; a line that invites to it."""
+    organizer.run()
+    organizer.run(RUN="class-of-26", **form)
+    return organizer.execute(f"print(swarm.invite(settings={SMALL!r}))").strip()
+
+
+@pytest.mark.slow
+def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> None:
+    with opened("organizer", tmp_path) as organizer, opened("join_colab", tmp_path) as colab:
+        invitation = created(organizer)
+        colab.execute(COLAB)
+        form = {"INVITATION": invitation, "MY_NAME": "carol", "MICRO_BATCH": 8, "MINUTES": 0.05}
+        colab.run()
+        with pytest.raises(CellFailed, match="i_have_read_the_terms=True"):
+            colab.run(**form)
+        assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.run(I_HAVE_READ_THE_TERMS=True, **form)
+        assert "32 samples a step" in colab.run(**form)
+        assert "prediction" in colab.run(**form)
+        colab.run(**form)
+        assert "class-of-26: training, step" in colab.run(**form)
+        assert int(colab.execute("print(optimizer.global_step)")) > 0
+        assert "class-of-26: linked to 1 peer" in "\n".join(organizer.run_all())  # by the doctor
+        colab.run_all(**form)
+
+
+@pytest.mark.slow
+def test_who_joins_from_kaggle_needs_the_line_in_a_secret_only(tmp_path: Path) -> None:
+    (tmp_path / "kaggle_secrets.py").write_text(KAGGLE_SECRETS)
+    environment = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "PYTHONPATH": str(tmp_path)}
+    with (
+        opened("organizer", tmp_path) as organizer,
+        opened("join_kaggle", tmp_path, **environment) as kaggle,
+    ):
+        (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
+        outputs = kaggle.run_all(MY_NAME="dave", MICRO_BATCH=8, MINUTES=0.05)
+    assert "Swarm(class-of-26, dave, 1 peer linked)" in outputs[1]
+    assert (tmp_path / "model.pt").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+def test_the_organizers_run_survives_a_restart(tmp_path: Path) -> None:
+    ids = []
+    for _ in range(2):
+        with opened("organizer", tmp_path) as organizer:
+            created(organizer)
+            ids.append(organizer.execute("print(swarm.run_id, swarm.id.hex())"))
+            shown = organizer.run_all()
+            assert "join class-of-26 as worker" in shown[1] and "QR code" in shown[1]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.slow
+def test_an_open_run_is_begun_by_the_same_cells(tmp_path: Path) -> None:
+    with opened("organizer", tmp_path) as organizer:
+        created(organizer, ACCESS="open")
+        organizer.run_all(ACCESS="open")
