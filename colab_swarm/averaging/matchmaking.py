@@ -104,6 +104,11 @@ class Matchmaker:
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
                             self._accept(group)
                             return group
+                    if self._answered_at > began and _now() - began > self._settings.window_s:
+                        # they are elsewhere, or nobody can reduce: look at the records and oneself again
+                        raise RoundRefused(
+                            "unreachable", f"no group for step {ticket.step} can be formed now"
+                        )
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             text = f"no organizer of step {ticket.step} among {len(candidates)} candidates answered in time"
@@ -133,7 +138,7 @@ class Matchmaker:
         except PeerError as error:
             logger.debug("organizer %s of step %d is out: %s", short(organizer), ticket.step, error)
             return None
-        if organizer != self._peers.id:
+        if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = _now()
         if refusal := self._refusal(joined, ticket):
             if organizer != self._peers.id and self._bars.on_refusal(organizer, ticket.step, now=_now()):

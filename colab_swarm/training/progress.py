@@ -26,6 +26,8 @@ from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.net.peers import Message, PeerId
 
 LINEAGE_BYTES = 16
+MAX_PATH = 1000
+"""Steps of its own lineage that a peer remembers, to know a fork from being ahead."""
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
 DISTRUST_S = 300.0
@@ -82,12 +84,27 @@ class Progress:
 
     def __init__(self, me: PeerId, own: ProgressRecord, *, target_batch_size: float) -> None:
         self.me = me
+        self._path: dict[int, bytes] = {}  # the own lineage at the last steps
         self.own = own
         self.target_batch_size = target_batch_size
         self._others: dict[PeerId, ProgressRecord] = {}
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._news_at: dict[PeerId, float] = {}
         self._distrusted: dict[PeerId, float] = {}  # until when
+
+    @property
+    def own(self) -> ProgressRecord:
+        """What this peer tells."""
+        return self._own
+
+    @own.setter
+    def own(self, own: ProgressRecord) -> None:
+        self._own = own
+        if own.step - 1 not in self._path and own.step not in self._path:
+            self._path.clear()  # a leap: what was before is another's path
+        self._path[own.step] = own.lineage
+        if len(self._path) > MAX_PATH:
+            del self._path[min(self._path)]
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -140,9 +157,9 @@ class Progress:
     def behind(self) -> bool:
         """This peer is not on the branch, and not merely ahead of a swarm that is about to follow."""
         branch = self.branch()
-        return self.own.step < branch.step or (
-            self.own.step == branch.step and self.own.lineage != branch.lineage
-        )
+        if self.own.step < branch.step:
+            return True
+        return self._path.get(branch.step, branch.lineage) != branch.lineage  # forked, perhaps long ago
 
     def samples(self, now: float) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""

@@ -46,6 +46,18 @@ def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smaller_digest() -> N
     assert tie.branch().lineage == b"a" and tie.behind
 
 
+def test_whoever_forked_long_ago_is_behind_though_its_step_is_higher() -> None:
+    client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
+    for step in (6, 7, 8):  # alone, while bob cannot be reached
+        client.own = record(step, b"mine %d" % step, reduces=False)
+    client.on_records({BOB: record(5, b"shared")}, now=1.0)
+    assert not client.behind  # bob may follow
+    client.on_records({BOB: record(7, b"bobs")}, now=2.0)
+    assert client.branch().peers == {BOB} and client.behind
+    client.own = record(20, b"leapt", reduces=False)
+    assert not client.behind  # what it had before the leap tells nothing
+
+
 def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
     others = {
         BOB: record(0, samples=40),
