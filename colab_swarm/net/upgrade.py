@@ -10,7 +10,8 @@
 
 Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in
 the peer's own network, for two peers behind one NAT. The asking end shakes hands first on every connection that
-comes up. The link table prefers the new link, and both ends leave the relayed one when its streams are over.
+comes up. An end that punches with another peer already says that it is busy, and is asked again. The link table
+prefers the new link, and both ends leave the relayed one when its streams are over.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import msgspec
 from colab_swarm.errors import PeerError, PeerUnreachable
 from colab_swarm.net.addresses import Circuit
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
+from colab_swarm.net.dialling import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
@@ -38,7 +40,10 @@ logger = logging.getLogger(__name__)
 PUNCH_S = 6.0
 """How long one attempt goes on."""
 TALK_TIMEOUT_S = 10.0
+DIAL_BACK_S = 3.0
 TRIES = 3
+ASKS = 40
+"""Tries, and answers that the other end is busy."""
 PAUSE_S = (0.5, 3.0)
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -52,9 +57,10 @@ class Upgrade(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The next turn of the talk; the first answer says where its sender may be found."""
+    """The next turn of the talk; the first answer says where its sender may be found, or that it is busy."""
 
     endpoints: Endpoints = ()
+    busy: bool = False
 
 
 class Upgrades:
@@ -85,42 +91,60 @@ class Upgrades:
         self._node.unserve(Upgrade)
 
     def _on_relayed(self, link: Link) -> None:
-        self._node.linker.spawn(self._ask(link))
+        if link.peer not in self._busy:
+            self._node.linker.spawn(self._ask(link.peer))
 
-    async def _ask(self, link: Link) -> None:
-        """Try a few times; one at a time, for two punches from one port would catch each other's connections."""
-        if link.peer in self._busy:
-            return
-        self._busy.add(link.peer)
-        fault: str | None = None
+    async def _ask(self, peer: PeerId) -> None:
+        self._busy.add(peer)
         try:
-            for _ in range(TRIES):
-                async with self._punching:
-                    fault = await self._try(link)
-                if fault is None or link.lost is not None:
-                    break
-                await asyncio.sleep(self._rng.uniform(*PAUSE_S))
+            fault = await self._try_often(peer)
         finally:
-            self._busy.discard(link.peer)
-        logger.info("upgrade of the link to %s: %s", short(link.peer), fault or "done")
-        self._on_end(link.peer, fault)
+            self._busy.discard(peer)
+        logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
+        self._on_end(peer, fault)
+
+    async def _try_often(self, peer: PeerId) -> str | None:
+        """Why it failed, or None. One at a time: two punches from one port would catch each other's connections."""
+        fault: str | None = None
+        tries = 0
+        for _ in range(ASKS):
+            async with self._punching:
+                link = self._node.linker.table.best(peer)
+                if link is None or link.remote.path.way is not Way.RELAYED:
+                    return fault or "the link was lost" if link is None else None
+                try:
+                    fault = await self._try(link)
+                    tries += 1
+                except _Busy:
+                    fault = f"{short(peer)} upgraded other links for too long"
+            if fault is None or tries == TRIES:
+                break
+            await asyncio.sleep(self._rng.uniform(*PAUSE_S))
+        return fault
 
     async def _try(self, link: Link) -> str | None:
-        """Why it failed, or None."""
+        """Why it failed, or None.
+
+        Raises:
+            _Busy: the other end is at it with another peer.
+        """
         try:
             async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                 await self._talk(link)
+            fault = f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+        except _Busy:
+            raise
         except (PeerError, TimeoutError) as error:
-            return str(error) or "the talk took too long"
-        if self._relayed(link.peer):
-            return f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-        return None
+            fault = str(error) or "the talk took too long"
+        return fault if self._relayed(link.peer) else None
 
     async def _talk(self, link: Link) -> None:
         port, endpoints = self._endpoints(link)
         addresses = tuple(one for one in self._node.contact.addresses if Circuit.parse(one) is None)
         async with link.open_stream(Upgrade(addresses[:MAX_TARGETS], endpoints)) as stream:
-            theirs = (await stream.receive(Ready))[0].endpoints
+            answer, _ = await stream.receive(Ready)
+            if answer.busy:
+                raise _Busy
             if not self._relayed(link.peer):
                 return  # it dialled back
             asked_at = self._loop.time()
@@ -128,14 +152,15 @@ class Upgrades:
             await stream.receive(Ready)
             rtt_s = self._loop.time() - asked_at
             await stream.send(Ready())
-        await self._punch(link.peer, port, theirs, rtt_s, asked=False)
+        await self._punch(link.peer, port, answer.endpoints, rtt_s, asked=False)
 
     async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
         link = self._node.linker.table.best(stream.peer)
         if link is None or link.remote.path.way is not Way.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
         if self._punching.locked():
-            raise Refusal("busy with another upgrade: ask again")
+            await stream.send(Ready(busy=True))
+            return
         async with self._punching:
             await self._answer(link, opening, stream)
         self._on_end(stream.peer, None if not self._relayed(stream.peer) else "the holes did not meet")
@@ -154,13 +179,13 @@ class Upgrades:
             await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
 
     async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...]) -> bool:
-        for address in addresses:
-            try:
-                await self._node.linker.dial_direct(peer, address)
-                return True
-            except PeerError as error:
-                logger.info("no way back to %s: %s", short(peer), error)
-        return False
+        try:
+            async with asyncio.timeout(DIAL_BACK_S):
+                await dial_any(addresses, lambda address: self._node.linker.dial_direct(peer, address))
+        except (PeerError, TimeoutError) as error:
+            logger.info("no way back to %s: %s", short(peer), error)
+            return False
+        return True
 
     def _endpoints(self, link: Link) -> tuple[int, tuple[Endpoint, ...]]:
         """The local port of the connection to the relay, and where that connection can be met."""
@@ -213,6 +238,10 @@ class Upgrades:
     def _relayed(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
         return path is None or path.way is Way.RELAYED
+
+
+class _Busy(PeerError):
+    """The other end is at it with another peer."""
 
 
 class _Silent(asyncio.Protocol):

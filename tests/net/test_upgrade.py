@@ -93,6 +93,7 @@ def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upgrade, "CAN_PUNCH", False)
+    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
 
     async def main() -> None:
         async with relayed() as (alice, bob, outcomes):
@@ -102,3 +103,27 @@ def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
             assert await alice.call(bob.id, Echo(b"still"), Echo, timeout_s=5) == Echo(b"still")
 
     run(main())
+
+
+def test_an_end_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = Upgrades._on_upgrade, 0
+
+    async def busy_at_first(self: Upgrades, opening: upgrade.Upgrade, stream: Stream) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > upgrade.TRIES + 1:
+            await real(self, opening, stream)
+        else:
+            await stream.send(upgrade.Ready(busy=True))
+
+    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
+    monkeypatch.setattr(Upgrades, "_on_upgrade", busy_at_first)
+
+    async def main() -> None:
+        async with relayed() as (alice, bob, outcomes):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            await until(lambda: way(alice, bob) is Way.PUNCHED)
+            await until(lambda: outcomes.get(bob.id, "not yet") is None)
+
+    run(main())
+    assert asked == upgrade.TRIES + 2
