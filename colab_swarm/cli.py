@@ -241,6 +241,7 @@ def _peer(options: argparse.Namespace) -> None:
             "finished",
             step=optimizer.global_step,
             parameters=digest.hexdigest()[:16],
+            reached=total.reached,
             sent=total.sent_bytes,
             received=total.received_bytes,
         )
