@@ -50,13 +50,12 @@ def code_cells(notebook: Path) -> list[str]:
 
 def filled_in(cell: str, **form: object) -> str:
     """The cell with other values in its form, whose fields are lines ``NAME = value``; Colab writes them so too."""
-    lines = cell.split("\n")
-    fields = [line.partition(" = ")[0] for line in lines]
-    filled = (
-        f"{field} = {form[field]!r}" if field in form else line
-        for field, line in zip(fields, lines, strict=True)
-    )
-    return "\n".join(filled)
+
+    def filled(line: str) -> str:
+        field = line.partition(" = ")[0]
+        return f"{field} = {form[field]!r}" if field in form else line
+
+    return "\n".join(map(filled, cell.split("\n")))
 
 
 def stand_in_for_colab(**secrets: str) -> None:
