@@ -142,14 +142,18 @@ class Swarm:
         """Put a peer out of the run for good: it is out everywhere within a minute.
 
         Args:
-            peer: its id, or the first hex digits of it, as panels show them.
+            peer: its id, or the first hex digits of it, as panels show them; or the text of an invitation, which puts
+                out those who are in by it alone.
 
         Raises:
             PermissionError: this peer did not create the run, or the run is open to everybody.
             ValueError: no such peer is known, or several are.
         """
         trust = self._require_real().trust
-        subject = self._find(peer) if isinstance(peer, str) else peer
+        if isinstance(peer, str):
+            subject = Invite.parse(peer, now=0.0).key.id if "#" in peer else self._find(peer)
+        else:
+            subject = peer
         self._runtime.call(_revoke(trust, subject))
 
     def _find(self, digits: str) -> PeerId:
@@ -208,6 +212,7 @@ class Swarm:
         if codec not in CODECS:
             raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
         self._check_here()
+        self._check_role()
         if name in self._optimizers:
             self._optimizers.pop(name).close()
         settings = TrainingSettings(
