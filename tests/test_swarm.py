@@ -140,6 +140,13 @@ def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
         former.step(samples=1)
 
 
+def test_a_viewer_is_told_before_it_computes_a_gradient(alice: Swarm) -> None:
+    with cs.join(alice.invite(role="viewer"), peer_name="bob") as bob:
+        sgd = torch.optim.SGD(model().parameters(), lr=0.1)
+        with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):
+            bob.optimizer(sgd, target_batch_size=8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocking", ["wait_step", "watch", "join"])
 def test_ctrl_c_ends_a_blocking_call_and_leaves_the_peer_usable(alice: Swarm, blocking: str) -> None:
