@@ -100,7 +100,7 @@ def join(
         require_terms(i_have_read_the_terms)
     identity = _identity(options)
     token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
-    return _open(Entrance.by(invitation, identity, token=token or ""), identity, peer_name, options)
+    return _open(Entrance.by(invitation, identity, token=str(token or "")), identity, peer_name, options)
 
 
 def _invitation(invite: str | LanSwarm) -> Invite:

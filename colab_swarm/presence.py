@@ -16,7 +16,7 @@ from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError
-from colab_swarm.events import EventLog
+from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -241,5 +241,7 @@ async def find_others(services: Services, entries: Sequence[Contact]) -> None:
         JoinError: there are entries, and none of them answered.
     """
     if entries and await services.dht.bootstrap(entries) == 0:
-        raise JoinError("the peers of this invitation do not answer: ask for a new one")
+        told = {event.reason for event in services.events.recent(PeerLeft) if isinstance(event, PeerLeft)}
+        why = "; ".join(sorted(told)) or "they do not answer"
+        raise JoinError(f"the peers of this invitation let this peer not in: {why}. Ask for a new invitation")
     services.dht.start()

@@ -182,6 +182,10 @@ _membership_decoder = msgspec.msgpack.Decoder(Membership)
 _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
+class _Revoked(NotAdmitted):
+    """Nothing to ask the authority for."""
+
+
 class MembershipAdmission:
     """Admits peers with a membership; an `Admission`. The authority itself shows nothing but its key.
 
@@ -209,8 +213,8 @@ class MembershipAdmission:
         """See `Admission.admit`."""
         try:
             role = self.verify(public_key, membership, now=now)
-        except NotAdmitted:
-            if self.own != self.authority or id_of(public_key) in self._out:
+        except NotAdmitted as error:
+            if self.own != self.authority or isinstance(error, _Revoked):
                 raise
             return self._welcome(public_key, now)
         self._guests.pop(public_key, None)
@@ -225,7 +229,7 @@ class MembershipAdmission:
         if public_key == self.authority:
             return Role.AUTHORITY
         if id_of(public_key) in self._out:
-            raise NotAdmitted("the authority of this run has revoked your membership: ask its organizer")
+            raise _Revoked("the authority of this run has revoked your membership: ask its organizer")
         return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
@@ -258,7 +262,7 @@ class MembershipAdmission:
             self._verified.move_to_end(digest)
         keys = (public_key,) if found.grant is None else (public_key, found.grant.key)
         if any(id_of(key) in self._out for key in keys):
-            raise NotAdmitted("the authority of this run has revoked this: ask its organizer")
+            raise _Revoked("the authority of this run has revoked this: ask its organizer")
         return found
 
     def learn(self, revocations: bytes) -> bool:
