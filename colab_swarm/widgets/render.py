@@ -43,7 +43,7 @@ def render_text(snapshot: SwarmSnapshot) -> str:
     table = [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     ]
-    lines = [summary(snapshot), _me(snapshot), *(line.rstrip() for line in table), *_more(snapshot)]
+    lines = [_me(snapshot), summary(snapshot), *(line.rstrip() for line in table), *_more(snapshot)]
     return "\n".join(lines + [f"  {_plain(line, 200)}" for line in snapshot.log])
 
 
@@ -55,7 +55,7 @@ def render_html(snapshot: SwarmSnapshot) -> str:
     log = "<br>".join(html.escape(_plain(line, 200)) for line in snapshot.log)
     return (
         '<div style="font-family:sans-serif;font-size:13px;line-height:1.4">'
-        f"<p><b>{html.escape(summary(snapshot))}</b><br>{html.escape(_me(snapshot))}</p>"
+        f"<p>{html.escape(_me(snapshot))}<br><b>{html.escape(summary(snapshot))}</b></p>"
         f"{_progress(snapshot)}{render_svg(snapshot.loss_history)}"
         f"<table><tr>{head}</tr>{rows}</table>{more}"
         f'<p style="font-family:monospace;font-size:11px">{log}</p></div>'

@@ -37,9 +37,9 @@ def parsed(markup: str) -> ElementTree.Element:
 
 def test_text_shows_the_facts_line_by_line() -> None:
     assert render_text(SNAPSHOT).splitlines() == [
+        "alice: accepts connections, sent 1.23 MB, received 999 B, up 1 h 02 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "alice: accepts connections, sent 1.23 MB, received 999 B, up 1 h 02 min",
         "  peer        id        role         step  samples/s  samples  reachable",
         "  alice (me)  a11ce000  trainer      12    20.0       64       yes",
         "  bob         b0b00000  catching up  9     0.0        0        outgoing only",
