@@ -37,7 +37,7 @@ from colab_swarm.net.punch import CAN_PUNCH, MAX_TARGETS, Endpoint, plan_tries, 
 from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
-PUNCH_S = 6.0
+PUNCH_S = 4.0
 """How long one attempt goes on."""
 TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
