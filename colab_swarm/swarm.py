@@ -117,7 +117,7 @@ class Swarm:
             run=self.run,
             role=invite.role.name.lower(),
             expires_at=invite.expires_at,
-            uses=invite.uses,
+            uses=invite.uses or None,
         )
 
     @property

@@ -140,6 +140,11 @@ def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
         former.step(samples=1)
 
 
+def test_an_invitation_says_how_often_it_can_be_used(alice: Swarm) -> None:
+    assert "any number of times" in alice.invite().described()
+    assert "3 times" in alice.invite(uses=3).described()
+
+
 def test_a_viewer_is_told_before_it_computes_a_gradient(alice: Swarm) -> None:
     with cs.join(alice.invite(role="viewer"), peer_name="bob") as bob:
         sgd = torch.optim.SGD(model().parameters(), lr=0.1)
