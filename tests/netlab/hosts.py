@@ -42,6 +42,11 @@ class LabPeer:
         self.tell(command, *arguments)
         return self.program.line(timeout_s)
 
+    def leave(self) -> None:
+        """Leave the run in good order, in the background."""
+        assert self.program.process.stdin is not None
+        self.program.process.stdin.close()
+
     def send(self, other: LabPeer, size: int, *, timeout_s: float = 60.0) -> Any:
         """What became of a tensor of ``size`` bytes."""
         answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
