@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.carrier import Way
 from colab_swarm.net.circuits import Circuits, choose
-from colab_swarm.net.node import Node
+from colab_swarm.net.hello import VERSION
+from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
 from colab_swarm.net.relay import Books, Relay, RelayQuota, _Pump
 from tests.net.swarm import Echo, Piece, Talk, peers, run, until
@@ -138,6 +141,43 @@ def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Pump, "on_message", spy)
     run(main())
     assert len(seen) > 1400 and b"attack at dawn" not in seen
+
+
+class Mallory:
+    """A man in the middle: shakes hands with both ends, with keys of her own, and passes on what they say."""
+
+    def __init__(self, run_id: str) -> None:
+        prologue = f"colab_swarm {VERSION} {run_id}".encode()
+        self._ends = [
+            Handshake(initiator=called, static=X25519PrivateKey.generate(), prologue=prologue)
+            for called in (False, True)
+        ]
+        self.overheard = b""
+
+    def pass_on(self, data: bytes, called: bool) -> bytes:
+        """What to send to the one end in place of what the other sent."""
+        said = self._ends[called].read(data)
+        self.overheard += said
+        return self._ends[not called].write(said)
+
+
+def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mallory = Mallory(NodeSettings().run_id)
+
+    def swap(pump: _Pump, data: memoryview) -> None:
+        called = pump._circuit.sockets[1] is pump.socket
+        assert pump.other is not None
+        pump.other.socket.send_bytes(mallory.pass_on(bytes(data), called))
+
+    async def main() -> None:
+        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+            monkeypatch.setattr(_Pump, "on_message", swap)
+            with pytest.raises(PeerError, match="signature"):
+                await alice.call(bob.id, Echo(b"attack at dawn"), Echo, timeout_s=5)
+            assert bob.public_key in mallory.overheard  # so far she came
+            assert bob.id not in alice.linked() and alice.id not in bob.linked()
+
+    run(main())
 
 
 def test_a_transfer_through_a_dying_relay_goes_on_over_another() -> None:

@@ -18,6 +18,7 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import colab_swarm as cs
 from colab_swarm.errors import PeerError
@@ -59,10 +60,14 @@ async def echo(peer: PeerId, message: Echo) -> Echo:
     return message
 
 
+def tensor(size: int) -> npt.NDArray[np.float32]:
+    """Always the same one of ``size`` bytes."""
+    return np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
+
+
 async def send(node: Node, peer: PeerId, size: int) -> dict[str, Any]:
-    """Send a float32 tensor of ``size`` bytes; says when half of it is sent, then whether all came intact."""
-    tensor = np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
-    data, began_at = memoryview(tensor).cast("B"), time.monotonic()
+    """Send the tensor of ``size`` bytes; says when half of it is sent, then whether all came intact."""
+    data, began_at = memoryview(tensor(size)).cast("B"), time.monotonic()
     async with await node.stream(peer, Piece(), timeout_s=TIMEOUT_S) as stream:
         path = node.path_to(peer)
         for begin in range(0, size, PIECE_BYTES):
