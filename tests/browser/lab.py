@@ -16,6 +16,9 @@ from typing import Any
 
 import nbformat
 
+from colab_swarm.bench.join import filled_in
+from tests.notebooks.kernel import NOTEBOOKS
+
 OPTIONS = (
     "--no-browser",
     "--allow-root",
@@ -26,6 +29,7 @@ OPTIONS = (
     "--LabApp.extension_manager=readonly",
 )
 FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+TALL = {"width": 1100, "height": 3200}
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
 STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
@@ -69,11 +73,22 @@ class Lab:
         self.process.wait(20)
 
     def open(self, context: Any, name: str, cells: list[str]) -> Notebook:
-        """Write a notebook and open it in a page of its own."""
+        """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+        return self._show(context, name, notebook)
+
+    def open_ours(self, context: Any, name: str, **form: object) -> Notebook:
+        """Open ``notebooks/NAME.ipynb`` of this repository, with these values in its forms."""
+        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+        for cell in notebook.cells:
+            cell.source = filled_in(cell.source, **form)
+        return self._show(context, name, notebook)
+
+    def _show(self, context: Any, name: str, notebook: Any) -> Notebook:
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
         page = context.new_page()
+        page.set_viewport_size(TALL)  # cells that are out of sight may not be in the page at all
         page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
         page.wait_for_selector(CELL)
         opened = Notebook(page)

@@ -1,4 +1,4 @@
-"""Two notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting."""
+"""Notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting; and ours."""
 
 from __future__ import annotations
 
@@ -97,3 +97,28 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, browser: Any, tm
     bob.restart()
     _, alive = psutil.wait_procs(before, timeout=20)
     assert not alive
+
+
+def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
+    lab: Lab, browser: Any, tmp_path: Path
+) -> None:
+    organizer = lab.open_ours(browser, "organizer")
+    for cell in range(5):
+        organizer.run(cell)
+    line = organizer.page.locator(".jp-OutputArea code", has_text="https://").inner_text().strip()
+    form = {"MY_NAME": "carol", "I_HAVE_READ_THE_TERMS": True, "MICRO_BATCH": 8, "MINUTES": 0.2}
+    carol = lab.open_ours(browser, "join_colab", INVITATION=line, **form)
+    carol.run(0)
+    assert "Swarm(my-first-swarm, carol, 1 peer linked)" in carol.run(1)
+    assert "'target_batch_size': 256" in carol.run(2)
+    assert "prediction" in carol.run(3)
+    assert "from step 0" in carol.run(4)
+    carol.start(5)
+    carol.wait_output("my-first-swarm: training, step 1")
+    carol.finish(5)
+    for cell in (5, 6, 7):
+        organizer.run(cell)
+    assert "2 peers" in organizer.output(6)
+    carol.page.screenshot(path=tmp_path / "join.png")
+    organizer.page.screenshot(path=tmp_path / "organizer.png")
+    carol.run(6)
