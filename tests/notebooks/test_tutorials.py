@@ -13,7 +13,7 @@ from tests.notebooks.regenerate import METADATA, TUTORIALS, WIDGET
 
 VOLATILE = {
     "the address of a peer": r"\bwss?://|\b\d{1,3}(\.\d{1,3}){3}\b",
-    "an invitation": r"swarm://\S*#[\w-]{8}",
+    "an invitation": r"https://\S*#[\w.-]{20}",
     "the address of an object": r"\b0x[0-9a-f]{6,}",
     "a path of this machine": r"(?<![\w<:/])/(home|Users|root|tmp|work|content|usr|opt)/|[A-Z]:\\",
     "a warning": r"Warning\b",
@@ -54,7 +54,7 @@ def test_a_tutorial_holds_nothing_of_the_machine_it_ran_on(tutorial: Any, name: 
     [
         ("the address of a peer", "alice at 192.168.1.2"),
         ("the address of a peer", "ws://[::1]:4500"),
-        ("an invitation", "swarm://first-swarm#AYOmcnVuX2lk"),
+        ("an invitation", "https://OWNER.github.io/join#first-swarm.AYOmcnVuX2lk"),
         ("the address of an object", "<object at 0x7f3b2c1d>"),
         ("a path of this machine", 'File "/home/alice/train.py"'),
         ("a path of this machine", r"C:\Users\alice"),
