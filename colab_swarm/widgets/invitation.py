@@ -43,6 +43,11 @@ class Invitation(str):
         invitation.expires_at, invitation.uses = expires_at, uses
         return invitation
 
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
+        """An invitation is sent to other processes, by pickle too."""
+        facts = {"run": self.run, "role": self.role, "expires_at": self.expires_at, "uses": self.uses}
+        return (str(self),), facts
+
     def described(self) -> str:
         """Run, role, expiry and uses, in one line."""
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -31,6 +32,11 @@ def test_an_invitation_is_its_text() -> None:
 def test_role_expiry_and_uses_are_told(uses: int | None, words: str) -> None:
     told = invitation(uses=uses).described()
     assert told == f"join my-run as worker, {words}, until 2027-01-15 08:00 UTC"
+
+
+def test_an_invitation_travels_to_other_processes() -> None:
+    travelled = pickle.loads(pickle.dumps(invitation(uses=3)))
+    assert travelled == invitation() and travelled.uses == 3 and travelled.role == "worker"
 
 
 def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
