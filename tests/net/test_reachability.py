@@ -75,7 +75,7 @@ def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> No
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
                 await watch.start()
                 assert watch.current.rung is Rung.OUTGOING
-                assert "relays=False" in dict(watch.current.reasons)[Rung.RELAYED]
+                assert "use_relays=False" in dict(watch.current.reasons)[Rung.RELAYED]
 
     run(main())
 
