@@ -58,6 +58,15 @@ def host_of(address: str) -> str:
     return urlsplit(address).hostname or ""
 
 
+def is_ip(host: str) -> bool:
+    """Whether this is an IP address, which names no other host than it says."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_local(host: str) -> bool:
     """Whether this is an IP address of the machine itself, a home or office network, or a carrier's NAT."""
     try:

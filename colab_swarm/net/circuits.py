@@ -17,7 +17,7 @@ from colab_swarm.net.addresses import Circuit, host_of, is_local, is_loopback
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Role, short
+from colab_swarm.net.peers import Contact, PeerId, Refusal, Role, short
 from colab_swarm.net.relay import (
     Accepted,
     CircuitOffer,
@@ -36,6 +36,8 @@ CANDIDATES = 8
 ENTRIES = 2
 """Addresses of one relay that are told to others."""
 RETRY_S = 1.0
+OFFERS_AT_ONCE = 32
+"""Circuits that one relay may offer while this peer still connects: each costs a connection."""
 NEARER = 0.7
 """A relay takes the place of another if its round trip is shorter by this factor: no change for nothing."""
 
@@ -79,6 +81,7 @@ class Circuits:
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._seen_at: dict[PeerId, HostPort] = {}
+        self._accepting: list[PeerId] = []
         self.places: dict[PeerId, Place] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
@@ -163,7 +166,11 @@ class Circuits:
     # --- being reached --------------------------------------------------------------------------------------
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Accepted:
-        self._node.linker.spawn(self._accept(relay, offer))
+        if self._accepting.count(relay) >= OFFERS_AT_ONCE:
+            raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being taken: wait")
+        self._accepting.append(relay)
+        accepting = self._node.linker.spawn(self._accept(relay, offer))
+        accepting.add_done_callback(lambda _: self._accepting.remove(relay))
         return Accepted()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
@@ -193,6 +200,8 @@ class Circuits:
                     await self._look.wait()
             except TimeoutError:
                 pass
+            # a relay may give places and hang up, again and again
+            await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _renew(self) -> None:
         now = self._loop.time()

@@ -57,7 +57,7 @@ class Greeter:
             if answer is not None:
                 self._say(answer)
         except PeerError as error:
-            self.link.set_exception(error)
+            self._fail(error)
 
     def on_writable(self, writable: bool) -> None:
         """Handshakes are short."""
@@ -65,7 +65,11 @@ class Greeter:
     def on_lost(self, reason: str) -> None:
         """The connection is gone."""
         if not self.link.done():
-            self.link.set_exception(PeerLost(reason))
+            self._fail(PeerLost(reason))
+
+    def _fail(self, error: PeerError) -> None:
+        self.link.set_exception(error)
+        self.link.exception()  # there may be no waiter: the connection was refused, or is a circuit's
 
     def _say(self, message: bytes) -> None:
         assert self._carrier is not None

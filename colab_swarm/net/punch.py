@@ -48,6 +48,11 @@ class Endpoint(Message, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
     @property
+    def usable(self) -> bool:
+        """Whether one can connect there."""
+        return self.family is not None and 0 < self.port < 1 << 16
+
+    @property
     def family(self) -> socket.AddressFamily | None:
         """AF_INET or AF_INET6; None if the host is no address one can connect to (names are not looked up)."""
         try:

@@ -37,8 +37,13 @@ GO = b"go"
 TICKET_S = 15.0
 """How long the two ends may take to show their tickets."""
 OFFER_TIMEOUT_S = 10.0
+CIRCUITS_PER_PAIR = 4
+"""So that nobody alone can use up all the circuits that another peer may have."""
+IDLE_S = 120.0
+"""A circuit that carries nothing for so long is dead: links ping. Ends that vanish together close nothing."""
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Host = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Reserve(Message, frozen=True):
@@ -49,7 +54,7 @@ class Reserved(Message, frozen=True):
     """A place is kept for ``seconds``, as long as the link stands; the relay sees the peer at ``seen``."""
 
     seconds: float
-    seen_host: str
+    seen_host: Host
     seen_port: int
 
 
@@ -63,7 +68,7 @@ class CircuitTicket(Message, frozen=True):
     """Show this at the relay's port; ``seen`` as in `Reserved`."""
 
     token: Token
-    seen_host: str
+    seen_host: Host
     seen_port: int
 
 
@@ -107,6 +112,7 @@ class Circuit:
 
     ends: tuple[PeerId, PeerId]
     opened_at: float
+    used_at: float
     buckets: tuple[TokenBucket, ...]
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
@@ -121,7 +127,6 @@ class Books:
         self.places: dict[PeerId, float] = {}
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
-        self.carried_for: dict[PeerId, int] = {}
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
     def reserve(self, peer: PeerId, now: float) -> None:
@@ -143,10 +148,12 @@ class Books:
         for peer in (caller, called):
             if sum(peer in circuit.ends for circuit in self.circuits) >= quota.circuits_per_peer:
                 raise Refusal(f"{quota.circuits_per_peer} circuits of {short(peer)} are open here")
+        if sum({caller, called} == {*circuit.ends} for circuit in self.circuits) >= CIRCUITS_PER_PAIR:
+            raise Refusal(f"{CIRCUITS_PER_PAIR} circuits between the two are open here")
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
-        circuit = Circuit((caller, called), now, (*own, *self._total))
+        circuit = Circuit((caller, called), now, now, (*own, *self._total))
         circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
@@ -160,11 +167,10 @@ class Books:
 
     def carry(self, circuit: Circuit, size: int, now: float) -> tuple[float, str | None]:
         """Account for bytes: in how many seconds more may come, and why the circuit must end, if it must."""
-        quota, (caller, called) = self.quota, circuit.ends
+        quota = self.quota
+        circuit.used_at = now
         circuit.carried_bytes += size
         self.carried_bytes += size
-        for peer in (caller, called):
-            self.carried_for[peer] = self.carried_for.get(peer, 0) + size
         for bucket in circuit.buckets:
             bucket.take(size, now)
         if quota.circuit_bytes is not None and circuit.carried_bytes > quota.circuit_bytes:
@@ -176,7 +182,8 @@ class Books:
     def overdue(self, now: float) -> dict[Circuit, str]:
         """Circuits whose time is up, with the reason."""
         limit_s = self.quota.circuit_s
-        late = {one: "the other end did not come" for one in self.circuits if self._stalled(one, now)}
+        late = {one: "nobody spoke" for one in self.circuits if now - one.used_at > IDLE_S}
+        late |= {one: "the other end did not come" for one in self.circuits if self._stalled(one, now)}
         if limit_s is not None:
             text = f"the relay keeps a circuit for {limit_s:g} s"
             late |= {one: text for one in self.circuits if now - one.opened_at > limit_s}
@@ -228,6 +235,8 @@ class Relay:
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
+        if called in (peer, self._node.id):
+            raise Refusal("a circuit leads to another peer than you and this relay")
         await self._require_reachable(called)
         circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
@@ -294,6 +303,7 @@ class _Pump:
         self._relay, self._circuit, self.socket = relay, circuit, socket
         self._loop = asyncio.get_running_loop()
         self._reasons_to_wait: set[str] = set()
+        self._quota_timer: asyncio.TimerHandle | None = None
         self.other: _Pump | None = None
 
     def __repr__(self) -> str:
@@ -314,7 +324,9 @@ class _Pump:
             self._relay.end(self._circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
-            self._loop.call_later(delay_s, self._go_on, "quota")
+            if self._quota_timer is not None:  # an earlier message of the same read asked for a shorter pause
+                self._quota_timer.cancel()
+            self._quota_timer = self._loop.call_later(delay_s, self._go_on, "quota")
 
     def on_writable(self, writable: bool) -> None:
         """This end's buffer filled up, or has room again: the other end waits."""

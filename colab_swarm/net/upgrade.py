@@ -20,6 +20,8 @@ import asyncio
 import logging
 import random
 import socket
+import struct
+from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Annotated
@@ -27,7 +29,7 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable
-from colab_swarm.net.addresses import Circuit
+from colab_swarm.net.addresses import Circuit, is_address
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
 from colab_swarm.net.dialling import dial_any
 from colab_swarm.net.link import Link
@@ -42,9 +44,14 @@ PUNCH_S = 4.0
 TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
 TRIES = 3
+_FORGET_AT_ONCE = struct.pack("ii", 1, 0)
+"""SO_LINGER: closing resets. TIME_WAIT would keep the two ports from being punched again for a minute."""
 ASKS = 40
 """Tries, and answers that the other end is busy."""
 PAUSE_S = (0.5, 3.0)
+FORGIVEN_S = 60.0
+"""A peer whose attempts fail all the same is answered no more often than `TRIES` times in this time."""
+MAX_FAILED = 256
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -81,6 +88,7 @@ class Upgrades:
         self._node, self._seen_at, self._on_end, self._rng = node, seen_at, on_end, rng
         self._loop = asyncio.get_running_loop()
         self._busy: set[PeerId] = set()
+        self._failed: deque[tuple[float, PeerId]] = deque(maxlen=MAX_FAILED)
         self._punching = asyncio.Lock()
         node.linker.on_relayed = self._on_relayed
         node.serve_stream(Upgrade, self._on_upgrade)
@@ -158,11 +166,20 @@ class Upgrades:
         link = self._node.linker.table.best(stream.peer)
         if link is None or link.remote.path.way is not Way.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
+        forgiven_at = self._loop.time() - FORGIVEN_S
+        if sum(peer == stream.peer and at > forgiven_at for at, peer in self._failed) >= TRIES:
+            raise Refusal(f"{TRIES} upgrades failed in the last minute")
         if self._punching.locked():
             await stream.send(Ready(busy=True))
             return
-        async with self._punching:
-            await self._answer(link, opening, stream)
+        try:
+            async with self._punching:
+                await self._answer(link, opening, stream)
+        except TimeoutError:
+            raise Refusal("the talk took too long") from None
+        finally:
+            if self._relayed(stream.peer):
+                self._failed.append((self._loop.time(), stream.peer))
         self._on_end(stream.peer, None if not self._relayed(stream.peer) else "the holes did not meet")
 
     async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
@@ -179,9 +196,10 @@ class Upgrades:
             await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
 
     async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...]) -> bool:
+        direct = [one for one in addresses if is_address(one) and Circuit.parse(one) is None]
         try:
             async with asyncio.timeout(DIAL_BACK_S):
-                await dial_any(addresses, lambda address: self._node.linker.dial_direct(peer, address))
+                await dial_any(direct, lambda address: self._node.linker.dial_direct(peer, address))
         except (PeerError, TimeoutError) as error:
             logger.info("no way back to %s: %s", short(peer), error)
             return False
@@ -194,8 +212,8 @@ class Upgrades:
         if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:
             return 0, ()
         seen = self._seen_at(relay)
-        ends = dict.fromkeys(end for end in (seen, path.local) if end is not None)
-        return path.local[1], tuple(Endpoint(*end) for end in ends)
+        ends = dict.fromkeys(Endpoint(*end) for end in (seen, path.local) if end is not None)
+        return path.local[1], tuple(end for end in ends if end.usable)  # a relay may say anything
 
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, asked: bool
@@ -225,6 +243,7 @@ class Upgrades:
         """Make the connection a link; whoever is at its other end, the handshake tells."""
 
         async def take_over(receiver: Receiver) -> WebSocket:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FORGET_AT_ONCE)
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
             scratch = self._node.linker.scratch
             return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)

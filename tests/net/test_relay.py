@@ -64,7 +64,6 @@ def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
     circuit.sockets = {0: None, 1: None}  # type: ignore[dict-item]
     assert one.overdue(59.0) == {}
     assert one.overdue(61.0) == {circuit: "the relay keeps a circuit for 60 s"}
-    assert one.carried_for == {ALICE: 1001, BOB: 1001}
 
 
 def test_bandwidth_and_total_are_bounded() -> None:

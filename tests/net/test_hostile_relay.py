@@ -1,0 +1,247 @@
+"""Relays, callers and neighbours that mean ill."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+from typing import Any
+
+import pytest
+
+from colab_swarm.errors import CallRefused, PeerError
+from colab_swarm.events import Fault
+from colab_swarm.net import circuits as circuits_module
+from colab_swarm.net import upgrade
+from colab_swarm.net.circuits import Circuits
+from colab_swarm.net.listener import TICKET
+from colab_swarm.net.peers import Contact, PeerId, Refusal
+from colab_swarm.net.reachability import _may_try
+from colab_swarm.net.relay import (
+    Accepted,
+    Books,
+    CircuitOffer,
+    CircuitTicket,
+    OpenCircuit,
+    Relay,
+    RelayQuota,
+    Reserve,
+    Reserved,
+    _Pump,
+)
+from colab_swarm.net.upgrade import Ready, Upgrade, Upgrades
+from tests.net.swarm import Echo, peers, run, until
+from tests.net.test_upgrade import relayed
+
+ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
+
+
+class Socket:
+    """What a pump asks of a WebSocket."""
+
+    def __init__(self) -> None:
+        self.reading = True
+
+    def send(self, size: int, fill: Any) -> int:
+        return size
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
+    async def main() -> None:
+        async with peers("carol") as (carol,):
+            relay = Relay(carol, RelayQuota(circuit_bps=8e4))
+            loop = asyncio.get_running_loop()
+            circuit = relay.books.open(ALICE, BOB, loop.time(), os.urandom)
+            near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
+            near.other, far.other = far, near
+            while circuit.buckets[0].delay(loop.time()) < 1.0:
+                near.on_message(memoryview(bytes(100)))
+            await asyncio.sleep(0.1)
+            assert not near.socket.reading  # type: ignore[attr-defined]
+            relay.books.circuits.clear()
+            relay.close()
+
+    run(main())
+
+
+def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
+    async def main() -> None:
+        async with peers("alice", "carol") as (alice, carol):
+            relay = Relay(carol)
+            for called in (alice.id, carol.id):
+                with pytest.raises(CallRefused, match="another"):
+                    await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
+            assert not relay.books.circuits
+            relay.close()
+
+    run(main())
+
+
+def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
+    books = Books(RelayQuota(circuits_per_peer=32), now=0.0)
+    with pytest.raises(Refusal, match="between the two"):
+        for _ in range(32):
+            books.open(ALICE, BOB, 0.0, os.urandom)
+    assert books.open(CAROL, BOB, 0.0, os.urandom)
+
+
+def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
+    async def main() -> None:
+        unheard: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: unheard.append(context["message"])
+        )
+        async with peers("alice", "carol") as (alice, carol):
+            relay = Relay(carol)
+            told = asyncio.get_running_loop().create_future()
+
+            class Guesser:
+                def on_message(self, data: memoryview) -> None: ...
+                def on_writable(self, writable: bool) -> None: ...
+                def on_lost(self, reason: str) -> None:
+                    told.set_result(reason)
+
+            socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
+            socket.send_bytes(TICKET + b"guess")
+            assert "not valid" in await told
+            relay.close()
+        gc.collect()
+        assert unheard == []
+
+    run(main())
+
+
+def test_offers_without_end_are_refused() -> None:
+    async def main() -> None:
+        async with peers("alice", "carol") as (alice, carol):
+            circuits = Circuits(alice, lambda: asyncio.sleep(0, []), lambda: None, random.Random(1))
+            shown = 0
+
+            async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
+                nonlocal shown
+                shown += 1
+                await asyncio.Event().wait()
+
+            circuits._show = never  # type: ignore[assignment,method-assign]
+            refused = 0
+            for _ in range(100):
+                try:
+                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Accepted, timeout_s=5)
+                except CallRefused:
+                    refused += 1
+            await asyncio.sleep(0)
+            assert shown == circuits_module.OFFERS_AT_ONCE and refused == 100 - shown
+            circuits.close()
+
+    run(main())
+
+
+def test_a_relay_that_drops_whoever_it_gave_a_place_is_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
+            places = 0
+
+            async def drop(peer: PeerId, message: Reserve) -> Reserved:
+                nonlocal places
+                places += 1
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
+                return Reserved(300.0, "192.0.2.1", 1)
+
+            carol.serve(Reserve, drop)
+
+            async def candidates() -> list[Contact]:
+                return [carol.contact]
+
+            circuits = Circuits(alice, candidates, lambda: None, random.Random(1))
+            circuits.start()
+            await until(lambda: places == 1)
+            await asyncio.sleep(0.15)
+            assert places == 1
+            circuits.close()
+
+    run(main())
+
+
+def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading() -> None:
+    async def main() -> None:
+        async with relayed() as (alice, bob, outcomes):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            await until(lambda: outcomes == {alice.id: None, bob.id: None})
+
+    for seen in (("", 0), ("192.0.2.1", 70_000), ("no address", -1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Relay, "_seen", lambda relay, peer, seen=seen: seen)
+            run(main())
+
+
+def test_an_upgrade_calls_no_web_server_s_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob):
+            dialled: list[str] = []
+
+            async def dial(peer: PeerId, address: str) -> Any:
+                dialled.append(address)
+                raise PeerError(address)
+
+            monkeypatch.setattr(alice.linker, "dial_direct", dial)
+            upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
+            evil = ("ws://127.0.0.1:1/api?delete=all", "ws://127.0.0.1:2", "://x", "s://10.0.0.1/admin")
+            assert not await upgrades._dial_back(bob.id, evil)
+            assert dialled == ["ws://127.0.0.1:2"]
+            upgrades.close()
+
+    run(main())
+
+
+def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(upgrade, "PUNCH_S", 0.01)
+    monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
+
+    async def main() -> None:
+        async with relayed() as (alice, bob, _):
+            faults: list[object] = []
+            bob.linker._events.listen(
+                lambda event: faults.append(event) if isinstance(event, Fault) else None
+            )
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            texts = []
+            for _ in range(upgrade.TRIES + 1):
+                stream = await alice.stream(bob.id, Upgrade((), ()), timeout_s=5)
+                with pytest.raises(PeerError) as caught:
+                    while True:
+                        await stream.receive(Ready)
+                texts.append(str(caught.value))
+            assert not faults, faults
+            assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "seen", "may"),
+    [
+        ("ws://198.51.100.7:22", "198.51.100.7", True),
+        ("ws://198.51.100.7:22", "203.0.113.9", False),
+        ("ws://[2001:db8::1]:22", "203.0.113.9", True),
+        ("ws://198.51.100.7:22", "192.168.1.2", True),
+        ("ws://metadata.internal:80", "203.0.113.9", False),
+        ("ws://192.168.1.1:80", "", False),
+        ("ws://127.0.0.1:80", "", False),
+        ("ws://198.51.100.7:22", "", True),
+    ],
+)
+def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
+    assert _may_try(address, seen) is may
