@@ -15,7 +15,6 @@ from itertools import combinations_with_replacement
 from tests.netlab.hosts import LabPeer, create, join
 from tests.netlab.lab import Lab, Nat, Site
 
-TENSOR_BYTES = 64 << 20
 PUNCH_TIMEOUT_S = 20.0
 NATS = {
     "masquerade": Nat(),

@@ -5,7 +5,8 @@
 
 OPTIONS is JSON for `PeerOptions`. The first line printed has the peer's contact (id and addresses), its reachability
 and an invitation; ``["reach"]`` prints the like again. The other commands are coroutines here of the same name:
-``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["call", CONTACT, SECONDS]``.
+``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["call", CONTACT, SECONDS]``,
+``["drop", CONTACT]``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,15 @@ async def call(node: Node, peer: PeerId, seconds: float) -> dict[str, Any]:
     return {"path": str(node.path_to(peer)), "seconds": time.monotonic() - began_at}
 
 
-COMMANDS = {command.__name__: command for command in (send, path, call)}
+async def drop(node: Node, peer: PeerId) -> dict[str, Any]:
+    """Break all links to the peer, as a router that restarts would."""
+    links = node.linker.table.of(peer)
+    for link in links:
+        link.abort("the link was broken by a test")
+    return {"dropped": len(links)}
+
+
+COMMANDS = {command.__name__: command for command in (send, path, call, drop)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:

@@ -33,3 +33,13 @@ def test_a_peer_that_may_only_dial_443_reaches_a_public_one_on_another_port() ->
         alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
         met = meet(alice, bob, "relayed")
     assert met.way == "relayed" and met.linked_s < FIRST_LINK_S
+
+
+@pytest.mark.slow
+def test_two_peers_whose_link_breaks_are_punched_again_from_the_same_ports() -> None:
+    with lab_of(("masquerade", "masquerade")) as lab:
+        alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
+        for one, other in ((alice, bob), (bob, alice), (alice, bob)):
+            assert meet(one, other, "punched").way == meet(other, one, "punched").way == "punched"
+            assert one.ask("drop", other.contact)["dropped"] > 0
+            other.ask("call", one.contact, FIRST_LINK_S)  # may fail: the link is lost under it
