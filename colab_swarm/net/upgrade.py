@@ -20,7 +20,6 @@ import asyncio
 import logging
 import random
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
@@ -44,8 +43,6 @@ PUNCH_S = 4.0
 TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
 TRIES = 3
-_FORGET_AT_ONCE = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing resets. TIME_WAIT would keep the two ports from being punched again for a minute."""
 ASKS = 40
 """Tries, and answers that the other end is busy."""
 PAUSE_S = (0.5, 3.0)
@@ -243,7 +240,6 @@ class Upgrades:
         """Make the connection a link; whoever is at its other end, the handshake tells."""
 
         async def take_over(receiver: Receiver) -> WebSocket:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FORGET_AT_ONCE)
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
             scratch = self._node.linker.scratch
             return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
