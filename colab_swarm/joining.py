@@ -40,7 +40,8 @@ def create(
 ) -> Swarm:
     """Begin a run and be its first peer and its authority; `Swarm.invite` gives the line that lets others join.
 
-    With ``options.identity`` the run survives a restart of its authority: the same file, the same run.
+    With ``options.identity`` the run survives a restart of its authority: the same file, the same run. Creating it
+    again while it is open gives the same swarm (re-run cells freely).
 
     Args:
         name: of the run, for people.
@@ -60,6 +61,9 @@ def create(
     require_terms(i_have_read_the_terms)
     identity = _identity(options)
     entrance = Entrance.found(name, identity, access=access, allow=allow, key_file=options.identity)
+    for swarm in _open_swarms:
+        if swarm.run_id == entrance.run_id and not swarm.left:
+            return swarm
     return _open(entrance, identity, peer_name, options)
 
 

@@ -79,7 +79,7 @@ DEFAULT_OPTIONS = PeerOptions()
 
 
 class Presence:
-    """A peer's place in the network, from `open` to `close`.
+    """A peer's place in the network, from `open` to `leave`.
 
     Attributes:
         node: the peer itself.
@@ -122,25 +122,37 @@ class Presence:
             JoinError: there are entries, and none of them could be reached, or this peer is not let in.
             TunnelError: the tunnel that was asked for cannot be opened.
         """
-        entries = entrance.entries
         presence = cls(node, entrance, options, services)
-        if entries and not options.announce:
+        try:
+            await presence._enter()
+        except BaseException:  # an interrupt included: a tunnel would stay open
+            await presence.leave()
+            raise
+        return presence
+
+    async def _enter(self) -> None:
+        node, entries = self.node, self.entrance.entries
+        if entries and not self._options.announce:
             node.announce(())  # until somebody has dialled back: nobody shall try addresses behind a NAT
         for contact in entries:
             node.learn(contact)
-        await presence.trust.join()
+        await self.trust.join()
         if entries:
             await enter(node, entries)
-            await presence.reachability.verify()
-        await find_others(services, entries)
-        await presence.reachability.start()
-        presence.trust.start()
-        if presence.relay is not None:
-            node.linker.spawn(presence._publish_relay())
-        return presence
+            await self.reachability.verify()
+        await find_others(self._services, entries)
+        await self.reachability.start()
+        self.trust.start()
+        if self.relay is not None:
+            node.linker.spawn(self._publish_relay())
 
-    async def close(self) -> None:
-        """Be found and reached no more."""
+    async def leave(self) -> None:
+        """Be found and reached no more, and end all services; the node's links stay."""
+        with contextlib.suppress(PeerError):
+            await self.trust.stop()
+        with contextlib.suppress(PeerError):
+            await self._services.dht.stop()
+        await self._services.averager.close()
         if self._announcer is not None:
             await self._announcer.close()
         if self.relay is not None:

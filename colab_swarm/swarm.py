@@ -364,11 +364,9 @@ async def _revoke(trust: Trust, subject: PeerId) -> None:
 
 async def _close(services: Services, presence: Presence | None) -> None:
     if presence is not None:
+        await presence.leave()
+    else:
         with contextlib.suppress(PeerError):
-            await presence.trust.stop()
-    with contextlib.suppress(PeerError):
-        await services.dht.stop()
-    await services.averager.close()
-    if presence is not None:
-        await presence.close()
+            await services.dht.stop()
+        await services.averager.close()
     await services.peers.close()
