@@ -207,7 +207,7 @@ class MembershipAdmission:
         self.revoked = Revocations(run_id)
         self._out: frozenset[bytes] = frozenset()  # what is revoked
         self._verified: OrderedDict[bytes, Membership] = OrderedDict()
-        self._guests: dict[bytes, float] = {}  # since when, by public key
+        self._guests: dict[bytes, tuple[float, float]] = {}  # since when, and last seen when, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """See `Admission.admit`."""
@@ -283,18 +283,20 @@ class MembershipAdmission:
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
-        """Let a guest in, or out again after a minute."""
-        since = self._guests.get(public_key, now)
+        """Let a guest in, or out again after a minute; its link is asked about every few seconds while it stands."""
+        since, seen = self._guests.get(public_key, (now, now))
+        if abs(now - seen) > GUEST_S:
+            since = now  # it went away, and comes again
         if abs(now - since) > GUEST_S:
             del self._guests[public_key]
             raise NotAdmitted("no membership was asked for in a minute: join again with an invitation")
         if public_key not in self._guests and len(self._guests) >= MAX_GUESTS:
-            left = [guest for guest, at in self._guests.items() if abs(now - at) > GUEST_S]
+            left = [guest for guest, (_, at) in self._guests.items() if abs(now - at) > GUEST_S]
             if not left:
                 raise NotAdmitted("too many newcomers ask for a membership: try again in a minute")
             for guest in left:
                 del self._guests[guest]
-        self._guests[public_key] = since
+        self._guests[public_key] = since, now
         return Role.GUEST
 
 

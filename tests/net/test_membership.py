@@ -74,12 +74,19 @@ def test_who_shows_nothing_is_a_guest_at_the_authority_and_nowhere_else() -> Non
 
 def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
     at = admission(AUTHORITY)
-    assert at.admit(ALICE.public_key, b"", now=NOW) is Role.GUEST
+    for seconds in (0, GUEST_S / 2, GUEST_S):
+        assert at.admit(ALICE.public_key, b"", now=NOW + seconds) is Role.GUEST
     with pytest.raises(NotAdmitted, match="no membership was asked for in a minute"):
         at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 2) is Role.GUEST
     assert admit(membership(), at=at, now=NOW + GUEST_S + 3) is Role.WORKER
     assert at.admit(ALICE.public_key, b"", now=NOW + 3 * GUEST_S) is Role.GUEST
+
+
+def test_a_newcomer_that_was_refused_may_come_again_an_hour_later() -> None:
+    at = admission(AUTHORITY)
+    for hours in range(3):
+        assert at.admit(ALICE.public_key, b"", now=NOW + hours * HOUR) is Role.GUEST
 
 
 def test_guests_are_counted() -> None:
