@@ -302,6 +302,11 @@ class Swarm:
             rows = tuple(
                 _row(peer, record, peer == self.id) for peer, record in sorted(progress.records.items())
             )
+            rows += tuple(
+                PeerRow(record.name, short(peer), "assistant", 0, 0.0, 0.0, True, peer == self.id)
+                for peer, record in sorted(optimizer.collaboration.assistants.records.items())
+                if peer not in progress.records
+            )
             step, speed = progress.own.step, progress.samples_per_s()
             target, samples = progress.target_batch_size, sum(r.samples for r in progress.records.values())
         return SwarmSnapshot(
