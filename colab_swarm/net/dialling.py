@@ -15,34 +15,30 @@ from colab_swarm.net.websocket import WebSocket
 
 STAGGER_S = 0.25
 DETOUR_AFTER_S = 1.5
-"""A peer that can be dialled, but perhaps not by us, is then tried through the relays that keep our places."""
+"""How long addresses may take before detours are looked for, and looked for again if there are none."""
 T = TypeVar("T")
 
 
 async def dial_any(
-    addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
+    addresses: Sequence[str],
+    dial: Callable[[str], Awaitable[T]],
+    detours: Callable[[], Sequence[str]] = lambda: (),
 ) -> T:
-    """What ``dial`` returns for the first address that answers; ``detours`` are tried when these take long.
+    """What ``dial`` returns for the first address that answers; ``detours()`` are tried where these do not.
 
     Raises:
         PeerError: none did; the text has each address's failure. `WrongPeer` if somebody else answered.
     """
-
-    async def dial_one(address: str) -> T:
-        if address in detours:
-            await asyncio.sleep(DETOUR_AFTER_S)
-        return await dial(address)
-
-    waiting = [*addresses, *detours]
+    waiting, detoured = list(addresses), False
     running: set[asyncio.Future[T]] = set()
     done: set[asyncio.Future[T]] = set()
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.ensure_future(dial_one(waiting.pop(0))))
+                running.add(asyncio.ensure_future(dial(waiting.pop(0))))
             done, running = await asyncio.wait(
-                running, timeout=STAGGER_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+                running, timeout=STAGGER_S if waiting else DETOUR_AFTER_S, return_when=asyncio.FIRST_COMPLETED
             )
             for attempt in done:
                 error = attempt.exception()
@@ -51,6 +47,9 @@ async def dial_any(
                 if not isinstance(error, PeerError):
                     raise error
                 failures.append(error)
+            if not (waiting or detoured or (done and running)):
+                waiting = list(detours())
+                detoured = bool(waiting)
     finally:
         for attempt in running:
             attempt.cancel()

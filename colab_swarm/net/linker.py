@@ -132,7 +132,10 @@ class Linker:
 
     async def _dial(self, peer: PeerId) -> None:
         contact = self.book.find(peer)
-        detours = [one for one in self.addresses if Circuit.parse(one) is not None] if contact.direct else []
+
+        def detours() -> list[str]:  # others may reach a peer that we cannot: the relays that keep our places
+            return [one for one in self.addresses if Circuit.parse(one) is not None] if contact.direct else []
+
         try:
             if not contact.addresses:
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
@@ -238,9 +241,7 @@ class Linker:
         return Greeter(self.introduction(expected), wall_clock=self._wall_clock, make_link=make_link)
 
     def _greet_caller(self, request: web.BaseRequest) -> Greeter:
-        self._require_open()
-        if self.table.full(self._settings.max_links):
-            raise PeerLost(f"this peer has {len(self.table)} links, all busy")
+        self.require_room()
         forwarded = "X-Forwarded-For" in request.headers
         return self._greeter(None, Path(Way.TUNNEL if forwarded else Way.DIRECT))
 
@@ -368,6 +369,12 @@ class Linker:
     def _require_open(self) -> None:
         if self.closed:
             raise PeerLost("this peer is closed")
+
+    def require_room(self) -> None:
+        """Raise `PeerLost` if no link may be added."""
+        self._require_open()
+        if self.table.full(self._settings.max_links):
+            raise PeerLost(f"this peer has {len(self.table)} links, all busy")
 
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent; goes on if the caller is cancelled."""
