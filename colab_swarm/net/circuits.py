@@ -166,6 +166,10 @@ class Circuits:
     # --- being reached --------------------------------------------------------------------------------------
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Accepted:
+        try:
+            self._node.linker.require_room()
+        except PeerLost as error:
+            raise Refusal(str(error)) from error
         if self._accepting.count(relay) >= OFFERS_AT_ONCE:
             raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being taken: wait")
         self._accepting.append(relay)

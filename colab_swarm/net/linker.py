@@ -74,9 +74,7 @@ class Linker:
         )
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.services = (Services(), Services())
-        self.table = LinkTable(identity.id)
-        self.book = AddressBook()
-        self.clock = SwarmClock()
+        self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
@@ -354,8 +352,7 @@ class Linker:
         return role
 
     def _can_redial(self, link: Link) -> bool:
-        pinned = link.peer in self.pinned
-        return not pinned and bool(self.addresses and self.book.find(link.peer).addresses)
+        return link.peer not in self.pinned and bool(self.addresses and self.book.find(link.peer).addresses)
 
     # --- life -----------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from colab_swarm.net.relay import (
 )
 from colab_swarm.net.upgrade import Ready, Upgrade, Upgrades
 from tests.net.swarm import Echo, peers, run, until
+from tests.net.test_relay import relayed as circuit
 from tests.net.test_upgrade import relayed
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
@@ -139,6 +140,19 @@ def test_offers_without_end_are_refused() -> None:
             await asyncio.sleep(0)
             assert shown == circuits_module.OFFERS_AT_ONCE and refused == 100 - shown
             circuits.close()
+
+    run(main())
+
+
+def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with peers("carol") as (carol,), circuit(carol) as (alice, bob, _):
+            monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
+            with pytest.raises(PeerError):
+                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            assert bob.linked() == {carol.id}
 
     run(main())
 
