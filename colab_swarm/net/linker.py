@@ -129,20 +129,20 @@ class Linker:
         return self._awaited[peer]
 
     async def _dial(self, peer: PeerId) -> None:
-        contact = self.book.find(peer)
-
-        def detours() -> list[str]:  # others may reach a peer that we cannot: the relays that keep our places
-            return [one for one in self.addresses if Circuit.parse(one) is not None] if contact.direct else []
-
+        addresses = self.book.find(peer).addresses
         try:
-            if not contact.addresses:
+            if not addresses:
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
-            await dial_any(contact.addresses, lambda one: self._dial_address(peer, one), detours)
+            await dial_any(addresses, lambda one: self._dial_address(peer, one), self._detours)
         except PeerError as error:
             awaited = self._awaited.pop(peer, None)
             if awaited is not None and not awaited.done():
                 awaited.set_exception(error)
                 awaited.exception()  # the waiters may all have given up
+
+    def _detours(self) -> list[str]:
+        """Through relays that keep our places: they may reach a peer that we cannot."""
+        return [address for address in self.addresses if Circuit.parse(address) is not None]
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
         circuit = Circuit.parse(address)
