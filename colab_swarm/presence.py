@@ -25,6 +25,7 @@ from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.speed import SpeedTests
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.training.settings import Services
+from colab_swarm.trust.clockwatch import ClockWatch
 from colab_swarm.trust.service import LinkControl, Trust
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,11 @@ class Presence:
         if entries:
             await enter(node, entries)
             await self.reachability.verify()
-        await find_others(self._services, entries)
+        try:
+            await find_others(self._services, entries)
+        except JoinError as error:
+            skew = ClockWatch().on_skew(node.linker.clock.behind_s)
+            raise JoinError(f"{error}; {skew}" if skew else str(error)) from error
         await self.reachability.start()
         self.trust.start()
         if self.relay is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import colab_swarm as cs
 from colab_swarm.access import Entrance
-from colab_swarm.errors import TunnelError
+from colab_swarm.errors import JoinError, TunnelError
 from colab_swarm.invite import Invite
 from colab_swarm.joining import _start
+from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.presence import PeerOptions
@@ -82,3 +85,20 @@ def test_creating_a_run_again_with_its_key_file_gives_the_same_swarm(tmp_path: P
         assert cs.create("my-run", options=options) is swarm
     with cs.create("my-run", options=options) as again:
         assert again is not swarm and again.run_id == swarm.run_id
+
+
+@pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
+def test_a_clock_that_is_far_off_is_named_as_the_reason(
+    ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        found = Entrance.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+        services, presence = await _start(found, identity("authority"), "authority", ALONE)
+        invitation: Invite = found.invite(presence.node, presence.trust.authority)
+        start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
+        monkeypatch.setattr(Node, "start", start)
+        with pytest.raises(JoinError, match="clock"):
+            await _start(Entrance.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
+        await _close(services, presence)
+
+    run(main())
