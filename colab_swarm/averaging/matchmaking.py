@@ -46,7 +46,7 @@ class Matchmaker:
     Args:
         prefix: name of the collaboration.
         expected: ``expected(step, lineage)``: peers believed to take part, this one included or not.
-        on_called: ``on_called(terms)``: in how many seconds this peer joins; None: it will not.
+        on_called: ``on_called(terms, peer)``: in how many seconds this peer joins whom calls; None: it will not.
             Returns at once.
         strategy: who reduces how much.
     """
@@ -57,7 +57,7 @@ class Matchmaker:
         prefix: str,
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
-        on_called: Callable[[Ticket], float | None],
+        on_called: Callable[[Ticket, PeerId], float | None],
         strategy: Strategy = equal_shares,
         settings: GatheringSettings | None = None,
     ) -> None:
@@ -206,7 +206,7 @@ class Matchmaker:
     async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
         if group := self._groups.get((call.terms.step, call.terms.lineage)):
             return Coming(None, group)
-        return Coming(self._on_called(call.terms))
+        return Coming(self._on_called(call.terms, peer))
 
     async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
@@ -218,7 +218,7 @@ class Matchmaker:
             return _hand_out(group, peer)
         leading = self._leading.get((ticket.step, ticket.lineage))
         if leading is None:
-            ready_in_s = self._on_called(ticket)
+            ready_in_s = self._on_called(ticket, peer)
             if ready_in_s is None:
                 return self._decline(ticket)
             leading = self._lead(ticket, ready_in_s)

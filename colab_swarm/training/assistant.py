@@ -153,6 +153,7 @@ class _Part:
         self._last: Group | None = None  # of the last round here
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
+        self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of these rounds
         self._matchmaker = Matchmaker(
             services.rooms, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
@@ -168,12 +169,14 @@ class _Part:
             task.cancel()
         self._services.averager.forget(self._prefix)
 
-    def _on_called(self, terms: Ticket) -> float | None:
+    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
         """Take part in whatever round is called, as far as memory goes."""
         self.used_at = _now()
         key = (terms.step, terms.lineage)
+        self._callers.setdefault(key, set()).add(caller)
         if key not in self._rounds:
             if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
+                del self._callers[key]
                 return None
             self._rounds[key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
         return 0.0
@@ -191,6 +194,7 @@ class _Part:
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
         finally:
             del self._rounds[terms.step, terms.lineage]
+            self._callers.pop((terms.step, terms.lineage), None)
 
     def _ticket(self, terms: Ticket) -> Ticket:
         links, addresses = self._services.peers.statistics(), self._services.peers.contact.addresses
@@ -208,8 +212,9 @@ class _Part:
         return self._known(step, lineage)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Who should come: by the records, and who was there a step before, whose records may be older."""
-        linked, others = self._services.peers.linked(), set(self._assistants)
+        """Who should come: by the records, who called, and who was there a step before: records may be older."""
+        linked = self._services.peers.linked()
+        others = {*self._assistants, *self._callers.get((step, lineage), ())}
         if self._last is not None and self._last.step == step - 1:
             others |= {member.id for member in self._last.members}
         here = participants_of(self._records, step, lineage)

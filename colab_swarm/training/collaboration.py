@@ -272,7 +272,7 @@ class Collaboration:
 
     # --- being called -------------------------------------------------------------------------------------------
 
-    def _on_called(self, terms: Ticket) -> float | None:
+    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
         """An organizer opens a round: in how many seconds this peer will be there, or None if it will not."""
         own, now, step, lineage = self.progress.own, self._now(), terms.step, terms.lineage
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done

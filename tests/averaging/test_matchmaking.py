@@ -39,7 +39,7 @@ class Trainer:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         return self.candidates
 
-    def _on_called(self, terms: Ticket) -> float | None:
+    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
         mine = (self.ticket.step, self.ticket.lineage)
         return self.ready_in_s if (terms.step, terms.lineage) == mine else None
 
