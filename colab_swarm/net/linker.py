@@ -11,7 +11,7 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, PeerJoined, PeerLeft
-from colab_swarm.net.addresses import AddressBook, Circuit
+from colab_swarm.net.addresses import AddressBook, Circuit, is_loopback
 from colab_swarm.net.admission import Admission
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Path, Receiver, Remote, Traffic, Way
 from colab_swarm.net.clock import SwarmClock
@@ -56,8 +56,7 @@ class Linker:
         wall_clock: Callable[[], float],
     ) -> None:
         self._identity, self._settings, self._admission = identity, settings, admission
-        self._events, self._wall_clock = events, wall_clock
-        self._loop = asyncio.get_running_loop()
+        self._events, self._wall_clock, self._loop = events, wall_clock, asyncio.get_running_loop()
         self._limits = LinkLimits(settings.max_streams_per_link, settings.max_calls_per_link)
         self._awaited: dict[PeerId, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -240,8 +239,9 @@ class Linker:
 
     def _greet_caller(self, request: web.BaseRequest) -> Greeter:
         self.require_room()
-        forwarded = "X-Forwarded-For" in request.headers
-        return self._greeter(None, Path(Way.TUNNEL if forwarded else Way.DIRECT))
+        local = is_loopback(request.remote or "")  # as a tunnel's agent is; anybody can send the header
+        tunnelled = local and "X-Forwarded-For" in request.headers
+        return self._greeter(None, Path(Way.TUNNEL if tunnelled else Way.DIRECT))
 
     def _on_introduced(
         self, carrier: WebSocket, introduced: Introduced, rtt_s: float, path: Path, *, dialled: bool

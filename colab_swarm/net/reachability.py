@@ -249,13 +249,10 @@ class ReachabilityWatch:
 
 
 def _seen(path: Path) -> str:
-    """The IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end.
-
-    Anybody can say that it comes through a tunnel, but a tunnel's agent runs on this machine.
-    """
-    host = path.remote[0] if path.remote else ""
-    hidden = path.way is Way.RELAYED or (path.way is Way.TUNNEL and (path.address or is_loopback(host)))
-    return "" if hidden else host
+    """The IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
+    if path.remote is None or path.way in (Way.RELAYED, Way.TUNNEL):
+        return ""
+    return path.remote[0]
 
 
 def _may_try(address: str, seen: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import Fault
 from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
+from colab_swarm.net.carrier import Way
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.peers import Contact, PeerId, Refusal
@@ -259,3 +261,17 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
 )
 def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
     assert _may_try(address, seen) is may
+
+
+@pytest.mark.parametrize(("remote", "way"), [("203.0.113.9", Way.DIRECT), ("127.0.0.1", Way.TUNNEL)])
+def test_nobody_outside_passes_for_the_tunnel_s_agent(
+    remote: str, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with peers("alice") as (alice,):
+            monkeypatch.setattr(alice.linker, "_greeter", lambda expected, path: path)
+            request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
+            path: Any = alice.linker._greet_caller(request)
+            assert path.way is way
+
+    run(main())
