@@ -135,7 +135,10 @@ def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=40) | st.builds(lambda *v: msgspec.msgpack.encode(v), st.integers(-(2**63), 2**64 - 1), st.floats()))
+@given(
+    st.binary(max_size=40)
+    | st.builds(lambda *v: msgspec.msgpack.encode(v), st.integers(-(2**63), 2**64 - 1), st.floats())
+)
 def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
     for kind in (MeasureSpeed, Took):
         try:
