@@ -31,6 +31,7 @@ from colab_swarm.net.websocket import WebSocket
 logger = logging.getLogger(__name__)
 PLACES = 2
 LOOK_EVERY_S = 30.0
+SECOND_PLACE_S = 5.0
 CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
 ENTRIES = 2
@@ -198,7 +199,7 @@ class Circuits:
             self._looked.set()
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
-            wait_s = LOOK_EVERY_S if self.places else RETRY_S
+            wait_s = (RETRY_S, SECOND_PLACE_S, LOOK_EVERY_S)[min(len(self.places), 2)]
             try:
                 async with asyncio.timeout_at(began + wait_s * self._rng.uniform(0.8, 1.2)):
                     await self._look.wait()

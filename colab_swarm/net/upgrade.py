@@ -45,6 +45,8 @@ DIAL_BACK_S = 3.0
 TRIES = 3
 ASKS = 40
 """Tries, and answers that the other end is busy."""
+AGAIN_S = 180.0
+"""After an upgrade that failed, as long as the relayed link is there."""
 PAUSE_S = (0.5, 3.0)
 FORGIVEN_S = 60.0
 """A peer whose attempts fail all the same is answered no more often than `TRIES` times in this time."""
@@ -102,11 +104,15 @@ class Upgrades:
     async def _ask(self, peer: PeerId) -> None:
         self._busy.add(peer)
         try:
-            fault = await self._try_often(peer)
+            while True:
+                fault = await self._try_often(peer)
+                logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
+                self._on_end(peer, fault)
+                if fault is None or not self._node.linker.table.best(peer):
+                    return
+                await asyncio.sleep(AGAIN_S * self._rng.uniform(0.8, 1.2))  # NATs forget, or are restarted
         finally:
             self._busy.discard(peer)
-        logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
-        self._on_end(peer, fault)
 
     async def _try_often(self, peer: PeerId) -> str | None:
         """Why it failed, or None. One at a time: two punches from one port would catch each other's connections."""
