@@ -12,19 +12,25 @@ from tests.netlab.matrix import PAIRS, expected_way, lab_of, meet
 
 TENSOR_BYTES = 64 << 20
 FIRST_LINK_S = 5.0
+CROSSING_TRIES = 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_two_peers_are_linked_and_a_tensor_passes(pair: tuple[str, str]) -> None:
     way = expected_way(pair)
-    with lab_of(pair) as lab:
-        alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
-        met = meet(alice, bob, way)
-        sent = alice.send(bob, TENSOR_BYTES)
-        back = bob.send(alice, TENSOR_BYTES // 16)
-    assert met.way == way and met.linked_s < FIRST_LINK_S
-    assert sent["intact"] and back["intact"]
+    # where both routers answer by RST the SYNs have to cross in flight: at no distance that is luck, else nearly sure
+    crossing = pair == ("answering", "answering")
+    for _ in range(CROSSING_TRIES if crossing else 1):
+        with lab_of(pair, rtt_s=0.01 if crossing else 0.0) as lab:
+            alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
+            met = meet(alice, bob, way)
+            sent = alice.send(bob, TENSOR_BYTES)
+            back = bob.send(alice, TENSOR_BYTES // 16)
+        assert met.linked_s < FIRST_LINK_S and sent["intact"] and back["intact"]
+        if met.way == way:
+            break
+    assert met.way == way
 
 
 @pytest.mark.slow
