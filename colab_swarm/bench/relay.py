@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -17,7 +18,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from colab_swarm.bench.link import MIB, PIECE, Sink, Took, Used, _sink, _timed
+from colab_swarm.averaging.partition import CHUNK_BYTES
+from colab_swarm.bench.link import MIB, Sink, Took, Used, _sink, _timed
 from colab_swarm.bench.report import Report
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.identity import Identity
@@ -26,6 +28,8 @@ from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.net.relay import Relay, RelayQuota
 
 IDLE_CIRCUITS = 100
+PIECE = os.urandom(CHUNK_BYTES)
+"""What averaging sends at a time."""
 LOOPBACK = NodeSettings(host="127.0.0.1", max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
 
 

@@ -29,11 +29,13 @@ from colab_swarm.net.carrier import HostPort
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
-from colab_swarm.net.websocket import WebSocket
+from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
+BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
+"""One read, and a message that came in fragments before."""
 TICKET_S = 15.0
 """How long the two ends may take to show their tickets."""
 OFFER_TIMEOUT_S = 10.0
@@ -205,6 +207,7 @@ class Relay:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self.books = Books(quota, self._loop.time())
+        self.batch = _Batch()
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
@@ -293,6 +296,24 @@ class Relay:
                 self.end(circuit, reason)
 
 
+class _Batch:
+    """The messages of one read, sent by one write: fewer system calls, and fewer times that the far end wakes."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(BATCH_BYTES))
+        self._size = 0
+
+    def add(self, data: memoryview) -> None:
+        """One more message; it takes no more room than it took on its way here, for it is no longer masked."""
+        self._size += write_message(data, self._memory[self._size :])
+
+    def flush(self, socket: WebSocket) -> None:
+        """Send them all."""
+        size, self._size = self._size, 0
+        if size and not socket.send_framed(self._memory[:size]):
+            self._memory = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
+
+
 class _Pump:
     """Receives at one end of a circuit and sends to the other.
 
@@ -305,6 +326,7 @@ class _Pump:
         self._reasons_to_wait: set[str] = set()
         self._quota_timer: asyncio.TimerHandle | None = None
         self.other: _Pump | None = None
+        socket.after_read = self._flush
 
     def __repr__(self) -> str:
         return f"_Pump({self._circuit.carried_bytes} bytes)"
@@ -315,18 +337,21 @@ class _Pump:
             self._relay.end(self._circuit, "spoke too early")
             return
 
-        def copy(out: memoryview) -> None:
-            out[:] = data
-
-        self.other.socket.send(len(data), copy)
+        self._relay.batch.add(data)
         delay_s, fault = self._relay.books.carry(self._circuit, len(data), self._loop.time())
         if fault is not None:
+            self._flush()
             self._relay.end(self._circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
             if self._quota_timer is not None:  # an earlier message of the same read asked for a shorter pause
                 self._quota_timer.cancel()
             self._quota_timer = self._loop.call_later(delay_s, self._go_on, "quota")
+
+    def _flush(self) -> None:
+        """Send what this read has brought."""
+        if self.other is not None:
+            self._relay.batch.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
         """This end's buffer filled up, or has room again: the other end waits."""

@@ -96,8 +96,20 @@ def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
     return head + bytes(4) if masked else head
 
 
+def write_message(data: memoryview, out: memoryview) -> int:
+    """Write the frame of a message as a server sends it, unmasked; returns its size."""
+    head = write_head(_BINARY, len(data), masked=False)
+    end = len(head) + len(data)
+    out[: len(head)] = head
+    out[len(head) : end] = data
+    return end
+
+
 class WebSocket(asyncio.BufferedProtocol):
     """A taken-over connection. Set ``receiver`` before the next await after construction.
+
+    Attributes:
+        after_read: called when the receiver has got all messages of one read.
 
     Args:
         transport: the connection; its protocol until now keeps being told of its end.
@@ -116,6 +128,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._fragmented = False
         self._reason = ""
         self._linger: asyncio.TimerHandle | None = None
+        self.after_read: Callable[[], None] = lambda: None
         self._closed = asyncio.get_running_loop().create_future()
         self._previous = transport.get_protocol()
         transport.set_protocol(self)
@@ -142,6 +155,12 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._transport.write(message)
         return len(message)
+
+    def send_framed(self, frames: memoryview) -> bool:
+        """Send whole frames, made by `write_message`; returns whether the memory may be used again at once."""
+        if not self._transport.is_closing():
+            self._transport.write(frames)
+        return not self.backlog_bytes
 
     def send_bytes(self, data: bytes) -> int:
         """Send one message as it is."""
@@ -198,6 +217,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.abort(str(error))
         else:
             self._rest = bytes(data[at:])
+            self.after_read()
 
     def _on_frame(self, head: Head, body: memoryview) -> None:
         if head.opcode & 8:
