@@ -54,6 +54,19 @@ def test_an_unexpected_peer_is_a_wrong_peer() -> None:
         reply(alice, reply(bob, alice.start()))
 
 
+def test_a_replayed_handshake_is_refused() -> None:
+    """Whoever recorded alice's messages, membership and all, and sends them again is not taken for her."""
+    alice, bob = ends()
+    first = alice.start()
+    last = reply(alice, reply(bob, first))
+    assert reply(bob, last) is None and bob.result is not None
+    _, again = ends()
+    reply(again, first)
+    with pytest.raises(ProtocolError):
+        reply(again, last)
+    assert again.result is None
+
+
 def test_a_hello_of_another_handshake_is_refused() -> None:
     """A man in the middle cannot pass on somebody's hello: the signature covers this handshake's keys."""
     alice, bob = ends()
