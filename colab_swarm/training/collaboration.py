@@ -152,7 +152,7 @@ class Collaboration:
             read_progress(services.dht, services.peers, prefix),
             read_assistants(services.dht, services.peers, prefix),
         )
-        self.progress.on_records(records, now=self._now())
+        self.progress.on_records(records, linked=services.peers.linked(), now=self._now())
         self.assistants.on_records(assistants)
         self._poke()
         return self.progress.branch()
@@ -163,7 +163,7 @@ class Collaboration:
 
     def _tell(self, **changes: object) -> None:
         self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
-        if changes.keys() & {"step", "syncing"}:
+        if "syncing" in changes:
             self._moved.set()
 
     # --- the trainer's verbs ------------------------------------------------------------------------------------
@@ -263,10 +263,11 @@ class Collaboration:
 
     def advance(self, lineage: bytes, samples: float, group: Group) -> None:
         """The mean is applied: the own step is one higher."""
-        step = self.progress.own.step + 1
         self._applying = False
         self._states.outdate()
-        self._tell(step=step, lineage=lineage, samples=0.0)
+        self.progress.advance(lineage)
+        self._moved.set()
+        step = self.progress.own.step
         self.progress.on_round((member.id for member in group.members), step, lineage, now=self._now())
         self.services.events.emit(StepFinished(self._now(), step, samples, self.progress.own.loss))
 
@@ -337,7 +338,8 @@ class Collaboration:
 
     def level_with(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         """The state of ``step`` is here or about to be loaded: this peer trains or, ``syncing``, will catch up."""
-        self._tell(step=step, lineage=lineage, samples=0.0, syncing=syncing)
+        self.progress.leap(step, lineage, syncing=syncing)
+        self._moved.set()
 
     def donors(self, branch: Branch) -> list[PeerId]:
         """Who can give the branch's state."""

@@ -17,7 +17,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -26,8 +26,6 @@ from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.net.peers import Message, PeerId
 
 LINEAGE_BYTES = 16
-MAX_PATH = 1000
-"""Steps of its own lineage that a peer remembers, to know a fork from being ahead."""
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
 DISTRUST_S = 300.0
@@ -84,37 +82,45 @@ class Progress:
 
     def __init__(self, me: PeerId, own: ProgressRecord, *, target_batch_size: float) -> None:
         self.me = me
-        self._path: dict[int, bytes] = {}  # the own lineage at the last steps
         self.own = own
+        self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self.target_batch_size = target_batch_size
-        self._others: dict[PeerId, ProgressRecord] = {}
+        self._told: Mapping[PeerId, ProgressRecord] = {}  # the records read last
+        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, with what rounds have taught since
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._news_at: dict[PeerId, float] = {}
         self._distrusted: dict[PeerId, float] = {}  # until when
-
-    @property
-    def own(self) -> ProgressRecord:
-        """What this peer tells."""
-        return self._own
-
-    @own.setter
-    def own(self, own: ProgressRecord) -> None:
-        self._own = own
-        if own.step - 1 not in self._path and own.step not in self._path:
-            self._path.clear()  # a leap: what was before is another's path
-        self._path[own.step] = own.lineage
-        if len(self._path) > MAX_PATH:
-            del self._path[min(self._path)]
+        self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
         """All live records, the own one included."""
         return {self.me: self.own, **self._others}
 
-    def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
-        """Take the live records just read. What a round taught us outlives a few reads of an older record."""
+    def advance(self, lineage: bytes) -> None:
+        """This peer applied a mean: it is one step further."""
+        self._before = self.own.lineage
+        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=0.0)
+
+    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
+        """This peer goes on from another's state, or from a saved one."""
+        self._before = None
+        self.own = msgspec.structs.replace(
+            self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing
+        )
+
+    def on_records(
+        self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
+    ) -> None:
+        """Take the live records just read.
+
+        What a round taught us outlives a few reads of an older record. Who was lost counts again when it is
+        ``linked`` or tells something new: its last record may live for a minute.
+        """
         self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
-        fresh = {peer: record for peer, record in records.items() if peer != self.me}
+        lost = {p: r for p, r in self._lost.items() if p not in linked and records.get(p) == r}
+        fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in lost}
+        self._lost, self._told = lost, records
         for peer, (learnt, reads_left) in list(self._learnt.items()):
             if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
                 del self._learnt[peer]
@@ -137,8 +143,11 @@ class Progress:
                 self._news_at[peer] = now
 
     def on_lost(self, peer: PeerId) -> None:
-        """The peer vanished: it does not count until its next record."""
+        """The link of the peer broke: it does not count until it is linked again or tells something new."""
+        self._learnt.pop(peer, None)
         self._others.pop(peer, None)
+        if record := self._told.get(peer):
+            self._lost[peer] = record
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
         """These could not give the state of the step that they claim: they have no vote for a while."""
@@ -155,11 +164,15 @@ class Progress:
 
     @property
     def behind(self) -> bool:
-        """This peer is not on the branch, and not merely ahead of a swarm that is about to follow."""
+        """This peer is not on the branch, nor one step ahead of it because it ended a round first.
+
+        Whoever is further ahead made steps without the branch: nobody would follow.
+        """
         branch = self.branch()
-        if self.own.step < branch.step:
-            return True
-        return self._path.get(branch.step, branch.lineage) != branch.lineage  # forked, perhaps long ago
+        if self.own.step == branch.step:
+            return self.own.lineage != branch.lineage
+        ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
+        return not ahead
 
     def samples(self, now: float) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""

@@ -46,16 +46,27 @@ def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smaller_digest() -> N
     assert tie.branch().lineage == b"a" and tie.behind
 
 
-def test_whoever_forked_long_ago_is_behind_though_its_step_is_higher() -> None:
+def test_one_step_ahead_on_the_same_path_waits_for_the_branch_to_follow() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
-    for step in (6, 7, 8):  # alone, while bob cannot be reached
-        client.own = record(step, b"mine %d" % step, reduces=False)
-    client.on_records({BOB: record(5, b"shared")}, now=1.0)
-    assert not client.behind  # bob may follow
-    client.on_records({BOB: record(7, b"bobs")}, now=2.0)
+    client.advance(b"new")
+    assert client.own.step == 6 and not client.behind
+    client.on_records({BOB: record(5, b"other")}, now=1.0)
+    assert client.behind  # that branch cannot follow
+
+
+def test_whoever_made_steps_without_the_branch_is_behind_though_its_step_is_higher() -> None:
+    client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
+    client.advance(b"one")
+    client.advance(b"two")
     assert client.branch().peers == {BOB} and client.behind
-    client.own = record(20, b"leapt", reduces=False)
-    assert not client.behind  # what it had before the leap tells nothing
+    client.leap(5, b"shared", syncing=False)
+    assert not client.behind
+
+
+def test_what_was_before_a_leap_tells_nothing() -> None:
+    client = progress(record(5, b"mine", reduces=False), {BOB: record(19, b"bobs")})
+    client.leap(20, b"bobs new", syncing=False)
+    assert not client.behind
 
 
 def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
@@ -87,12 +98,17 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     assert swarm.samples(1000.0) == 50 + 10 + 12
 
 
-def test_a_lost_peer_counts_again_with_its_next_record() -> None:
-    swarm = progress(record(), {BOB: record(samples=10)})
+def test_a_lost_peer_counts_again_when_it_is_linked_or_tells_something_new() -> None:
+    told = {BOB: record(samples=10)}
+    swarm = progress(record(), told)
     swarm.on_lost(BOB)
-    assert BOB not in swarm.records
-    swarm.on_records({BOB: record(samples=10)}, now=0.0)
+    swarm.on_records(told, now=0.0)
+    assert BOB not in swarm.records  # its last record may live for a minute
+    swarm.on_records(told, linked={BOB}, now=0.0)
     assert swarm.samples(0.0) == 10
+    swarm.on_lost(BOB)
+    swarm.on_records({BOB: record(samples=11)}, now=0.0)
+    assert swarm.samples(0.0) == 11
 
 
 def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
