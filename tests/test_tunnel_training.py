@@ -25,7 +25,6 @@ from tests.training.toy import join_training, loss_of, model, wait_for_peers
 pytestmark = needs_posix
 DIALS_OUT = cs.PeerOptions(listen=False, use_relays=False, lan=False)
 KILLS = 3
-ATTEMPTS = 5
 BATCH_S = 0.05
 """What a batch takes; the toy model alone would make a hundred steps while one record travels."""
 
@@ -53,27 +52,13 @@ class RoundsOfTwo:
 
     def wait_more(self, count: int) -> None:
         goal = self.count + count
-        wait(
-            lambda: self.count >= goal, timeout_s=150
-        )  # a round that was forming may wait a minute for who is gone
+        wait(lambda: self.count >= goal, timeout_s=60)
 
 
 @pytest.mark.slow
 def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # two peers that were cut off from each other both go on, and may take minutes to find one branch again
-    for attempt in range(ATTEMPTS):
-        try:
-            with monkeypatch.context() as patch:
-                train_through_a_tunnel(folder, patch)
-            return
-        except AssertionError:
-            if attempt == ATTEMPTS - 1:
-                raise
-
-
-def train_through_a_tunnel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tunnelled = cs.PeerOptions(identity=folder / "alice", tunnel=ngrok(folder), use_relays=False, lan=False)
     listening, hidden = Node.listening, set[bytes]()
     monkeypatch.setattr(Node, "listening", lambda node: () if node.id in hidden else listening(node))

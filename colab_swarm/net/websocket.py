@@ -109,7 +109,7 @@ class WebSocket(asyncio.BufferedProtocol):
     """A taken-over connection. Set ``receiver`` before the next await after construction.
 
     Attributes:
-        after_read: called when the receiver has got all messages of one read.
+        after_read: called after each read, when the receiver has got all its messages.
 
     Args:
         transport: the connection; its protocol until now keeps being told of its end.
@@ -212,12 +212,12 @@ class WebSocket(asyncio.BufferedProtocol):
                 self._on_frame(head, unmask(data[head.begin : head.end], head.mask))
                 at = head.end
                 if self._transport.is_closing():
-                    return
+                    break
         except ProtocolError as error:
             self.abort(str(error))
         else:
             self._rest = bytes(data[at:])
-            self.after_read()
+        self.after_read()  # even if that was the last read: what came before the end counts
 
     def _on_frame(self, head: Head, body: memoryview) -> None:
         if head.opcode & 8:

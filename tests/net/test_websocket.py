@@ -204,6 +204,24 @@ def test_random_bytes_never_raise(pieces: list[bytes]) -> None:
     assert transport.aborted or sum(map(len, got.messages)) <= sum(map(len, pieces))
 
 
+@pytest.mark.parametrize("end", [b"\x88\x02\x03\xe8", b"\x81\x02hi"], ids=["close", "protocol error"])
+def test_what_came_in_the_same_read_before_the_end_is_handed_on(end: bytes) -> None:
+    # a relay sends after each read what it brought: left behind, it would be sent to the next circuit's peer
+    handed_on: list[list[bytes]] = []
+
+    async def main() -> None:
+        got, transport = Collector(), FakeTransport()
+        websocket = WebSocket(transport, scratch=scratch(), client=False, receiver=got)
+        websocket.after_read = lambda: handed_on.append(list(got.messages))
+        data = b"\x82\x04last" + end
+        websocket.get_buffer(-1)[: len(data)] = data
+        websocket.buffer_updated(len(data))
+        assert transport.is_closing()
+
+    asyncio.run(main())
+    assert handed_on == [[b"last"]]
+
+
 def test_a_fragmented_message_without_end_is_bounded() -> None:
     got, transport = feed(
         b"\x02\x00" + b"\x00\x7e\xff\xff" * 1 + bytes(65535) + b"\x00\x7e\xff\xff" + bytes(65535),

@@ -29,11 +29,6 @@ def meet_all(peers: list[LabPeer]) -> None:
         for n, peer in enumerate(peers):
             peer.tell("call", peers[(n + k) % len(peers)].contact, CALL_S)
         answers = [peer.program.line() for peer in peers]
-        for n, peer in enumerate(
-            peers
-        ):  # of two links that come up at once one is left; a call on it asks again
-            if "path" not in answers[n]:
-                answers[n] = peer.ask("call", peers[(n + k) % len(peers)].contact, CALL_S)
         assert all("path" in answer for answer in answers), answers
 
 
