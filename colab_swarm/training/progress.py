@@ -86,7 +86,7 @@ class Progress:
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self.target_batch_size = target_batch_size
         self._told: Mapping[PeerId, ProgressRecord] = {}  # the records read last
-        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, with what rounds have taught since
+        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, with what rounds taught since
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._news_at: dict[PeerId, float] = {}
         self._distrusted: dict[PeerId, float] = {}  # until when
@@ -105,9 +105,7 @@ class Progress:
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
         """This peer goes on from another's state, or from a saved one."""
         self._before = None
-        self.own = msgspec.structs.replace(
-            self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing
-        )
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
