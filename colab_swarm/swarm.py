@@ -183,6 +183,7 @@ class Swarm:
         codec: str = "float32",
         name: str = "model",
         matchmaking_s: float = 5.0,
+        delayed: bool = False,
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
 
@@ -194,6 +195,8 @@ class Swarm:
             codec: on the wire: float32, float16, bfloat16 or int8.
             name: tells several models of one run apart.
             matchmaking_s: how long a round waits for peers that are slow to come.
+            delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the
+                optimizer's step, on copies in main memory, run while this peer computes on.
 
         Raises:
             ValueError: target_batch_size or codec is not usable.
@@ -221,7 +224,7 @@ class Swarm:
             codec=codec,
             matchmaking_s=matchmaking_s,
         )
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm)
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed)
         trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         self._optimizer = self._optimizers[name] = trained
         return trained

@@ -17,6 +17,7 @@ from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError
+from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.tensors.codecs import Floats
 
@@ -45,6 +46,22 @@ class RoundResult:
     sent_bytes: int
     received_bytes: int
     seconds: dict[str, float]
+
+    def event(self, *, began_at: float, now: float) -> RoundFinished:
+        """What to tell of the round, which began with the search for its group."""
+        weights = {member.id: member.weight for member in self.group.members}
+        return RoundFinished(
+            at=now,
+            step=self.group.step,
+            group_size=len(weights),
+            contributors=tuple(peer.hex() for peer in self.contributors),
+            samples=sum(weights.get(peer, 0.0) for peer in self.contributors),
+            spans_lost=len(self.spans_lost),
+            kept_local=sum(span.stop - span.start for span in self.kept_local),
+            sent_bytes=self.sent_bytes,
+            received_bytes=self.received_bytes,
+            seconds=now - began_at,
+        )
 
 
 class Averager:

@@ -18,13 +18,14 @@ from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError, StateError
-from colab_swarm.events import BatchDropped, PeerLeft, RoundFinished, StateReceived, StepFinished
+from colab_swarm.events import BatchDropped, PeerLeft, StateReceived, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import CatchUp, CaughtUp, Values
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.records import Assistants, progress_key, read_assistants, read_progress
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
+from colab_swarm.training.tempo import Tempo
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,10 @@ class Collaboration:
         self._called: tuple[int, bytes] | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
-        self._batch_s = 0.0
-        self._at_work_since: float | None = None
+        self._tempo = Tempo()
         self._applying = False
+        self._averaging = False
+        self._last: Group | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -173,25 +175,17 @@ class Collaboration:
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
         own = self.progress.own
-        speed = self._measure(samples)
+        self._tempo.on_batch(samples, self._now())
         if dropped is not None:
             self.services.events.emit(BatchDropped(self._now(), dropped))
             return self._due()
         loss = own.loss if loss is None else loss
-        self._tell(samples=own.samples + samples, samples_per_s=speed, loss=loss)
+        self._tell(samples=own.samples + samples, samples_per_s=self._tempo.samples_per_s, loss=loss)
         return self._due()
 
-    def _measure(self, samples: float) -> float:
-        """Moving averages of the time a micro-batch takes and of samples per second."""
-        now, speed = self._now(), self.progress.own.samples_per_s
-        if self._at_work_since is not None:
-            took_s = max(now - self._at_work_since, 1e-6)
-            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
-            speed = samples / took_s if not speed else 0.8 * speed + 0.2 * samples / took_s
-        self._at_work_since = now
-        return speed
-
     def _due(self) -> Due:
+        if self._averaging:  # delayed updates: one round at a time
+            return Due.NOTHING
         if self.progress.own.syncing or self.progress.behind:
             return Due.CATCH_UP
         own = self.progress.own
@@ -204,7 +198,7 @@ class Collaboration:
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, at most until ``deadline`` (loop time)."""
-        self._at_work_since = None
+        self._tempo.wait()
         while (due := self._due()) is Due.NOTHING and self._now() < deadline:
             self._wake.clear()
             try:
@@ -212,38 +206,69 @@ class Collaboration:
                     await self._wake.wait()
             except TimeoutError:
                 pass
-        self._at_work_since = self._now()
+        self._tempo.work(self._now())
         return due
 
     async def average(self, values: Values, weight: float) -> RoundResult | None:
-        """Take part in the round of the own step; ``values`` becomes the mean. None: the round went on without us."""
-        self._at_work_since = None  # whoever calls us finds us ready
+        """Take part in the round of the own step; ``values`` becomes the mean. None: no mean came of it."""
+        self._tempo.wait()
+        try:
+            return await self._average(values, weight)
+        finally:
+            self._tempo.work(self._now())
+
+    async def average_aside(
+        self, values: Values, weight: float, apply: Callable[[Values], bytes]
+    ) -> RoundResult | None:
+        """The same while the trainer computes on for the next step; the mean goes to ``apply``, off the loop.
+
+        Args:
+            apply: takes the mean and returns the new lineage.
+        """
+        self._averaging = True
+        self._tell(samples=0.0)
+        try:
+            result = await self._average(values, weight)
+            if result is None:
+                self._tell(samples=self.progress.own.samples + weight)  # for the next try
+            else:
+                lineage = await asyncio.to_thread(apply, values)
+                self.advance(lineage, result, samples=self.progress.own.samples)
+            return result
+        finally:
+            self._averaging = False
+            self._wake.set()
+
+    async def _average(self, values: Values, weight: float) -> RoundResult | None:
         self._applying = True  # a faster member may call the next round before our last mean is here
         stepping = False
         try:
             result = await self._round(self.progress.own, values, weight)
             stepping = any(member.weight for member in result.group.members)
-            return result
+            return result if stepping else None
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
             await self.refresh()
             return None
         finally:
             self._applying = stepping
-            self._at_work_since = self._now()
 
     async def _round(self, own: ProgressRecord, values: Values, weight: float) -> RoundResult:
         started = self._now()
         deadline = started + self._settings.round_timeout_s
         candidates = await self._expected(own.step, own.lineage)
         group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
-        self._called = None
+        self._called, self._last = None, group
         result = await self.services.averager.average(group, values)
-        self.services.events.emit(_finished(group, result, self._now(), started))
+        self.services.events.emit(result.event(began_at=started, now=self._now()))
         return result
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        return sorted({*self.progress.participants(step, lineage), *self.assistants.records})
+        """By the records, and who was there a step before: a record may be late."""
+        expected = {*self.progress.participants(step, lineage), *self.assistants.records}
+        if self._last is not None and self._last.step == step - 1:
+            expected |= {member.id for member in self._last.members} & self.services.peers.linked()
+        return sorted(expected)
 
     def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
         links = self.services.peers.statistics()
@@ -261,15 +286,16 @@ class Collaboration:
             mean_codec=self._settings.codec,
         )
 
-    def advance(self, lineage: bytes, samples: float, group: Group) -> None:
-        """The mean is applied: the own step is one higher."""
+    def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
+        """The mean is applied: the own step is one higher, with so many ``samples`` for the next already."""
         self._applying = False
         self._states.outdate()
-        self.progress.advance(lineage)
+        self.progress.advance(lineage, samples=samples)
         self._moved.set()
-        step = self.progress.own.step
-        self.progress.on_round((member.id for member in group.members), step, lineage, now=self._now())
-        self.services.events.emit(StepFinished(self._now(), step, samples, self.progress.own.loss))
+        step, members = self.progress.own.step, result.group.members
+        self.progress.on_round((member.id for member in members), step, lineage, now=self._now())
+        counted = sum(member.weight for member in members if member.id in result.contributors)
+        self.services.events.emit(StepFinished(self._now(), step, counted, self.progress.own.loss))
 
     # --- being called -------------------------------------------------------------------------------------------
 
@@ -281,11 +307,7 @@ class Collaboration:
             return None
         self._called = (step, lineage)
         self._wake.set()
-        if own.syncing or self._at_work_since is None:
-            return 0.0
-        ready_in_s = self._at_work_since + self._batch_s - now
-        idle = ready_in_s < -max(3 * self._batch_s, self._settings.matchmaking_s)
-        return None if idle else max(0.0, ready_in_s)
+        return 0.0 if own.syncing else self._tempo.ready_in_s(now, patience_s=self._settings.matchmaking_s)
 
     # --- catching up --------------------------------------------------------------------------------------------
 
@@ -365,19 +387,3 @@ class Collaboration:
             StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
         )
         return snapshot
-
-
-def _finished(group: Group, result: RoundResult, now: float, started: float) -> RoundFinished:
-    weights = {member.id: member.weight for member in group.members}
-    return RoundFinished(
-        at=now,
-        step=group.step,
-        group_size=len(group.members),
-        contributors=tuple(peer.hex() for peer in result.contributors),
-        samples=sum(weights.get(peer, 0.0) for peer in result.contributors),
-        spans_lost=len(result.spans_lost),
-        kept_local=sum(span.stop - span.start for span in result.kept_local),
-        sent_bytes=result.sent_bytes,
-        received_bytes=result.received_bytes,
-        seconds=now - started,
-    )

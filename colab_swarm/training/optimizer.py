@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import Services, TrainingSettings
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A round that goes on while the trainer computes: with what it began, and what will come of it."""
+
+    task: asyncio.Task[RoundResult | None]
+    values: Values
+    weight: float
+
+    async def wait(self) -> None:
+        await asyncio.wait([self.task])
 
 
 class SwarmOptimizer(Optimizer):
@@ -40,6 +54,7 @@ class SwarmOptimizer(Optimizer):
         self._samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
         self._settings = settings
+        self._flight: _Flight | None = None
         self._closed = False
         self._collaboration = runtime.call(self._start(services, name))
         try:
@@ -101,7 +116,9 @@ class SwarmOptimizer(Optimizer):
             loss: that mean loss, for the charts.
 
         Returns:
-            The averaging round's result if the global step advanced, else None.
+            The averaging round's result if the global step advanced, else None. With delayed updates the round goes
+            on while you compute: its result comes from the first call after its end, and the model has the new
+            parameters when the next round begins.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
@@ -116,29 +133,36 @@ class SwarmOptimizer(Optimizer):
                 f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
             )
         self._check_open()
+        landed = self._land()
         self._recover()
         dropped = uninterrupted(lambda: self._accumulate(float(samples), loss))
         report = self._collaboration.report(float(samples), self._mean_loss(), dropped=dropped)
-        return self._act(self._runtime.call(report))
+        return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, contributing what is accumulated.
 
-        For a peer that has no more data for now. Returns None after ``timeout_s``, or when the swarm went on without
-        this peer: it has caught up then, and what it had accumulated is gone.
+        For a peer that has no more data for now. The model has the newest parameters then. Returns None after
+        ``timeout_s``, or when the swarm went on without this peer: it has caught up then, and what it had accumulated
+        is gone.
         """
         self._check_open()
+        landed = self._land(wait=True)
+        self._replica.show()
+        if landed is not None:
+            return landed
         self._recover()
         deadline = self._runtime.call(self._collaboration.deadline(timeout_s))
         while True:
             due = self._runtime.call(self._collaboration.wait_due(deadline))
-            result = self._act(due)
+            result = self._act(due) or self._land(wait=True)
+            self._replica.show()
             if result is not None or due is not Due.ROUND:
                 return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last ``backward()``; what is accumulated stays."""
-        self._replica.rule.optimizer.zero_grad(set_to_none)
+        self._replica.zero_grad(set_to_none)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint (parameters, optimizer, scheduler, step, lineage) to a file, or into a folder that keeps
@@ -161,6 +185,7 @@ class SwarmOptimizer(Optimizer):
             StateError: there is none, it is damaged, or it belongs to another model; nothing was changed.
         """
         self._check_open()
+        self._land(wait=True)
         state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
         if state is None:
             raise StateError(f"{source} holds no checkpoint that can be read")
@@ -175,10 +200,18 @@ class SwarmOptimizer(Optimizer):
         self._collaboration.level_with(self._replica.step, self._replica.lineage, syncing=syncing)
 
     def close(self) -> None:
-        """Leave the collaboration; the model stays as it is. Idempotent."""
+        """Leave the collaboration; the model keeps the newest parameters. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._runtime.call(self._collaboration.stop())
+            flight, self._flight = self._flight, None
+            self._runtime.call(self._stop(flight))
+            self._replica.show()
+
+    async def _stop(self, flight: _Flight | None) -> None:
+        if flight is not None:
+            flight.task.cancel()
+            await asyncio.wait([flight.task])
+        await self._collaboration.stop()
 
     # --- accumulate, average, apply -------------------------------------------------------------------------------
 
@@ -198,20 +231,25 @@ class SwarmOptimizer(Optimizer):
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
     def _act(self, due: Due) -> RoundResult | None:
-        result = self._round() if due is Due.ROUND else None
         if due is Due.CATCH_UP:
             self._synchronize()
-        return result
+        elif due is Due.ROUND and self._replica.rule.delayed:
+            uninterrupted(self._take_off)
+        elif due is Due.ROUND:
+            return self._round()
+        return None
 
-    def _round(self) -> RoundResult | None:
-        weight = self._samples
+    def _mean_gradient(self) -> Values:
         held = self._collaboration.services.averager.holds(self._values)  # the swarm may still want it
         values = self._spare if held else self._values
-        np.multiply(self._sum, np.float32(1 / weight if weight else 0.0), out=values)
-        result = self._runtime.call(self._collaboration.average(values, weight))
-        if result is None or not any(member.weight for member in result.group.members):
-            return None
-        uninterrupted(lambda: self._take(values, result))
+        np.multiply(self._sum, np.float32(1 / self._samples if self._samples else 0.0), out=values)
+        return values
+
+    def _round(self) -> RoundResult | None:
+        values = self._mean_gradient()
+        result = self._runtime.call(self._collaboration.average(values, self._samples))
+        if result is not None:
+            uninterrupted(lambda: self._take(values, result))
         return result
 
     def _take(self, values: Values, result: RoundResult) -> None:
@@ -221,8 +259,33 @@ class SwarmOptimizer(Optimizer):
         self._runtime.call(self._advance(result))
 
     async def _advance(self, result: RoundResult) -> None:
-        samples = sum(m.weight for m in result.group.members if m.id in set(result.contributors))
-        self._collaboration.advance(self._replica.lineage, samples, result.group)
+        self._collaboration.advance(self._replica.lineage, result)
+
+    # --- delayed updates ------------------------------------------------------------------------------------------
+
+    def _take_off(self) -> None:
+        """Begin a round with what is accumulated, show the model the last one's update, and go on."""
+        values, weight = self._mean_gradient(), self._samples
+        self._flight = _Flight(self._runtime.call(self._begin(values, weight)), values, weight)
+        self._forget()
+        self._replica.show()
+
+    async def _begin(self, values: Values, weight: float) -> asyncio.Task[RoundResult | None]:
+        aside = self._collaboration.average_aside(values, weight, self._replica.apply)
+        return asyncio.create_task(aside, name="delayed update")
+
+    def _land(self, *, wait: bool = False) -> RoundResult | None:
+        """The result of the round on its way if it has ended; what it could not deliver is accumulated again."""
+        flight = self._flight
+        if flight is None or not (wait or flight.task.done()):
+            return None
+        self._runtime.call(flight.wait())
+        self._flight = None
+        result = flight.task.result()
+        if result is None and flight.weight:
+            self._sum += np.float32(flight.weight) * flight.values
+            self._samples += flight.weight
+        return result
 
     def _forget(self) -> None:
         self._sum.fill(0.0)
@@ -247,7 +310,7 @@ class SwarmOptimizer(Optimizer):
     def _recover(self) -> None:
         """If an interrupt or a bad state kept this peer from the step that its record tells, catch up anew."""
         own = self._collaboration.progress.own
-        if (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
+        if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             self._runtime.call(self._level_with_replica(syncing=True))
 
     def _check_open(self) -> None:
@@ -258,8 +321,8 @@ class SwarmOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self._replica.rule.optimizer.param_groups
+        """Those of the wrapped optimizer, to read; with delayed updates a change of them has no effect."""
+        return self._replica.groups()
 
     @property
     def state(self) -> Any:  # type: ignore[override]

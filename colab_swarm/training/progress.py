@@ -97,10 +97,10 @@ class Progress:
         """All live records, the own one included."""
         return {self.me: self.own, **self._others}
 
-    def advance(self, lineage: bytes) -> None:
-        """This peer applied a mean: it is one step further."""
+    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
+        """This peer applied a mean: it is one step further, and has so many samples for the next."""
         self._before = self.own.lineage
-        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=0.0)
+        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
         """This peer goes on from another's state, or from a saved one."""

@@ -48,39 +48,50 @@ class _Layout(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps."""
+    """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps.
+
+    ``delayed``: the optimizer works on copies of the parameters in main memory, off the accelerator and off the
+    trainer's thread; the model gets them when it asks for them.
+    """
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
+    delayed: bool = False
 
 
 class Replica:
-    """One peer's copy of the model's training state."""
+    """One peer's copy of the model's training state.
+
+    Attributes:
+        model: the parameters that the trainer computes with.
+        parameters: those that the optimizer updates: the same, or with delayed updates a copy that is ahead of them.
+    """
 
     def __init__(self, rule: UpdateRule) -> None:
         self.rule = rule
-        self.parameters = [
-            p for group in rule.optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
-        if not self.parameters:
+        groups = rule.optimizer.param_groups
+        self.model: list[torch.Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
+        if not self.model:
             raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
-        self.flat = FlatVector(self.parameters)
+        self.parameters = _move_to_copies(rule.optimizer) if rule.delayed else self.model
+        self.flat = FlatVector(self.model)
+        self._updated = FlatVector(self.parameters)
         self.step = 0
         self.lineage = self._initial_lineage()
         self._lock = threading.Lock()
 
     def _initial_lineage(self) -> bytes:
         digest = hashlib.sha256()
-        for parameter in self.parameters:
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for parameter in self.model:
+            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.digest()[:LINEAGE_BYTES]
 
-    def apply(self, mean: Values) -> None:
-        """Take one global step with the averaged gradient (flat, float32)."""
+    def apply(self, mean: Values) -> bytes:
+        """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
         with self._lock:
             lineage = next_lineage(self.lineage, mean)
-            self.flat.to_gradients(mean)
+            self._updated.to_gradients(mean)
             if self.rule.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.rule.max_grad_norm)
             self.rule.optimizer.step()
@@ -89,6 +100,30 @@ class Replica:
                 self.rule.scheduler.step()
             self.step += 1
             self.lineage = lineage
+            return lineage
+
+    def show(self) -> None:
+        """Give the model the newest parameters."""
+        if self.parameters is not self.model:
+            with self._lock, torch.no_grad():
+                for mine, updated in zip(self.model, self.parameters, strict=True):
+                    mine.copy_(updated)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the model's gradients."""
+        for parameter in self.model:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups, with the model's parameters; copies if updates are delayed."""
+        groups = self.rule.optimizer.param_groups
+        if self.parameters is self.model:
+            return groups
+        shown = dict(zip(map(id, self.parameters), self.model, strict=True))
+        return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
 
     def still(self) -> threading.Lock:
         """Enter it, and no update is applied until you leave."""
@@ -125,6 +160,7 @@ class Replica:
                 for mine, theirs in zip(self.parameters, parameters, strict=True):
                     mine.copy_(theirs)
             self.step, self.lineage = state["step"], state["lineage"]
+        self.show()
 
     def snapshot(self) -> Snapshot:
         """A copy to give to newcomers; safe to take from another thread while training goes on."""
@@ -153,6 +189,24 @@ class Replica:
         _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
+
+
+def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Let the optimizer update copies in main memory from now on; returns them."""
+    copies: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if parameter.requires_grad:
+                copy = parameter.detach().to("cpu", copy=True).requires_grad_()
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[copy] = {
+                        key: value.cpu() if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }
+                group["params"][index] = copy
+                copies.append(copy)
+    return copies
 
 
 def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,161 @@
+"""Delayed parameter updates: rounds and updates run while the peers compute on, exactly one step late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import Group, RoundRefused
+from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.events import RoundFinished, StateReceived
+from colab_swarm.swarm import Swarm
+from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.replica import Replica, UpdateRule
+from tests.training.toy import (
+    ROWS,
+    join_training,
+    joint_reference,
+    loss_of,
+    model,
+    parameters_of,
+    train_freely,
+    wait_for_peers,
+)
+
+
+def stale_reference(steps: int) -> torch.Tensor:
+    """By hand: the gradient of step t is taken at the parameters that lack the update of step t - 1."""
+    shown, updated = model(), model()
+    optimizer = Lamb(updated.parameters(), lr=0.01)
+    for step in range(steps):
+        shown.zero_grad()
+        loss_of(shown, step).backward()
+        shown_next = [parameter.detach().clone() for parameter in updated.parameters()]
+        for mine, theirs in zip(updated.parameters(), shown.parameters(), strict=True):
+            mine.grad = theirs.grad.clone() if theirs.grad is not None else None
+        optimizer.step()
+        with torch.no_grad():
+            for mine, newer in zip(shown.parameters(), shown_next, strict=True):
+                mine.copy_(newer)
+    return parameters_of(updated)
+
+
+def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
+    """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
+    net = model()
+    optimizer = join_training(swarm, net, matchmaking_s=20.0, delayed=True)
+    wait_for_peers(swarm, optimizer, len(ROWS))
+    rows = ROWS[swarm.name]
+    for step in range(steps):
+        loss_of(net, step, rows).backward()
+        optimizer.step(samples=rows.stop - rows.start)
+        while optimizer._samples:  # until a round has begun with them
+            optimizer._land(wait=True)
+            optimizer._act(swarm._runtime.call(optimizer.collaboration.wait_due(float("inf"))))
+    optimizer.wait_step()
+    return parameters_of(net), optimizer.lineage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["lan", "home"])
+def test_four_peers_equal_a_one_step_stale_reference(network: str) -> None:
+    with cs.simulate(4, network=network, seed=1) as sim:
+        results = sim.run(lambda swarm: train_delayed(swarm, 20))
+        assert len(sim.swarms["alice"].events.recent(RoundFinished)) == 20
+    assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
+    for parameters, _ in results.values():
+        torch.testing.assert_close(parameters, stale_reference(20), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rounds_hide_behind_computing() -> None:
+    ends = {}
+    for delayed in (False, True):
+        with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
+            sim.run(lambda swarm, d=delayed: train_freely(swarm, 12, target_batch_size=40, delayed=d))
+            ends[delayed] = sim.time
+    assert ends[True] < 0.9 * ends[False]
+
+
+@pytest.mark.slow
+def test_a_crash_costs_the_others_nothing_and_newcomers_get_level_delayed_or_not() -> None:
+    with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
+        sim.network.at(8.0).crash("carol")
+        sim.join("erin", at=10.0)
+        sim.join("frank", at=11.0)
+        results = sim.run(
+            lambda swarm: train_freely(swarm, 14, target_batch_size=40, delayed=swarm.name != "frank")
+        )
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+        assert results.keys() == {"alice", "bob", "dave", "erin", "frank"}
+        assert len({lineage for _, lineage in results.values()}) == 1
+        assert sim.swarms["erin"].events.recent(StateReceived)
+
+
+def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = iter([True])
+
+    async def refuse_once(matchmaker: Matchmaker, *args: object) -> Group:
+        if next(refusals, False):
+            raise RoundRefused("unreachable", "scripted")
+        return await join(matchmaker, *args)
+
+    def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
+        net = model()
+        optimizer = join_training(swarm, net, delayed=True)
+        loss_of(net, 0).backward()
+        assert optimizer.step(samples=10) is None  # the round began, and will be refused
+        assert optimizer.wait_step() is not None
+        return parameters_of(net), optimizer.global_step
+
+    join = Matchmaker.join
+    monkeypatch.setattr(Matchmaker, "join", refuse_once)
+    with cs.simulate(1) as sim:
+        parameters, steps = sim.run(train)["alice"]
+    assert next(refusals, None) is None and steps == 1
+    torch.testing.assert_close(parameters, stale_reference(1))
+
+
+def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> None:
+    def train(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
+        net = model()
+        optimizer = join_training(swarm, net, delayed=True)
+        for step in range(3):
+            loss_of(net, step).backward()
+            optimizer.step(samples=10)
+        optimizer.close()
+        return parameters_of(net), torch.cat([p.detach().flatten() for p in optimizer._replica.parameters])
+
+    with cs.simulate(1) as sim:
+        shown, newest = sim.run(train)["alice"]
+    torch.testing.assert_close(shown, newest, rtol=0, atol=0)
+    assert not torch.equal(shown, parameters_of(model()))
+
+
+def test_a_grad_scaler_sees_the_models_gradients() -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_training(swarm, net, delayed=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        for step in range(2):
+            scaler.scale(loss_of(net, step)).backward()
+            scaler.step(optimizer, samples=10)
+            scaler.update()
+            optimizer.wait_step()  # no overlap: nothing is stale
+        return parameters_of(net)
+
+    with cs.simulate(1) as sim:
+        parameters = sim.run(train)["alice"]
+    torch.testing.assert_close(parameters, joint_reference(2))
+
+
+def test_the_optimizers_state_moves_along_with_its_parameters() -> None:
+    net = model()
+    optimizer = Lamb(net.parameters(), lr=0.01)
+    loss_of(net, 0).backward()
+    optimizer.step()
+    replica = Replica(UpdateRule(optimizer, delayed=True))
+    assert set(map(id, optimizer.state)) == set(map(id, replica.parameters))
+    assert all(mine is theirs for mine, theirs in zip(replica.model, net.parameters(), strict=True))
+    assert [p is q for g in replica.groups() for p, q in zip(g["params"], net.parameters(), strict=True)]
