@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
 from colab_swarm.averaging.group import MAX_TEXT, GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runs
@@ -24,6 +26,7 @@ from colab_swarm.training.mirror import Mirror
 from colab_swarm.training.progress import ProgressRecord, branch_of, participants_of
 from colab_swarm.training.records import AssistantRecord, assistants_key, read_assistants, read_progress
 from colab_swarm.training.settings import Services
+from colab_swarm.training.state import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,33 @@ UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
 """A round's own and the last one's, with room to spare; a model too large for that is not helped."""
 MATCHMAKING = GatheringSettings(window_s=5.0, slack_s=5.0)
+
+
+@dataclass(frozen=True)
+class AssistedRound:
+    """A round that an assistant reduced in: of which collaboration, when its group began to form and stood (loop time),
+    and what became of it."""
+
+    prefix: str
+    began_at: float
+    formed_at: float
+    result: RoundResult
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an assistant may do beyond the present: ``stored(prefix)`` is a checkpoint to give when no trainer is left,
+    ``on_round`` hears of each round."""
+
+    stored: Callable[[str], Awaitable[Snapshot | None]]
+    on_round: Callable[[AssistedRound], None]
+
+
+async def _nothing(prefix: str) -> Snapshot | None:
+    return None
+
+
+NO_MEMORY = Memory(_nothing, lambda helped: None)
 
 
 @dataclass
@@ -67,12 +97,20 @@ class Assistant:
         run_id: of the run.
         name: this peer's, for people.
         collaboration: the name of the only collaboration to help; None: all.
+        memory: of a backbone.
     """
 
     def __init__(
-        self, services: Services, run_id: str, *, name: str, collaboration: str | None = None
+        self,
+        services: Services,
+        run_id: str,
+        *,
+        name: str,
+        collaboration: str | None = None,
+        memory: Memory = NO_MEMORY,
     ) -> None:
         self._services = services
+        self._memory = memory
         self._run_id = run_id
         self._name = name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
@@ -88,7 +126,7 @@ class Assistant:
         """
         self._services.rooms.welcome(self)
         # The run's own name is no collaboration's: this part keeps the messages served that lead to `enter`.
-        self._parts[""] = _Part(self._services, self._run_id, self._tally)
+        self._parts[""] = _Part(self._services, self._run_id, self._tally, self._memory)
         await self._tell(ttl_s=TTL_S)
         self._tasks.append(asyncio.create_task(self._keep_telling(), name="assist"))
 
@@ -131,7 +169,7 @@ class Assistant:
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > MAX_COLLABORATIONS:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
-            self._parts[prefix] = _Part(self._services, prefix, self._tally)
+            self._parts[prefix] = _Part(self._services, prefix, self._tally, self._memory)
 
     def leave(self, prefix: str) -> None:
         """Help this collaboration no more, for now."""
@@ -142,11 +180,12 @@ class Assistant:
 class _Part:
     """What an assistant does for one collaboration."""
 
-    def __init__(self, services: Services, prefix: str, tally: Tally) -> None:
+    def __init__(self, services: Services, prefix: str, tally: Tally, memory: Memory) -> None:
         self.used_at = _now()
         self._services = services
         self._prefix = prefix
         self._tally = tally
+        self._memory = memory
         self._records: Mapping[PeerId, ProgressRecord] = {}
         self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
         self._assistants: Collection[PeerId] = ()
@@ -157,7 +196,13 @@ class _Part:
         self._matchmaker = Matchmaker(
             services.rooms, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
-        self._mirror = Mirror(services.rooms, prefix, donors=self._donors, on_sent=self._on_sent)
+        self._mirror = Mirror(
+            services.rooms,
+            prefix,
+            donors=self._donors,
+            on_sent=self._on_sent,
+            stored=partial(memory.stored, prefix),
+        )
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -182,16 +227,18 @@ class _Part:
         return 0.0
 
     async def _take_part(self, terms: Ticket) -> None:
+        began_at = _now()
         try:
             candidates = self._known(terms.step, terms.lineage)
             group = await self._matchmaker.join(self._ticket(terms), candidates, _now() + ROUND_TIMEOUT_S)
-            self._last = group
+            self._last, formed_at = group, _now()
             result = await self._services.averager.reduce(group)
         except (PeerError, MemoryError) as error:
             logger.debug("no part in step %d: %s", terms.step, error)
         else:
             self._tally.rounds += 1
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
+            self._memory.on_round(AssistedRound(self._prefix, began_at, formed_at, result))
         finally:
             del self._rounds[terms.step, terms.lineage]
             self._callers.pop((terms.step, terms.lineage), None)

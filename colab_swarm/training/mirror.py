@@ -3,6 +3,8 @@
 A newcomer that only dials out cannot ask trainers that only dial out. Both are linked to an assistant, which asks a
 trainer over the trainer's own link and passes manifest and chunks on. It keeps none of them and reads none of them:
 one chunk is in its memory at a time. Digests are checked, so that a donor that lies costs one chunk.
+
+An assistant that keeps checkpoints gives its own when no trainer is left.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from colab_swarm.training.state import (
     DescribeState,
     FetchChunks,
     Manifest,
+    Snapshot,
     agree_on_state,
     check_chunk,
+    send_chunks,
 )
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,11 @@ DONORS = 2
 REMEMBERED = 4
 
 
+async def nothing_stored() -> Snapshot | None:
+    """Of an assistant without checkpoints."""
+    return None
+
+
 class Mirror:
     """Gives newcomers a state that this peer does not have.
 
@@ -38,6 +47,7 @@ class Mirror:
         prefix: of the collaboration.
         donors: ``await donors()``: trainers on the collaboration's branch.
         on_sent: ``on_sent(size_bytes)``, after each chunk.
+        stored: ``await stored()``: a checkpoint to give in place of the trainers' state; None while there are trainers.
     """
 
     def __init__(
@@ -47,11 +57,14 @@ class Mirror:
         *,
         donors: Callable[[], Awaitable[list[PeerId]]],
         on_sent: Callable[[int], None],
+        stored: Callable[[], Awaitable[Snapshot | None]] = nothing_stored,
     ) -> None:
         self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
         self._donors = donors
         self._on_sent = on_sent
+        self._stored = stored
+        self._given: Snapshot | None = None  # the checkpoint that newcomers are fetching
         self._held: dict[bytes, tuple[Manifest, list[PeerId]]] = {}  # by root: the state, and who holds it
         rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
@@ -62,7 +75,10 @@ class Mirror:
         self._rooms.unserve(self._prefix, FetchChunks)
 
     async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
-        donors = [donor for donor in await self._donors() if donor != peer]
+        self._given = await self._stored()
+        if self._given is not None and ask.step in (-1, self._given.manifest.step):
+            return self._given.manifest
+        donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
         manifest, holders, refusals = await agree_on_state(
             self._peers, ask, donors, limit=DONORS, timeout_s=PATIENCE_S
         )
@@ -75,6 +91,9 @@ class Mirror:
         return manifest
 
     async def _send_chunks(self, ask: FetchChunks, stream: Stream) -> None:
+        if self._given is not None and self._given.manifest.root == ask.root:
+            await send_chunks(self._given, ask, stream)
+            return
         if ask.root not in self._held:
             raise Refusal("that snapshot is gone")
         manifest, holders = self._held[ask.root]

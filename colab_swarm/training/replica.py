@@ -20,30 +20,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
-from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.tensors.flat import FlatVector
 from colab_swarm.training.catch_up import Values, next_lineage
+from colab_swarm.training.layout import Layout, TensorEntry, decode_layout, room
 from colab_swarm.training.progress import LINEAGE_BYTES
 from colab_swarm.training.state import Snapshot
 from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 
 T = TypeVar("T")
-ALIGNMENT_BYTES = 64
 MAX_SETTING = 1e6
 """Bound on a learning rate and the like in a stranger's state."""
-
-
-class _TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Layout(msgspec.Struct, frozen=True, array_like=True):
-    """The skeleton of a snapshot: the plain part of the state, and where each tensor lies in the blob."""
-
-    skeleton: bytes
-    tensors: tuple[_TensorEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -169,9 +155,9 @@ class Replica:
             tensors, skeleton = flatten(self.state())
             blob = _joined(tensors.values())
         entries = tuple(
-            _TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
+            TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
         )
-        layout = msgspec.msgpack.encode(_Layout(encode_skeleton(skeleton), entries))
+        layout = msgspec.msgpack.encode(Layout(encode_skeleton(skeleton), entries))
         return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
@@ -180,10 +166,7 @@ class Replica:
         Raises:
             StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
-        try:
-            layout = msgspec.msgpack.decode(snapshot.manifest.skeleton, type=_Layout)
-        except UNDECODABLE as error:
-            raise StateError(f"the donor's state cannot be read: {error}") from error
+        layout = decode_layout(snapshot.manifest.skeleton)
         tensors = _parted(snapshot.blob, layout.tensors)
         state = unflatten(tensors, decode_skeleton(layout.skeleton))
         _check_sane(state)
@@ -248,22 +231,18 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def _joined(tensors: Any) -> NDArray[np.uint8]:
     tensors = list(tensors)
-    blob = np.zeros(sum(map(_room, tensors)), np.uint8)
+    blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors), np.uint8)
     at = 0
     for tensor in tensors:
         if tensor.nbytes:
             torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(tensor.reshape(-1).view(torch.uint8))
-        at += _room(tensor)
+        at += room(tensor.nbytes)
     return blob
 
 
-def _parted(blob: NDArray[np.uint8], entries: Sequence[_TensorEntry]) -> dict[str, torch.Tensor]:
+def _parted(blob: NDArray[np.uint8], entries: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
     at, tensors = 0, {}
     for entry in entries:
         dtype = getattr(torch, entry.dtype, None)
@@ -276,7 +255,7 @@ def _parted(blob: NDArray[np.uint8], entries: Sequence[_TensorEntry]) -> dict[st
         tensors[entry.name] = (
             part.view(dtype).reshape(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
         )
-        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        at += room(size_bytes)
     return tensors
 
 

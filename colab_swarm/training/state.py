@@ -172,33 +172,41 @@ class StateSharing:
         held = self._snapshot
         if held is None or held.manifest.root != ask.root:
             raise Refusal("that snapshot is gone")
-        for chunk in ask.chunks:
-            if not 0 <= chunk < held.manifest.chunks:
-                raise Refusal(f"there is no chunk {chunk}")
-            await stream.send(ChunkOf(chunk), memoryview(held.blob.data)[held.manifest.span(chunk)])
-        await stream.end()
+        await send_chunks(held, ask, stream)
 
     async def download(self, donors: Sequence[PeerId]) -> Snapshot:
-        """Fetch the state of the first donor that answers, from all donors that hold the same one.
+        """See `download_state`."""
+        return await download_state(self._peers, self._prefix, donors)
 
-        Raises:
-            StateError: no donor had a state, or all were lost before it was complete.
-        """
-        ask = DescribeState(self._prefix)
-        manifest, holders, refusals = await agree_on_state(
-            self._peers, ask, donors, limit=DONORS, timeout_s=CALL_TIMEOUT_S
-        )
-        if manifest is None:
-            raise StateError(
-                f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}"
-            )
-        fetch = _Fetch(self._peers, self._prefix, manifest)
-        while fetch.missing and holders:  # what a lost donor owed goes to those that are left
-            alive = await asyncio.gather(*(fetch.work(donor) for donor in holders))
-            holders = [donor for donor, kept in zip(holders, alive, strict=True) if kept]
-        if fetch.missing:
-            raise StateError(f"{fetch.missing} of {manifest.chunks} chunks of the state could not be fetched")
-        return Snapshot(manifest, fetch.blob, tuple(sorted(fetch.used)))
+
+async def download_state(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> Snapshot:
+    """Fetch the state of the first donor that answers, from all donors that hold the same one.
+
+    Raises:
+        StateError: no donor had a state, or all were lost before it was complete.
+    """
+    ask = DescribeState(prefix)
+    manifest, holders, refusals = await agree_on_state(
+        peers, ask, donors, limit=DONORS, timeout_s=CALL_TIMEOUT_S
+    )
+    if manifest is None:
+        raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
+    fetch = _Fetch(peers, prefix, manifest)
+    while fetch.missing and holders:  # what a lost donor owed goes to those that are left
+        alive = await asyncio.gather(*(fetch.work(donor) for donor in holders))
+        holders = [donor for donor, kept in zip(holders, alive, strict=True) if kept]
+    if fetch.missing:
+        raise StateError(f"{fetch.missing} of {manifest.chunks} chunks of the state could not be fetched")
+    return Snapshot(manifest, fetch.blob, tuple(sorted(fetch.used)))
+
+
+async def send_chunks(held: Snapshot, ask: FetchChunks, stream: Stream) -> None:
+    """Send the chunks that are asked for, and end the stream."""
+    for chunk in ask.chunks:
+        if not 0 <= chunk < held.manifest.chunks:
+            raise Refusal(f"there is no chunk {chunk}")
+        await stream.send(ChunkOf(chunk), memoryview(held.blob.data)[held.manifest.span(chunk)])
+    await stream.end()
 
 
 async def agree_on_state(
