@@ -53,6 +53,10 @@ class RoundFinished(Event):
         kept_local: values (count) for which no mean arrived.
         sent_bytes, received_bytes: payload of this round at this peer.
         seconds: wall seconds from begin to result.
+        compression_error: relative, of this peer's contribution.
+        averaging_s: the averaging's part of ``seconds``, which also hold the forming of the group.
+        predicted_s: what the organizer's strategy expected of it; None if it knew no bandwidths.
+        explanation: why the shares were what they were, in a sentence; empty if nothing was known.
     """
 
     step: int
@@ -64,6 +68,10 @@ class RoundFinished(Event):
     sent_bytes: int
     received_bytes: int
     seconds: float
+    compression_error: float = 0.0
+    averaging_s: float = 0.0
+    predicted_s: float | None = None
+    explanation: str = ""
 
 
 @dataclass(frozen=True)

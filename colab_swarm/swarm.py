@@ -181,6 +181,8 @@ class Swarm:
         scheduler: LRScheduler | None = None,
         max_grad_norm: float | None = None,
         codec: str = "float32",
+        mean_codec: str | None = None,
+        error_feedback: bool = False,
         name: str = "model",
         matchmaking_s: float = 5.0,
         delayed: bool = False,
@@ -192,7 +194,10 @@ class Swarm:
             target_batch_size: samples of all peers together for one global step.
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
-            codec: on the wire: float32, float16, bfloat16 or int8.
+            codec: gradients on the wire: float32, float16, bfloat16, int8, or adaptive: int8, but float16 for small
+                tensors.
+            mean_codec: the same of their means; None: as ``codec``.
+            error_feedback: what compression cut off a gradient is added to the next; costs a vector of memory.
             name: tells several models of one run apart.
             matchmaking_s: how long a round waits for peers that are slow to come.
             delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the
@@ -203,7 +208,7 @@ class Swarm:
             PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this already, but nobody could give its state.
         """
-        from colab_swarm.tensors.codecs import CODECS
+        from colab_swarm.tensors.codecs import Precision
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.settings import TrainingSettings
@@ -212,8 +217,6 @@ class Swarm:
             raise ValueError(
                 f"target_batch_size={target_batch_size}: pass the samples per global step, such as 4096"
             )
-        if codec not in CODECS:
-            raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
         self._check_here()
         self._check_role()
         if name in self._optimizers:
@@ -221,7 +224,9 @@ class Swarm:
         settings = TrainingSettings(
             prefix=f"{self.run_id}/{name}",
             target_batch_size=float(target_batch_size),
-            codec=codec,
+            codec=Precision(codec).name,
+            mean_codec=Precision(mean_codec or codec).name,
+            error_feedback=error_feedback,
             matchmaking_s=matchmaking_s,
         )
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed)

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 
 from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.ledger import Ledger
+from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
+from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
 
 REDUCER_PATIENCE = 2.5
 """A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
 OWN_CHUNKS_AT_ONCE = 8
+MEASURED_CHUNKS = 8
+"""The error of compression is measured on one chunk of so many, unless it is fed back."""
 
 
 class ReduceSpan(Message, frozen=True):
@@ -37,12 +41,43 @@ class Chunk(Message, frozen=True):
     """Chunk ``index`` of a span.
 
     The payload is a contribution or, if ``averaged``, a mean (empty: there is none).
-    ``missing``: members of positive weight that are not in the mean.
+    ``missing``: members of positive weight that are not in the mean. ``codec``: empty: the group's.
     """
 
     index: int
     averaged: bool = False
     missing: tuple[int, ...] = ()
+    codec: str = ""
+
+
+@dataclass
+class Sending:
+    """How a member's contribution travels.
+
+    Attributes:
+        precision: None: the group's.
+        fine: values at the front that belong to small tensors (see `Precision`).
+        residual: takes what compression cut off each value, for error feedback; as long as the vector.
+    """
+
+    precision: str | None = None
+    fine: int | None = None
+    residual: Floats | None = None
+    lost: float = 0.0
+    sent: float = 0.0
+
+    def measure(self, span: Span, values: Floats, arrived: Floats) -> None:
+        """What arrived instead of ``values``."""
+        cut = values - arrived
+        self.lost += float(np.dot(cut, cut))
+        self.sent += float(np.dot(values, values))
+        if self.residual is not None:
+            self.residual[span.start : span.stop] = cut
+
+    @property
+    def error(self) -> float:
+        """``||Q(v) - v|| / ||v||``, of the chunks that were measured."""
+        return (self.lost / self.sent) ** 0.5 if self.sent else 0.0
 
 
 class RoundPing(Message, frozen=True):
@@ -69,6 +104,7 @@ class Exchange:
         ledger: Ledger,
         sums: Floats,
         settings: AveragingSettings,
+        sending: Sending | None = None,
         collects: bool = True,
     ) -> None:
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
@@ -84,7 +120,9 @@ class Exchange:
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.sent_bytes = self.received_bytes = 0
         self.serving = 0
-        self._codec, self._mean_codec = codec_of(group.codec), codec_of(group.mean_codec)
+        self.sending = sending or Sending()
+        self._precision = Precision(self.sending.precision or group.codec, self.sending.fine)
+        self._mean_precision = Precision(group.mean_codec, self.sending.fine)
         longest = max((chunk.numel for chunks in self.ledger.chunks for chunk in chunks), default=0)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order they were finished
@@ -147,17 +185,25 @@ class Exchange:
 
     async def _contribute(self, stream: Stream, reducer: int) -> None:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
-        values, encode = self.ledger.values, self._codec.encode
         try:
             for index, chunk in enumerate(chunks):
                 if self.ledger.settled(reducer, index):
                     continue
-                payload = encode(values[chunk.start : chunk.stop])
-                await stream.send(Chunk(index), payload)
+                message, payload = self._encoded(index, chunk)
+                await stream.send(message, payload)
                 self.sent_bytes += len(payload)
             await stream.end()
         except PeerError as error:  # `_collect` sees the same and acts on it
             logger.debug("contribution to span %d broke off: %s", reducer, error)
+
+    def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+        codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
+        payload = codec.encode(values)
+        told = "" if codec.name == self.group.codec else codec.name
+        if codec.name != "float32" and (self.sending.residual is not None or index % MEASURED_CHUNKS == 0):
+            arrived = codec.decode(payload, len(values), scratch=self._scratch)
+            self.sending.measure(chunk, values, arrived)
+        return Chunk(index, codec=told), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -168,7 +214,8 @@ class Exchange:
             mean = None
             if len(payload):
                 numel = self.ledger.chunk(reducer, message.index).numel
-                mean = self._mean_codec.decode(payload, numel, scratch=self._scratch)
+                codec = codec_of(message.codec or self.group.mean_codec)
+                mean = codec.decode(payload, numel, scratch=self._scratch)
                 if not all_finite(mean):
                     raise ValueError(f"the mean of chunk {message.index} is not finite")
             self.ledger.place(reducer, message.index, mean, message.missing)
@@ -195,7 +242,8 @@ class Exchange:
                 self.received_bytes += len(payload)
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
-                    values = self._codec.decode(payload, numel, scratch=self._scratch)
+                    codec = codec_of(message.codec or self.group.codec)
+                    values = codec.decode(payload, numel, scratch=self._scratch)
                 except ValueError as error:
                     self.drop(member, str(error))
                 else:
@@ -233,11 +281,13 @@ class Exchange:
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
+            codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
             if mean is not None:
-                payload = self._mean_codec.encode(mean)
-                mean = self._mean_codec.decode(payload, len(mean), scratch=self._scratch)
+                payload = codec.encode(mean)
+                mean = codec.decode(payload, len(mean), scratch=self._scratch)
             self.ledger.place(self.me, index, mean, missing)
-            self._means.append((Chunk(index, True, missing), payload))
+            told = "" if codec.name == self.group.mean_codec else codec.name
+            self._means.append((Chunk(index, True, missing, told), payload))
         self._more_means.set()
         self._more_means.clear()
         if not self.reducer.unfinished:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 from colab_swarm.averaging.partition import Span, plan_spans
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, short
-from colab_swarm.tensors.codecs import CODECS
+from colab_swarm.tensors.codecs import PRECISIONS
 
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
@@ -45,7 +45,8 @@ class Ticket(Message, frozen=True):
 
     ``weight`` (usually samples) may be 0: the peer only receives. ``lineage`` and ``schema`` are digests of
     the training history and of the vector's layout: all members have the same. ``reduces``: accepts
-    connections. ``assists``: trains nothing and wants no means, it reduces for the others.
+    connections. ``assists``: trains nothing and wants no means, it reduces for the others. ``upload_bps`` and
+    ``download_bps`` are what its links were seen to carry, None before that.
     """
 
     prefix: str
@@ -60,6 +61,7 @@ class Ticket(Message, frozen=True):
     codec: str = "float32"
     mean_codec: str = "float32"
     assists: bool = False
+    samples_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         digests = (self.lineage, self.schema)
@@ -79,7 +81,11 @@ class Member(Message, frozen=True):
 
 
 class Group(Message, frozen=True):
-    """Who averages what with whom; members are sorted by id, ``round_id`` has 16 bytes."""
+    """Who averages what with whom; members are sorted by id, ``round_id`` has 16 bytes.
+
+    ``predicted_s`` is how long the organizer expects averaging to take, None if it cannot know; ``explanation``
+    says in a sentence why the shares are what they are.
+    """
 
     round_id: bytes
     step: int
@@ -89,6 +95,8 @@ class Group(Message, frozen=True):
     codec: str = "float32"
     mean_codec: str = "float32"
     prefix: str = ""
+    predicted_s: float | None = None
+    explanation: str = ""
 
     def index_of(self, peer: PeerId) -> int | None:
         """Position of a peer among the members; None if it is none."""
@@ -111,10 +119,12 @@ class Group(Message, frozen=True):
         ids = [member.id for member in self.members]
         if len(self.round_id) != 16 or self.numel < 0 or ids != sorted(set(ids)):
             raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
-        if {self.codec, self.mean_codec} - CODECS.keys():
+        if {self.codec, self.mean_codec} - {*PRECISIONS}:
             raise ValueError(f"unknown codec {self.codec!r} or {self.mean_codec!r}")
         if not all(valid_weight(member.weight) for member in self.members):
             raise ValueError("a member has a weight that is negative, not finite or too large")
+        if len(self.explanation) > MAX_TEXT or not self.explanation.isprintable():
+            raise ValueError("a group's explanation is too long or not printable")
         self.spans()
 
 
@@ -157,16 +167,31 @@ class Coming(Message, frozen=True):
     group: Group | None = None
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What a strategy decides.
+
+    Attributes:
+        shares: relative share per ticket, >= 0; at least one is > 0 if any ticket reduces.
+        predicted_s: seconds the averaging will take; None: not known.
+        explanation: one sentence for people.
+    """
+
+    shares: tuple[float, ...]
+    predicted_s: float | None = None
+    explanation: str = ""
+
+
 class Strategy(Protocol):
     """Decides who reduces how much."""
 
-    def __call__(self, tickets: Sequence[Ticket]) -> Sequence[float]:
-        """Relative share per ticket, >= 0; at least one is > 0 if any ticket reduces."""
+    def __call__(self, tickets: Sequence[Ticket]) -> Sharing:
+        """The shares of those who brought ``tickets``, in their order."""
 
 
-def equal_shares(tickets: Sequence[Ticket]) -> Sequence[float]:
+def equal_shares(tickets: Sequence[Ticket]) -> Sharing:
     """Everyone who accepts connections reduces the same share."""
-    return [float(ticket.reduces) for ticket in tickets]
+    return Sharing(tuple(float(ticket.reduces) for ticket in tickets))
 
 
 def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
@@ -277,17 +302,16 @@ class Gathering:
         trainers = [entry for entry in here if not entry[1][0].assists]
         if not trainers:
             raise ValueError("nobody who trains is here")
-        alone = len(trainers) == 1
-        if alone:
-            here = trainers
+        if len(trainers) == 1:
+            here, sharing = trainers, Sharing((1.0,))
+        else:
+            sharing = strategy([ticket for _, (ticket, _) in here])
         members = tuple(
-            Member(peer, contact.addresses, ticket.weight, 1.0 if alone else share)
-            for (peer, (ticket, contact)), share in zip(
-                here, strategy([ticket for _, (ticket, _) in here]), strict=True
-            )
+            Member(peer, contact.addresses, ticket.weight, share)
+            for (peer, (ticket, contact)), share in zip(here, sharing.shares, strict=True)
         )
-        t = self._terms
-        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix)
+        t, told = self._terms, (sharing.predicted_s, sharing.explanation)
+        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix, *told)
         group.check()
         return group
 

@@ -26,11 +26,11 @@ from colab_swarm.averaging.group import (
     RoundRefused,
     Strategy,
     Ticket,
-    equal_shares,
     rank,
     valid_weight,
 )
 from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 
@@ -58,7 +58,7 @@ class Matchmaker:
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[Ticket, PeerId], float | None],
-        strategy: Strategy = equal_shares,
+        strategy: Strategy = adaptive_shares,
         settings: GatheringSettings | None = None,
     ) -> None:
         self._rooms, self._peers = rooms, rooms.peers

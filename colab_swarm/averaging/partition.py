@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from colab_swarm.tensors.codecs import BLOCK_VALUES, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, Codec, Precision
 
 CHUNK_BYTES = 122_880
 """Encoded size of a chunk, at most: with its headers one packet of a link, and under malloc's mmap threshold."""
@@ -53,13 +53,13 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     return spans
 
 
-def chunk_values(*codecs: str) -> int:
-    """Values per chunk so that none of ``codecs`` needs over `CHUNK_BYTES` for one; a multiple of 4096."""
-    return min(_chunk_values(name) for name in codecs)
+def chunk_values(*precisions: str) -> int:
+    """Values per chunk so that none of ``precisions`` needs over `CHUNK_BYTES` for one; a multiple of 4096."""
+    return min(_chunk_values(Precision(name).widest) for name in precisions)
 
 
-def _chunk_values(name: str) -> int:
-    codec, blocks = codec_of(name), 1
+def _chunk_values(codec: Codec) -> int:
+    blocks = 1
     while codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) <= CHUNK_BYTES:
         blocks += 1
     return blocks * BLOCK_VALUES

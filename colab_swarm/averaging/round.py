@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import Exchange, ReduceSpan, RoundPing
+from colab_swarm.averaging.exchange import Exchange, ReduceSpan, RoundPing, Sending
 from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.ledger import Ledger
 from colab_swarm.averaging.partition import Span
@@ -36,6 +36,7 @@ class RoundResult:
         spans_lost: spans whose reducer was lost before all of its means were here, recovered or not.
         kept_local: values for which no mean arrived: they are still this member's own.
         sent_bytes, received_bytes: payload.
+        compression_error: relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled.
         seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
     """
 
@@ -45,6 +46,7 @@ class RoundResult:
     kept_local: tuple[Span, ...]
     sent_bytes: int
     received_bytes: int
+    compression_error: float
     seconds: dict[str, float]
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
@@ -61,6 +63,10 @@ class RoundResult:
             sent_bytes=self.sent_bytes,
             received_bytes=self.received_bytes,
             seconds=now - began_at,
+            averaging_s=self.seconds["total"],
+            predicted_s=self.group.predicted_s,
+            explanation=self.group.explanation,
+            compression_error=self.compression_error,
         )
 
 
@@ -95,13 +101,14 @@ class Averager:
         """Whether others may still recover from ``values``, the vector of this or of the last round; any thread."""
         return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
 
-    async def average(self, group: Group, values: Floats) -> RoundResult:
+    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
         """Replace ``values`` by the group's weighted mean; members end with the same bits.
 
         Args:
             group: from the matchmaker; this peer is a member.
             values: float32, contiguous, one-dimensional, ``group.numel`` long. Not to be changed before the next
                 round has ended: use two vectors in turn.
+            sending: how the contribution travels; None: as the group has agreed.
 
         Returns:
             What was reached before the deadline; a peer's fault shows there and is never raised.
@@ -118,7 +125,7 @@ class Averager:
         if not values.flags.c_contiguous:
             raise ValueError("the vector must be contiguous")
         sums = self._memory(group.prefix, group.spans()[me].numel)
-        return await self._take_part(group, me, values, sums=sums)
+        return await self._take_part(group, me, values, sums=sums, sending=sending)
 
     async def reduce(self, group: Group) -> RoundResult:
         """Take part in a round for the others only: reduce the own span, recover what is asked for, collect nothing.
@@ -141,7 +148,14 @@ class Averager:
         self._spare.pop(prefix, None)
 
     async def _take_part(
-        self, group: Group, me: int, values: Floats, *, sums: Floats, collects: bool = True
+        self,
+        group: Group,
+        me: int,
+        values: Floats,
+        *,
+        sums: Floats,
+        sending: Sending | None = None,
+        collects: bool = True,
     ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.step} was given up here")
@@ -152,6 +166,7 @@ class Averager:
             ledger=Ledger(group, values),
             sums=sums,
             settings=self._settings,
+            sending=sending,
             collects=collects,
         )
         self._begin(exchange)
@@ -285,6 +300,7 @@ def _result(exchange: Exchange, seconds: dict[str, float]) -> RoundResult:
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
         received_bytes=exchange.received_bytes,
+        compression_error=exchange.sending.error,
         seconds=seconds,
     )
     logger.info(

@@ -16,6 +16,7 @@ Everything is numpy and little-endian. Where the process has loaded torch, the 1
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -65,8 +66,39 @@ def codec_of(name: str) -> Codec:
         ValueError: there is none of this name.
     """
     if name not in CODECS:
-        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(CODECS)}")
+        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)}")
     return CODECS[name]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a flat vector travels: by one codec, or ``adaptive``: small tensors as float16, the others as int8.
+
+    Normalisation and biases are few values that matter much; large matrices bear 8 bits (hivemind's
+    SizeAdaptiveCompression).
+
+    Attributes:
+        name: of a codec, or adaptive.
+        fine: values at the front of the vector that belong to small tensors; None: not known here, all of them.
+    """
+
+    name: str
+    fine: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name != ADAPTIVE:
+            codec_of(self.name)
+
+    def at(self, start: int) -> Codec:
+        """The codec of the chunk that begins at ``start``."""
+        if self.name != ADAPTIVE:
+            return CODECS[self.name]
+        return CODECS["float16" if self.fine is None or start < self.fine else "int8"]
+
+    @property
+    def widest(self) -> Codec:
+        """Of all that `at` returns, the one that needs most bytes."""
+        return CODECS["float16"] if self.name == ADAPTIVE else CODECS[self.name]
 
 
 def all_finite(values: Floats) -> bool:
@@ -223,3 +255,6 @@ def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> N
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8())}
+ADAPTIVE = "adaptive"
+PRECISIONS = (*CODECS, ADAPTIVE)
+"""What `Precision` takes."""

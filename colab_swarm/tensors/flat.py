@@ -10,17 +10,24 @@ import torch
 from colab_swarm.tensors.codecs import Floats
 
 
+SMALL_VALUES = 1 << 16
+"""A tensor of fewer values is small: a bias, a normalisation."""
+
+
 class FlatVector:
-    """Where each parameter lies in the flat vector; any device and floating dtype will do.
+    """Where each parameter lies in the flat vector: small ones first. Any device and floating dtype will do.
 
     Attributes:
         numel: values in all parameters together.
+        fine: values of the small ones, at the front.
         schema: 16-byte digest of the shapes and dtypes in order; peers of another model have another.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters: Sequence[torch.Tensor] = list(parameters)
-        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in self._parameters]
+        given = list(parameters)
+        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in given]
+        self._parameters: Sequence[torch.Tensor] = sorted(given, key=lambda one: one.numel() >= SMALL_VALUES)
+        self.fine = sum(one.numel() for one in given if one.numel() < SMALL_VALUES)
         self.numel = sum(parameter.numel() for parameter in self._parameters)
         self.schema = hashlib.sha256(repr(layout).encode()).digest()[:16]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
@@ -209,16 +210,16 @@ class Collaboration:
         self._tempo.work(self._now())
         return due
 
-    async def average(self, values: Values, weight: float) -> RoundResult | None:
+    async def average(self, values: Values, weight: float, sending: Sending) -> RoundResult | None:
         """Take part in the round of the own step; ``values`` becomes the mean. None: no mean came of it."""
         self._tempo.wait()
         try:
-            return await self._average(values, weight)
+            return await self._average(values, weight, sending)
         finally:
             self._tempo.work(self._now())
 
     async def average_aside(
-        self, values: Values, weight: float, apply: Callable[[Values], bytes]
+        self, values: Values, weight: float, sending: Sending, apply: Callable[[Values], bytes]
     ) -> RoundResult | None:
         """The same while the trainer computes on for the next step; the mean goes to ``apply``, off the loop.
 
@@ -228,7 +229,7 @@ class Collaboration:
         self._averaging = True
         self._tell(samples=0.0)
         try:
-            result = await self._average(values, weight)
+            result = await self._average(values, weight, sending)
             if result is None:
                 self._tell(samples=self.progress.own.samples + weight)  # for the next try
             else:
@@ -239,11 +240,11 @@ class Collaboration:
             self._averaging = False
             self._wake.set()
 
-    async def _average(self, values: Values, weight: float) -> RoundResult | None:
+    async def _average(self, values: Values, weight: float, sending: Sending) -> RoundResult | None:
         self._applying = True  # a faster member may call the next round before our last mean is here
         stepping = False
         try:
-            result = await self._round(self.progress.own, values, weight)
+            result = await self._round(self.progress.own, values, weight, sending)
             stepping = any(member.weight for member in result.group.members)
             return result if stepping else None
         except PeerError as error:
@@ -253,13 +254,15 @@ class Collaboration:
         finally:
             self._applying = stepping
 
-    async def _round(self, own: ProgressRecord, values: Values, weight: float) -> RoundResult:
+    async def _round(
+        self, own: ProgressRecord, values: Values, weight: float, sending: Sending | None = None
+    ) -> RoundResult:
         started = self._now()
         deadline = started + self._settings.round_timeout_s
         candidates = await self._expected(own.step, own.lineage)
         group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
         self._called, self._last = None, group
-        result = await self.services.averager.average(group, values)
+        result = await self.services.averager.average(group, values, sending)
         self.services.events.emit(result.event(began_at=started, now=self._now()))
         return result
 
@@ -283,7 +286,8 @@ class Collaboration:
             upload_bps=links.upload_bps,
             download_bps=links.download_bps,
             codec=self._settings.codec,
-            mean_codec=self._settings.codec,
+            mean_codec=self._settings.mean_codec,
+            samples_per_s=own.samples_per_s,
         )
 
     def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
 from colab_swarm.runtime import Runs
@@ -51,6 +52,7 @@ class SwarmOptimizer(Optimizer):
         self._replica = Replica(rule)
         self._sum: Values = np.zeros(self._replica.flat.numel, np.float32)
         self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
+        self._residual = np.zeros_like(self._sum) if settings.error_feedback else None
         self._samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
         self._settings = settings
@@ -245,9 +247,20 @@ class SwarmOptimizer(Optimizer):
         np.multiply(self._sum, np.float32(1 / self._samples if self._samples else 0.0), out=values)
         return values
 
+    def _sending(self) -> Sending:
+        if self._residual is not None:
+            self._residual.fill(0.0)
+        return Sending(fine=self._replica.flat.fine, residual=self._residual)
+
+    def _feed_back(self, weight: float) -> None:
+        """Error feedback: what compression cut off the last gradient, of so many samples, goes into the next."""
+        if self._residual is not None:
+            self._sum += np.float32(weight) * self._residual
+
     def _round(self) -> RoundResult | None:
         values = self._mean_gradient()
-        result = self._runtime.call(self._collaboration.average(values, self._samples))
+        average = self._collaboration.average(values, self._samples, self._sending())
+        result = self._runtime.call(average)
         if result is not None:
             uninterrupted(lambda: self._take(values, result))
         return result
@@ -255,7 +268,9 @@ class SwarmOptimizer(Optimizer):
     def _take(self, values: Values, result: RoundResult) -> None:
         """Apply the mean and say so, with no interrupt in between: parameters and record belong together."""
         self._replica.apply(values)
+        weight = self._samples
         self._forget()
+        self._feed_back(weight)
         self._runtime.call(self._advance(result))
 
     async def _advance(self, result: RoundResult) -> None:
@@ -271,7 +286,8 @@ class SwarmOptimizer(Optimizer):
         self._replica.show()
 
     async def _begin(self, values: Values, weight: float) -> asyncio.Task[RoundResult | None]:
-        aside = self._collaboration.average_aside(values, weight, self._replica.apply)
+        sending, apply = self._sending(), self._replica.apply
+        aside = self._collaboration.average_aside(values, weight, sending, apply)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
@@ -282,7 +298,9 @@ class SwarmOptimizer(Optimizer):
         self._runtime.call(flight.wait())
         self._flight = None
         result = flight.task.result()
-        if result is None and flight.weight:
+        if result is not None:
+            self._feed_back(flight.weight)
+        elif flight.weight:
             self._sum += np.float32(flight.weight) * flight.values
             self._samples += flight.weight
         return result

@@ -33,7 +33,8 @@ class TrainingSettings:
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
-        codec: on the wire, both ways (see `colab_swarm.tensors`).
+        codec, mean_codec: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
+        error_feedback: what compression cut off a gradient is added to the next.
         matchmaking_s: how long a round waits for peers that do not answer at all.
         max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
         round_timeout_s: bound on matchmaking and averaging of one round together.
@@ -45,6 +46,8 @@ class TrainingSettings:
     prefix: str
     target_batch_size: float
     codec: str = "float32"
+    mean_codec: str = "float32"
+    error_feedback: bool = False
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0

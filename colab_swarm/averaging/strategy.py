@@ -1,0 +1,327 @@
+"""The adaptive strategy (DeDLOC, section 3.2): who computes, and who reduces how much, so that steps follow fastest.
+
+Equation 1 has two rates for every pair of peers. A round of ours sends member j its share ``r_j`` of every vector
+and gets it back, so the rates follow from n shares, and only those are sought. With V bytes of a contribution, M of
+the means, k peers that contribute (``c_i = 1``) and m that want the means (``w_i = 1``), peer i moves in one round::
+
+    up    c_i V (1 - r_i)  +  r_i M (m - w_i)
+    down  w_i M (1 - r_i)  +  r_i V (k - c_i)
+
+and the round takes as long as the slowest of these 2n transfers: a linear program. Each of its rows bounds one
+share alone, so for a given time all bounds are known at once, and bisection finds the least time in which shares
+can add up to 1. That is exact, takes about a millisecond and wants no solver: a peer of the base install organizes
+as well as any. Limits of single pairs tie shares together; such a program goes to HiGHS (scipy).
+
+What is known of a peer's bandwidth is its own claim. `believed` bounds how far a lie goes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from colab_swarm.averaging.group import Sharing, Ticket, equal_shares
+from colab_swarm.tensors.codecs import Precision
+
+Array = npt.NDArray[np.float64]
+
+CLAIM_CAP = 16.0
+"""No claim counts for more than so many times the median: a liar on a median line slows a round at most so much."""
+WORTH = 0.9
+"""Shares become unequal where that saves a tenth: measured rates are noisy, and equal shares teach more about them."""
+PRECISION = 1e-7
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one peer can do.
+
+    Attributes:
+        samples_per_s: speed of its gradients; 0: it has no accelerator.
+        upload_bps, download_bps: bits per second; None: not known, taken as the median of the others'.
+        reduces: accepts connections.
+        receives: wants the means; an assistant does not.
+    """
+
+    samples_per_s: float = 0.0
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    reduces: bool = True
+    receives: bool = True
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A collaboration to plan for.
+
+    Attributes:
+        contribution_bytes, mean_bytes: the encoded vector, towards the reducers and back.
+        target_batch_size: samples of one step.
+        pair_bps: limits from peer i to peer j, bits per second, where there are any.
+    """
+
+    peers: tuple[Capacity, ...]
+    contribution_bytes: float
+    mean_bytes: float
+    target_batch_size: float = 1.0
+    pair_bps: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what, and what comes of it.
+
+    Attributes:
+        computes: per peer, whether it contributes gradients.
+        shares: per peer, its part of the reducing; they add up to 1.
+        averaging_s: seconds of one round, predicted.
+        steps_per_s: rate of steps where gradients are computed while others are averaged.
+        explanation: one sentence for people.
+    """
+
+    computes: tuple[bool, ...]
+    shares: tuple[float, ...]
+    averaging_s: float
+    steps_per_s: float
+    explanation: str
+
+
+def plan(setup: Setup) -> Plan:
+    """The plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
+
+    Where gradients come faster than rounds can average them, peers leave the computing to others, the least useful
+    first: fewer contributions travel. The first of them are found by bisection, in order of speed and in order of
+    speed times upload.
+
+    Raises:
+        ValueError: nobody computes, nobody reduces, or no bandwidth is known.
+    """
+    fast = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
+    if not fast:
+        raise ValueError("nobody computes gradients: no peer has samples_per_s > 0")
+    upload_bps = _completed([peer.upload_bps for peer in setup.peers])
+    by_speed = sorted(fast, key=lambda index: setup.peers[index].samples_per_s)
+    by_both = sorted(fast, key=lambda index: setup.peers[index].samples_per_s * upload_bps[index])
+    everyone = plan_round(setup, fast)
+    if everyone.averaging_s * sum(peer.samples_per_s for peer in setup.peers) <= setup.target_batch_size:
+        return everyone
+    plans = [everyone, *_with_fewer(setup, by_speed), *_with_fewer(setup, by_both)]
+    return max(plans, key=lambda found: found.steps_per_s)
+
+
+def _with_fewer(setup: Setup, order: Sequence[int]) -> list[Plan]:
+    """The plans on both sides of the point where computing becomes the slower part."""
+    tried: dict[int, Plan] = {}
+    low, high = 0, len(order) - 1  # so many of `order` do not compute
+    while low <= high:
+        middle = (low + high) // 2
+        found = tried[middle] = plan_round(setup, order[middle:])
+        if found.steps_per_s * found.averaging_s < 1 - PRECISION:  # computing is slower
+            high = middle - 1
+        else:
+            low = middle + 1
+    return list(tried.values())
+
+
+def plan_round(setup: Setup, computing: Sequence[int], shares: Sequence[float] | None = None) -> Plan:
+    """The fastest round in which the peers ``computing`` contribute; with ``shares`` given, what comes of those.
+
+    Raises:
+        ValueError: nobody reduces, or no bandwidth is known.
+    """
+    contributes = np.isin(np.arange(len(setup.peers)), computing)
+    loads = _Loads(setup, contributes)
+    given = np.array(loads.best() if shares is None else shares, np.float64)
+    parts = given / given.sum()
+    averaging_s = float(loads.seconds(parts).max(initial=0.0))
+    speed = sum(setup.peers[index].samples_per_s for index in computing) / setup.target_batch_size
+    return Plan(
+        computes=tuple(map(bool, contributes)),
+        shares=tuple(map(float, parts)),
+        averaging_s=averaging_s,
+        steps_per_s=min(speed, 1 / averaging_s) if averaging_s else speed,
+        explanation=loads.explain(parts),
+    )
+
+
+class _Loads:
+    """How long each peer sends and receives, as a function of the shares. Rows: all uploads, then all downloads."""
+
+    def __init__(self, setup: Setup, contributes: npt.NDArray[np.bool_]) -> None:
+        c, w = contributes.astype(float), np.array([float(peer.receives) for peer in setup.peers])
+        up, down = setup.contribution_bytes, setup.mean_bytes
+        self._fixed = np.stack([up * c, down * w])
+        self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
+        self._reduces = np.array([float(peer.reduces) for peer in setup.peers])
+        if not self._reduces.any():
+            raise ValueError("nobody reduces: no peer accepts connections")
+        uploads = _completed([peer.upload_bps for peer in setup.peers])
+        downloads = _completed([peer.download_bps for peer in setup.peers])
+        self._rates = np.array([uploads, downloads]) / 8
+        self._pairs = [
+            (i, j, up * c[i], down * w[j], bps / 8) for (i, j), bps in setup.pair_bps.items() if i != j
+        ]
+
+    def seconds(self, shares: Array) -> Array:
+        """Of all uploads, all downloads and all limited pairs."""
+        own = (self._fixed + self._slope * shares) / self._rates
+        pairs = [(up * shares[j] + down * shares[i]) / rate for i, j, up, down, rate in self._pairs]
+        return np.concatenate([own.ravel(), pairs])
+
+    def best(self) -> Array:
+        """The shares of the fastest round."""
+        return self._program() if self._pairs else self._fill()
+
+    def _fill(self) -> Array:
+        """Without pairs: the least time, and then the least for all whom their fixed part does not keep longer."""
+        equal = self._reduces / self._reduces.sum()
+        longest = float(self.seconds(equal).max()) * (1 + PRECISION)
+        least = _least(self._feasible, longest)
+        low, high = self._bounds(least)
+        within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least)
+        high = np.minimum(high, np.maximum(low, self._bounds(within)[1]))
+        spare = float((high - low).sum())
+        return low + (high - low) * ((1 - low.sum()) / spare) if spare else equal
+
+    def _bounds(self, seconds: float) -> tuple[Array, Array]:
+        """Least and greatest share of each peer if everything is to be over in so many seconds."""
+        room = seconds * self._rates - self._fixed
+        with np.errstate(divide="ignore", invalid="ignore"):
+            limit = room / self._slope
+        high = np.where(self._slope > 0, limit, np.inf).min(axis=0)
+        low = np.where(self._slope < 0, limit, 0.0).max(axis=0)
+        return np.maximum(low, 0.0), np.clip(high, 0.0, self._reduces)
+
+    def _feasible(self, seconds: float) -> bool:
+        low, high = self._bounds(seconds)
+        room = seconds * self._rates - self._fixed
+        kept = ((self._slope < 0) | (room >= 0)).all()
+        return bool(kept and (low <= high).all() and low.sum() <= 1 <= high.sum())
+
+    def _program(self) -> Array:
+        """With pairs: minimise the time over the shares and itself, by HiGHS."""
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_array
+
+        peers, rates = len(self._reduces), self._rates.ravel()
+        scale = float(self._fixed.max() + self._slope.max()) / float(
+            rates.max()
+        )  # of the time, for the solver
+        rows, columns = np.arange(2 * peers), np.tile(np.arange(peers), 2)
+        extra = 2 * peers + np.arange(len(self._pairs))
+        i, j, up, down, pair_rates = map(np.array, zip(*self._pairs, strict=True))
+        all_rates = np.concatenate([rates, pair_rates])
+        entries = np.concatenate([self._slope.ravel(), up, down, -scale * all_rates]) / np.concatenate(
+            [rates, pair_rates, pair_rates, all_rates]
+        )
+        time = np.full(len(all_rates), peers)
+        matrix = coo_array(
+            (
+                entries,
+                (
+                    np.concatenate([rows, extra, extra, np.arange(len(all_rates))]),
+                    np.concatenate([columns, j, i, time]),
+                ),
+            )
+        )
+        limits = np.concatenate([-self._fixed.ravel() / rates, np.zeros(len(self._pairs))])
+        found = linprog(
+            np.append(np.zeros(peers), 1.0),
+            A_ub=matrix,
+            b_ub=limits,
+            A_eq=np.append(np.ones(peers), 0.0)[None],
+            b_eq=[1.0],
+            bounds=[*((0.0, most) for most in self._reduces), (0.0, None)],
+            method="highs",
+        )
+        if found.x is None:
+            raise ValueError(f"no shares found: {found.message}")
+        shares: Array = np.maximum(found.x[:-1], 0.0)
+        return shares
+
+    def explain(self, shares: Array) -> str:
+        """Who reduces how much, and what the round waits for."""
+        peers, reducers = len(shares), int(self._reduces.sum())
+        if peers == 1:
+            return "a peer alone averages with nobody"
+        seconds = self.seconds(shares)
+        slowest = np.flatnonzero(seconds >= 0.99 * seconds.max())
+        waits = _waits(slowest[slowest < 2 * peers], self._rates.ravel(), peers)
+        above = shares > (1 + 1e-3) / reducers
+        if not above.any():
+            return f"{reducers} of {peers} peers reduce equal shares because {waits}"
+        verb = "reduces" if above.sum() == 1 else "reduce"
+        return f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%} because {waits}"
+
+
+def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
+    if not len(slowest):
+        return "the limit of a pair of them is the bottleneck"
+    rate_mbit = float(rates[slowest].min()) * 8 / 1e6
+    ways = {("upload", "download")[index // peers] for index in slowest}
+    count = len({int(index) % peers for index in slowest})
+    who = f"all {peers} peers" if count == peers else f"{count} peer{'s' if count > 1 else ''}"
+    return f"{' and '.join(sorted(ways))} of {who} ({rate_mbit:.3g} Mbit/s) is the bottleneck"
+
+
+def _least(enough: Callable[[float], object], most: float) -> float:
+    """The least time that is ``enough``; ``most`` is, and where it is, all longer times are."""
+    low, high = 0.0, most
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _completed(rates_bps: Sequence[float | None]) -> list[float]:
+    """The lower median of two in place of what is not known."""
+    known = [rate for rate in rates_bps if rate is not None]
+    if not known or not all(0 < rate < math.inf for rate in known):
+        raise ValueError(f"bandwidths must be positive and one at least known, got {list(rates_bps)}")
+    median = statistics.median_low(known)
+    return [median if rate is None else rate for rate in rates_bps]
+
+
+def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
+    """Claimed rates as far as they are believed: no number over 0 is no claim, and `CLAIM_CAP` medians are the most.
+
+    The median is the lower one of two, so that one liar among two peers does not make it.
+    """
+    known = [claim for claim in claims_bps if claim is not None and 0 < claim < math.inf]
+    most = CLAIM_CAP * statistics.median_low(known) if known else 0.0
+    return [min(claim, most) if claim is not None and 0 < claim < math.inf else None for claim in claims_bps]
+
+
+def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:
+    """The strategy of a live round: who contributes is settled by what the tickets bring, the shares are planned.
+
+    Where it saves less than a tenth of the time, or nothing is known of bandwidths, shares are equal.
+    """
+    equal = equal_shares(tickets)
+    uploads = believed([ticket.upload_bps for ticket in tickets])
+    downloads = believed([ticket.download_bps for ticket in tickets])
+    if not any(equal.shares) or not any(uploads) or not any(downloads):
+        return equal
+    setup = Setup(
+        tuple(
+            Capacity(ticket.samples_per_s, up, down, ticket.reduces, not ticket.assists)
+            for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
+        ),
+        contribution_bytes=_encoded_bytes(tickets[0].codec, tickets[0].numel),
+        mean_bytes=_encoded_bytes(tickets[0].mean_codec, tickets[0].numel),
+    )
+    computing = [index for index, ticket in enumerate(tickets) if ticket.weight > 0]
+    as_equals = plan_round(setup, computing, equal.shares)
+    planned = plan_round(setup, computing)
+    chosen = planned if planned.averaging_s < WORTH * as_equals.averaging_s else as_equals
+    return Sharing(chosen.shares, chosen.averaging_s, chosen.explanation)
+
+
+def _encoded_bytes(precision: str, numel: int) -> int:
+    """As if no tensor were small, where small ones travel finer: they are few values."""
+    return Precision(precision, fine=0).at(0).encoded_bytes(numel)
