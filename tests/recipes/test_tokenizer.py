@@ -12,6 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from colab_swarm.recipes.tokenizer import SPECIALS, load_tokenizer, train_tokenizer
 from tests.recipes.test_text import read
 
+BENGALI = [
+    "আজ সকালে আমি নদীর ধারে হাঁটতে গিয়েছিলাম। আকাশে মেঘ ছিল, বাতাসও ছিল ঠান্ডা।",
+    "গ্রামের ছেলেরা মাঠে ফুটবল খেলছিল। তাদের শিক্ষক পাশে দাঁড়িয়ে হাসছিলেন।",
+    "বাংলা ভাষায় অনেক সুন্দর গল্প আছে। আমার মা রাতে সেই গল্প শোনাতেন।",
+    "বৃষ্টি নামলে আমরা ঘরে ফিরে এলাম। তখন চা আর মুড়ি খেতে খুব ভালো লাগল।",
+]
 PROGRAM = """
 import hashlib, random
 from colab_swarm.recipes.text import open_text
@@ -80,3 +86,52 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_needs_text() -> None:
     with pytest.raises(ValueError, match="no text"):
         train_tokenizer([" ", ""], vocabulary=100)
+
+
+@pytest.fixture(scope="module")
+def bengali() -> PreTrainedTokenizerFast:
+    return train_tokenizer(BENGALI, vocabulary=80, language="bn")
+
+
+def normalised(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    return str(tokenizer.backend_tokenizer.normalizer.normalize_str(text))
+
+
+@pytest.mark.parametrize("typed", ["\u0964", "\u09e4", "|", "\u09f7"])
+def test_what_is_typed_for_a_bengali_full_stop_becomes_one(
+    bengali: PreTrainedTokenizerFast, typed: str
+) -> None:
+    assert normalised(bengali, f"আমি  যাই {typed}") == "আমি যাই \u0964"
+
+
+def test_a_colon_is_a_visarga_after_a_bengali_letter_only(bengali: PreTrainedTokenizerFast) -> None:
+    assert normalised(bengali, "দু:খ অত: ৫:৩০ BBC: \u09e5") == "দুঃখ অতঃ ৫:৩০ bbc: \u0965"
+
+
+def test_other_languages_keep_their_bars_and_colons(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert normalised(tokenizer, "A | b: দু:খ") == "a | b: দু:খ"
+
+
+def test_bengali_text_comes_back_with_its_vowel_signs(bengali: PreTrainedTokenizerFast) -> None:
+    ids = bengali(BENGALI[0])["input_ids"]
+    assert (ids[0], ids[-1], len(bengali)) == (2, 3, 80)
+    assert bengali.decode(ids, skip_special_tokens=True) == normalised(bengali, BENGALI[0])
+
+
+def test_the_mask_takes_the_space_before_it(bengali: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bengali.save_pretrained(tmp_path)
+    for source in (bengali, tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(source)
+        before, whole = (
+            loaded(text, add_special_tokens=False)["input_ids"] for text in ("আমি", "আমি [MASK] যাই")
+        )
+        assert whole[: len(before) + 1] == [*before, loaded.mask_token_id]
+        assert loaded("ж", add_special_tokens=False)["input_ids"][-1] == loaded.unk_token_id == 1
+
+
+def test_two_texts_are_joined_as_a_pair(tokenizer: PreTrainedTokenizerFast) -> None:
+    pair = tokenizer("one", "two")
+    tokens = tokenizer.convert_ids_to_tokens(pair["input_ids"])
+    middle = tokens.index("[SEP]") + 1
+    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+    assert pair["token_type_ids"] == [0] * middle + [1] * (len(tokens) - middle)
