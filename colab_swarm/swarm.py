@@ -186,6 +186,7 @@ class Swarm:
         name: str = "model",
         matchmaking_s: float = 5.0,
         delayed: bool = False,
+        local_steps: int = 1,
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
 
@@ -202,6 +203,8 @@ class Swarm:
             matchmaking_s: how long a round waits for peers that are slow to come.
             delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the
                 optimizer's step, on copies in main memory, run while this peer computes on.
+            local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages
+                where they led (DiLoCo): so many times less traffic.
 
         Raises:
             ValueError: target_batch_size or codec is not usable.
@@ -217,6 +220,8 @@ class Swarm:
             raise ValueError(
                 f"target_batch_size={target_batch_size}: pass the samples per global step, such as 4096"
             )
+        if local_steps > 1 and (delayed or error_feedback):
+            raise ValueError("local_steps go neither with delayed nor with error_feedback: choose one")
         self._check_here()
         self._check_role()
         if name in self._optimizers:
@@ -227,9 +232,10 @@ class Swarm:
             codec=Precision(codec).name,
             mean_codec=Precision(mean_codec or codec).name,
             error_feedback=error_feedback,
+            local_steps=local_steps,
             matchmaking_s=matchmaking_s,
         )
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed)
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local_steps > 1)
         trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         self._optimizer = self._optimizers[name] = trained
         return trained

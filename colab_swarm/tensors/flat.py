@@ -51,6 +51,18 @@ class FlatVector:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(part)
 
+    @torch.no_grad()
+    def copy_to(self, values: Floats) -> None:
+        """The parameters' values into the flat vector."""
+        for parameter, part in self._parts(values):
+            part.copy_(parameter)
+
+    @torch.no_grad()
+    def subtract_from(self, values: Floats) -> None:
+        """``values -= parameters``."""
+        for parameter, part in self._parts(values):
+            part.sub_(parameter.to(part))
+
     def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter with its part of the vector, a view in its shape.
 

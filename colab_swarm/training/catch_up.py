@@ -74,6 +74,7 @@ class CatchUp:
         self._between_rounds = asyncio.Lock()
         self._failures = 0  # of one branch's donors
         self._trying_since: float | None = None
+        self._outdated = b""  # root of the last snapshot that was behind the branch
 
     async def run(self) -> CaughtUp:
         """Download the state and get level.
@@ -99,26 +100,29 @@ class CatchUp:
             try:
                 snapshot = await self._download(donors)
                 async with self._between_rounds:
-                    return await self._join_up(snapshot)
+                    return await self._join_up(snapshot, donors)
             except StateError as error:
                 reasons[str(error)] = None
                 await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, donors: list[PeerId]) -> Snapshot:
-        clock = asyncio.get_running_loop().time
-        self._trying_since = self._trying_since or clock()
+        self._trying_since = self._trying_since or asyncio.get_running_loop().time()
         try:
             return await self._collaboration.download(donors)
         except StateError:
-            self._failures += 1
-            if self._failures >= ATTEMPTS or clock() - self._trying_since > PATIENCE_S:
-                # What they claim to hold, such as step 10^9, must not keep us from the others for ever.
-                self._collaboration.distrust(donors)
-                self._failures, self._trying_since = 0, None
+            self._on_failure(donors)
             raise
 
-    async def _join_up(self, snapshot: Snapshot) -> CaughtUp:
+    def _on_failure(self, donors: list[PeerId]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._failures += 1
+        if self._failures >= ATTEMPTS or now - (self._trying_since or now) > PATIENCE_S:
+            # What they claim to hold, such as step 10^9, must not keep us from the others for ever.
+            self._collaboration.distrust(donors)
+            self._failures, self._trying_since = 0, None
+
+    async def _join_up(self, snapshot: Snapshot, donors: list[PeerId]) -> CaughtUp:
         """Put the means after the snapshot in order. Runs between two rounds, so that none slips through."""
         step, lineage = snapshot.manifest.step, snapshot.manifest.lineage
         means: list[Values] = []
@@ -128,6 +132,11 @@ class CatchUp:
         branch = await self._collaboration.refresh()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
         if missed or (branch.step == step and branch.lineage != lineage):
+            if (
+                snapshot.manifest.root == self._outdated
+            ):  # the same again: an assistant's, as its donors are gone
+                self._on_failure(donors)
+            self._outdated = snapshot.manifest.root
             raise StateError("the swarm moved on during the download")
         self._collaboration.level_with(step, lineage)
         return CaughtUp(snapshot, tuple(means))

@@ -35,6 +35,7 @@ class Due(enum.Enum):
     """What the trainer should do now."""
 
     NOTHING = "go on with the next batch"
+    LOCAL_STEP = "take a step of your own"
     ROUND = "a round is due"
     CATCH_UP = "the swarm went on without this peer"
 
@@ -79,6 +80,7 @@ class Collaboration:
         self._tempo = Tempo()
         self._applying = False
         self._averaging = False
+        self._steps_alone = 0  # since the last round
         self._last: Group | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening = peers.on_lost(self._on_lost)
@@ -190,8 +192,11 @@ class Collaboration:
         if self.progress.own.syncing or self.progress.behind:
             return Due.CATCH_UP
         own = self.progress.own
-        called = self._called == (own.step, own.lineage)
-        return Due.ROUND if called or self.progress.batch_full(self._now()) else Due.NOTHING
+        if self._called == (own.step, own.lineage) or self.progress.batch_full(self._now()):
+            return Due.ROUND
+        batches = self.progress.samples(self._now()) / self.progress.target_batch_size
+        alone = self.progress.local_steps > 1 and batches >= self._steps_alone + 1
+        return Due.LOCAL_STEP if alone else Due.NOTHING
 
     async def deadline(self, timeout_s: float) -> float:
         """The loop time in ``timeout_s`` from now."""
@@ -209,6 +214,10 @@ class Collaboration:
                 pass
         self._tempo.work(self._now())
         return due
+
+    def on_local_step(self) -> None:
+        """The trainer took a step of its own."""
+        self._steps_alone += 1
 
     async def average(self, values: Values, weight: float, sending: Sending) -> RoundResult | None:
         """Take part in the round of the own step; ``values`` becomes the mean. None: no mean came of it."""
@@ -292,7 +301,7 @@ class Collaboration:
 
     def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
         """The mean is applied: the own step is one higher, with so many ``samples`` for the next already."""
-        self._applying = False
+        self._applying, self._steps_alone = False, 0
         self._states.outdate()
         self.progress.advance(lineage, samples=samples)
         self._moved.set()
@@ -364,6 +373,7 @@ class Collaboration:
 
     def level_with(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         """The state of ``step`` is here or about to be loaded: this peer trains or, ``syncing``, will catch up."""
+        self._steps_alone = 0
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
 

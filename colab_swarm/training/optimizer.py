@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
 from colab_swarm.runtime import Runs
 from colab_swarm.training.catch_up import CaughtUp, Values
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.gradients import Gradients, LocalSteps
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import Services, TrainingSettings
@@ -50,11 +49,11 @@ class SwarmOptimizer(Optimizer):
         """Use `Swarm.optimizer`. ``name`` is this peer's, for people."""
         self._runtime = runtime
         self._replica = Replica(rule)
-        self._sum: Values = np.zeros(self._replica.flat.numel, np.float32)
-        self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
-        self._residual = np.zeros_like(self._sum) if settings.error_feedback else None
-        self._samples = 0.0
-        self._loss_sum, self._loss_samples = 0.0, 0.0
+        self._gathered = (
+            LocalSteps(self._replica)
+            if rule.local
+            else Gradients(self._replica, error_feedback=settings.error_feedback)
+        )
         self._settings = settings
         self._flight: _Flight | None = None
         self._closed = False
@@ -75,13 +74,14 @@ class SwarmOptimizer(Optimizer):
             syncing=True,
             reduces=False,  # told with the addresses, which may change
             name=name,
+            local_steps=self._settings.local_steps,
         )
         collaboration = Collaboration(
             services,
             self._settings,
             own=own,
             numel=replica.flat.numel,
-            schema=replica.flat.schema,
+            schema=replica.schema,
             snapshot=replica.snapshot,
         )
         await collaboration.start()
@@ -137,8 +137,8 @@ class SwarmOptimizer(Optimizer):
         self._check_open()
         landed = self._land()
         self._recover()
-        dropped = uninterrupted(lambda: self._accumulate(float(samples), loss))
-        report = self._collaboration.report(float(samples), self._mean_loss(), dropped=dropped)
+        dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
+        report = self._collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
         return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -159,7 +159,7 @@ class SwarmOptimizer(Optimizer):
             due = self._runtime.call(self._collaboration.wait_due(deadline))
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
-            if result is not None or due is not Due.ROUND:
+            if result is not None or due not in (Due.ROUND, Due.LOCAL_STEP):
                 return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -195,7 +195,7 @@ class SwarmOptimizer(Optimizer):
 
     def _restart(self, state: Any) -> None:
         self._replica.load(state)
-        self._forget()
+        self._gathered.forget()
         self._runtime.call(self._level_with_replica(syncing=False))
 
     async def _level_with_replica(self, *, syncing: bool) -> None:
@@ -217,49 +217,28 @@ class SwarmOptimizer(Optimizer):
 
     # --- accumulate, average, apply -------------------------------------------------------------------------------
 
-    def _accumulate(self, samples: float, loss: float | None) -> str | None:
-        """Add the gradients to the sum; returns why not if the batch had to be dropped."""
-        finite = self._replica.flat.accumulate(self._sum, samples)
-        self.zero_grad()
-        if not finite:
-            return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
-        self._samples += samples
-        if loss is not None and math.isfinite(loss):
-            self._loss_sum += float(loss) * samples
-            self._loss_samples += samples
-        return None
-
-    def _mean_loss(self) -> float | None:
-        return self._loss_sum / self._loss_samples if self._loss_samples else None
-
     def _act(self, due: Due) -> RoundResult | None:
         if due is Due.CATCH_UP:
             self._synchronize()
+        elif due is Due.LOCAL_STEP:
+            uninterrupted(self._step_alone)
         elif due is Due.ROUND and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due is Due.ROUND:
             return self._round()
         return None
 
-    def _mean_gradient(self) -> Values:
-        held = self._collaboration.services.averager.holds(self._values)  # the swarm may still want it
-        values = self._spare if held else self._values
-        np.multiply(self._sum, np.float32(1 / self._samples if self._samples else 0.0), out=values)
-        return values
+    def _step_alone(self) -> None:
+        assert isinstance(self._gathered, LocalSteps)
+        self._gathered.step()
+        self._collaboration.on_local_step()
 
-    def _sending(self) -> Sending:
-        if self._residual is not None:
-            self._residual.fill(0.0)
-        return Sending(fine=self._replica.flat.fine, residual=self._residual)
-
-    def _feed_back(self, weight: float) -> None:
-        """Error feedback: what compression cut off the last gradient, of so many samples, goes into the next."""
-        if self._residual is not None:
-            self._sum += np.float32(weight) * self._residual
+    def _contribution(self) -> Values:
+        return self._gathered.contribution(self._collaboration.services.averager.holds)
 
     def _round(self) -> RoundResult | None:
-        values = self._mean_gradient()
-        average = self._collaboration.average(values, self._samples, self._sending())
+        values = uninterrupted(self._contribution)
+        average = self._collaboration.average(values, self._gathered.samples, self._gathered.sending())
         result = self._runtime.call(average)
         if result is not None:
             uninterrupted(lambda: self._take(values, result))
@@ -268,9 +247,9 @@ class SwarmOptimizer(Optimizer):
     def _take(self, values: Values, result: RoundResult) -> None:
         """Apply the mean and say so, with no interrupt in between: parameters and record belong together."""
         self._replica.apply(values)
-        weight = self._samples
-        self._forget()
-        self._feed_back(weight)
+        weight = self._gathered.samples
+        self._gathered.forget()
+        self._gathered.on_delivered(weight)
         self._runtime.call(self._advance(result))
 
     async def _advance(self, result: RoundResult) -> None:
@@ -280,13 +259,13 @@ class SwarmOptimizer(Optimizer):
 
     def _take_off(self) -> None:
         """Begin a round with what is accumulated, show the model the last one's update, and go on."""
-        values, weight = self._mean_gradient(), self._samples
+        values, weight = self._contribution(), self._gathered.samples
         self._flight = _Flight(self._runtime.call(self._begin(values, weight)), values, weight)
-        self._forget()
+        self._gathered.forget()
         self._replica.show()
 
     async def _begin(self, values: Values, weight: float) -> asyncio.Task[RoundResult | None]:
-        sending, apply = self._sending(), self._replica.apply
+        sending, apply = self._gathered.sending(), self._replica.apply
         aside = self._collaboration.average_aside(values, weight, sending, apply)
         return asyncio.create_task(aside, name="delayed update")
 
@@ -299,16 +278,10 @@ class SwarmOptimizer(Optimizer):
         self._flight = None
         result = flight.task.result()
         if result is not None:
-            self._feed_back(flight.weight)
-        elif flight.weight:
-            self._sum += np.float32(flight.weight) * flight.values
-            self._samples += flight.weight
+            self._gathered.on_delivered(flight.weight)
+        else:
+            self._gathered.on_returned(flight.values, flight.weight)
         return result
-
-    def _forget(self) -> None:
-        self._sum.fill(0.0)
-        self._samples = 0.0
-        self._loss_sum, self._loss_samples = 0.0, 0.0
 
     def _synchronize(self) -> None:
         caught_up = self._runtime.call(self._collaboration.catch_up())
@@ -321,7 +294,7 @@ class SwarmOptimizer(Optimizer):
             self._replica.load_snapshot(caught_up.snapshot)
             for mean in caught_up.means:
                 self._replica.apply(mean)
-            self._forget()
+            self._gathered.forget()
         finally:
             self._recover()  # at once: the swarm takes this peer for level already
 
@@ -369,6 +342,4 @@ class SwarmOptimizer(Optimizer):
     def __repr__(self) -> str:
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
-        return (
-            f"SwarmOptimizer({inner}, step={self.global_step}, {self._samples:g} of {target:g} samples here)"
-        )
+        return f"SwarmOptimizer({inner}, step={self.global_step}, {self._gathered.samples:g} of {target:g} samples here)"

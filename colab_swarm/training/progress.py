@@ -26,6 +26,7 @@ from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.net.peers import Message, PeerId
 
 LINEAGE_BYTES = 16
+MAX_LOCAL_STEPS = 64
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
 DISTRUST_S = 300.0
@@ -46,6 +47,7 @@ class ProgressRecord(Message, frozen=True):
         name: for people.
         addresses: where it can be dialled.
         loss: mean loss of the samples, if told.
+        local_steps: that it wants to take between two rounds, at least.
     """
 
     step: int
@@ -57,6 +59,7 @@ class ProgressRecord(Message, frozen=True):
     name: str
     addresses: tuple[str, ...] = ()
     loss: float | None = None
+    local_steps: int = 1
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s)
@@ -64,6 +67,7 @@ class ProgressRecord(Message, frozen=True):
             not 0 <= self.step < MAX_STEP
             or any(not 0 <= number < 1e12 for number in numbers)
             or len(self.lineage) > LINEAGE_BYTES
+            or not 1 <= self.local_steps <= MAX_LOCAL_STEPS
         ):
             raise ValueError("progress record out of range")
 
@@ -189,13 +193,23 @@ class Progress:
 
     def seconds_to_batch(self, now: float) -> float:
         """Estimate of when the batch is full; infinite while no speed is known."""
-        missing = max(0.0, self.target_batch_size - self.samples(now))
+        missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
         return 0.0 if missing == 0 else missing / speed if speed > 0 else float("inf")
 
     def batch_full(self, now: float) -> bool:
-        """The target batch is in: time for a round."""
-        return self.samples(now) >= self.target_batch_size
+        """The target batch is in, or as many as there are local steps: time for a round."""
+        return self.samples(now) >= self.round_samples
+
+    @property
+    def local_steps(self) -> int:
+        """Between two rounds: as many as the peer wants that wants most."""
+        return max(record.local_steps for record in self.records.values())
+
+    @property
+    def round_samples(self) -> float:
+        """Samples of all peers together from one round to the next."""
+        return self.target_batch_size * self.local_steps
 
     def participants(self, step: int, lineage: bytes) -> list[PeerId]:
         """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
@@ -28,6 +28,8 @@ from colab_swarm.training.state import Snapshot
 from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 
 T = TypeVar("T")
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+"""Of the swarm's steps where peers take local ones (DiLoCo, section 3)."""
 MAX_SETTING = 1e6
 """Bound on a learning rate and the like in a stranger's state."""
 
@@ -37,13 +39,15 @@ class UpdateRule:
     """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps.
 
     ``delayed``: the optimizer works on copies of the parameters in main memory, off the accelerator and off the
-    trainer's thread; the model gets them when it asks for them.
+    trainer's thread; the model gets them when it asks for them. ``local``: the optimizer takes this peer's own steps,
+    and what is averaged is where they led (DiLoCo); Nesterov's SGD takes the swarm's.
     """
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
     delayed: bool = False
+    local: bool = False
 
 
 class Replica:
@@ -51,7 +55,8 @@ class Replica:
 
     Attributes:
         model: the parameters that the trainer computes with.
-        parameters: those that the optimizer updates: the same, or with delayed updates a copy that is ahead of them.
+        parameters: those that the swarm's step updates: the same, or a copy; with delayed updates it is ahead of them,
+            with local steps behind.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -60,12 +65,22 @@ class Replica:
         self.model: list[torch.Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
         if not self.model:
             raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
-        self.parameters = _move_to_copies(rule.optimizer) if rule.delayed else self.model
+        self.parameters, self._optimizer = self.model, rule.optimizer
+        if rule.local:
+            self.parameters = [_copy(parameter) for parameter in self.model]
+            self._optimizer = SGD(self.parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+        elif rule.delayed:
+            self.parameters = _move_to_copies(rule.optimizer)
         self.flat = FlatVector(self.model)
         self._updated = FlatVector(self.parameters)
         self.step = 0
         self.lineage = self._initial_lineage()
         self._lock = threading.Lock()
+
+    @property
+    def schema(self) -> bytes:
+        """Digest of what is averaged: peers of another model, or with and without local steps, do not mix."""
+        return hashlib.sha256(self.flat.schema + b"local" * self.rule.local).digest()[:16]
 
     def _initial_lineage(self) -> bytes:
         digest = hashlib.sha256()
@@ -78,15 +93,30 @@ class Replica:
         with self._lock:
             lineage = next_lineage(self.lineage, mean)
             self._updated.to_gradients(mean)
-            if self.rule.max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, self.rule.max_grad_norm)
-            self.rule.optimizer.step()
-            self.rule.optimizer.zero_grad(set_to_none=True)
+            self._update(self._optimizer, self.parameters, clip=not self.rule.local)
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
             self.step += 1
             self.lineage = lineage
             return lineage
+
+    def _update(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, clip: bool) -> None:
+        if clip and self.rule.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.rule.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def step_alone(self, gradient: Values) -> None:
+        """Local steps: take one of this peer's own, with its mean gradient."""
+        with self._lock:
+            self.flat.to_gradients(gradient)
+            self._update(self.rule.optimizer, self.model, clip=True)
+
+    def pseudo_gradient(self, out: Values) -> None:
+        """Local steps: the swarm's parameters less the model's."""
+        with self._lock:
+            self._updated.copy_to(out)
+            self.flat.subtract_from(out)
 
     def show(self) -> None:
         """Give the model the newest parameters."""
@@ -106,7 +136,7 @@ class Replica:
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups, with the model's parameters; copies if updates are delayed."""
         groups = self.rule.optimizer.param_groups
-        if self.parameters is self.model:
+        if not self.rule.delayed:
             return groups
         shown = dict(zip(map(id, self.parameters), self.model, strict=True))
         return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
@@ -118,12 +148,14 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Everything that makes training go on the same, tensors shared with the live ones."""
         scheduler = self.rule.scheduler
+        own = {"local": self.rule.optimizer.state_dict()} if self.rule.local else {}
         return {
             "step": self.step,
             "lineage": self.lineage,
             "parameters": [parameter.detach() for parameter in self.parameters],
-            "optimizer": self.rule.optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            **own,
         }
 
     def load(self, state: Any) -> None:
@@ -134,13 +166,16 @@ class Replica:
         """
         parameters = _checked_parameters(state, self.parameters)
         with self._lock:
-            before = self.rule.optimizer.state_dict()
+            before = self._optimizer.state_dict(), self.rule.optimizer.state_dict()
             try:
-                self.rule.optimizer.load_state_dict(state["optimizer"])
+                self._optimizer.load_state_dict(state["optimizer"])
+                if self.rule.local:
+                    self.rule.optimizer.load_state_dict(state["local"])
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # it may be a stranger's
-                self.rule.optimizer.load_state_dict(before)
+                self._optimizer.load_state_dict(before[0])
+                self.rule.optimizer.load_state_dict(before[1])
                 raise StateError(f"the state belongs to another optimizer: {error}") from error
             with torch.no_grad():
                 for mine, theirs in zip(self.parameters, parameters, strict=True):
@@ -180,7 +215,7 @@ def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if parameter.requires_grad:
-                copy = parameter.detach().to("cpu", copy=True).requires_grad_()
+                copy = _copy(parameter)
                 if parameter in optimizer.state:
                     state = optimizer.state.pop(parameter)
                     optimizer.state[copy] = {
@@ -190,6 +225,10 @@ def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
                 group["params"][index] = copy
                 copies.append(copy)
     return copies
+
+
+def _copy(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to("cpu", copy=True).requires_grad_()
 
 
 def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ class TrainingSettings:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
         codec, mean_codec: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
+        local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's.
         error_feedback: what compression cut off a gradient is added to the next.
         matchmaking_s: how long a round waits for peers that do not answer at all.
         max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
@@ -48,6 +49,7 @@ class TrainingSettings:
     codec: str = "float32"
     mean_codec: str = "float32"
     error_feedback: bool = False
+    local_steps: int = 1
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0

@@ -85,9 +85,9 @@ def test_error_feedback_adds_what_was_cut_off_to_the_next_gradient() -> None:
         loss_of(net, 0).backward()
         while optimizer.step(samples=10) is None:
             loss_of(net, 0).backward()
-        residual = optimizer._residual
+        residual = optimizer._gathered._residual
         assert residual is not None
-        return float(np.abs(optimizer._sum).sum()), float(np.abs(residual).sum())
+        return float(np.abs(optimizer._gathered._sum).sum()), float(np.abs(residual).sum())
 
     with cs.simulate(2, network="lan", seed=1) as sim:
         for carried, cut_off in sim.run(train).values():

@@ -50,7 +50,7 @@ def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     for step in range(steps):
         loss_of(net, step, rows).backward()
         optimizer.step(samples=rows.stop - rows.start)
-        while optimizer._samples:  # until a round has begun with them
+        while optimizer._gathered.samples:  # until a round has begun with them
             optimizer._land(wait=True)
             optimizer._act(swarm._runtime.call(optimizer.collaboration.wait_due(float("inf"))))
     optimizer.wait_step()
