@@ -92,9 +92,10 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
         metadata = head.pop("__metadata__")
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
         skeleton, told = metadata["skeleton"], metadata["sha256"]
+        found = digest(tensors, skeleton)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
-    if told != digest(tensors, skeleton):
+    if told != found:
         raise StateError(f"{path} is garbled: its contents do not match their checksum")
     return tensors, skeleton
 

@@ -1,0 +1,193 @@
+"""``run.toml``: what an organiser says once, so that a backbone can be started again and again.
+
+name = "sahajbert"                  # of the run
+folder = "sahajbert"                # identity, checkpoints and history; beside this file
+access = "allowlist"                # open, invite or allowlist
+allow_organisations = ["neuropark"]
+
+[network]
+port = 4500
+announce = ["ws://203.0.113.7:4500"]
+
+[relay]
+mbit_s = 200
+
+[dashboard]
+port = 8080
+
+[[collaborations]]
+every_steps = 50
+every_minutes = 30
+keep = 3
+repo = "neuropark/sahajBERT"
+reference = "sahajbert"
+
+[forward]
+to = "wandb"
+project = "sahajbert"
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from colab_swarm.invite import Access
+from colab_swarm.net.relay import RelayQuota
+from colab_swarm.presence import PeerOptions
+from colab_swarm.trust.authority import Allowlist
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file; a key that it does not know is an error."""
+
+
+class Network(_Table, frozen=True):
+    """How others reach the backbone; the port stays the same, so that they find it again after a restart.
+
+    Attributes:
+        listen: accept connections.
+        port: TCP.
+        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; found out if empty.
+        tunnel: one that leads to this peer.
+        lan: let peers in the local network find the run.
+    """
+
+    listen: bool = True
+    port: Port = 4500
+    announce: tuple[str, ...] = ()
+    tunnel: Literal["ngrok", "cloudflared"] | None = None
+    lan: bool = True
+
+
+class RelayLimits(_Table, frozen=True):
+    """What the backbone relays for others: ``gb`` in all, ``mbit_s`` at once; None for no bound."""
+
+    gb: Positive | None = None
+    mbit_s: Positive | None = None
+
+
+class Dashboard(_Table, frozen=True):
+    """Where the web page is; port 0 takes a free one. Other machines see it with ``host = "0.0.0.0"`` only."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Port = 8080
+
+
+class CollaborationFile(_Table, frozen=True):
+    """A model of the run, and how it is kept.
+
+    Attributes:
+        name: as given to `Swarm.optimizer`.
+        every_steps, every_minutes: a checkpoint after so many, whatever comes first; 0 for never.
+        keep: checkpoints on disk.
+        repo: of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty.
+        private: make the repository a private one.
+        push_every_minutes: at the most often.
+        reference: the published run whose loss is shown beside this one's.
+    """
+
+    name: Name = "model"
+    every_steps: Count = 100
+    every_minutes: Annotated[float, Meta(ge=0)] = 30.0
+    keep: Annotated[int, Meta(ge=1)] = 3
+    repo: Annotated[str, Meta(pattern=r"^$|^[\w.-]+/[\w.-]+$")] = ""
+    private: bool = False
+    push_every_minutes: Positive = 30.0
+    reference: Literal["sahajbert"] | None = None
+
+
+class Forward(_Table, frozen=True):
+    """Where the curves go besides; the package of that name has to be installed."""
+
+    to: Literal["wandb", "trackio"]
+    project: str
+
+
+class RunFile(_Table, frozen=True):
+    """All of ``run.toml``; the sections are described at their classes.
+
+    Attributes:
+        name: of the run.
+        folder: where everything is kept; the run's name if empty.
+        peer_name: what others see of the backbone.
+        access: whom the run takes.
+        allow_users, allow_organisations: of Hugging Face, for the allowlist.
+        invitation_hours: life of the invitation that is printed.
+    """
+
+    name: str
+    folder: str = ""
+    peer_name: str = "backbone"
+    access: Access = "invite"
+    allow_users: tuple[str, ...] = ()
+    allow_organisations: tuple[str, ...] = ()
+    invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0
+    network: Network = field(default_factory=Network)
+    relay: RelayLimits = field(default_factory=RelayLimits)
+    dashboard: Dashboard = field(default_factory=Dashboard)
+    collaborations: tuple[CollaborationFile, ...] = field(default_factory=lambda: (CollaborationFile(),))
+    forward: Forward | None = None
+
+    @property
+    def allowlist(self) -> Allowlist | None:
+        """Whom the run takes, where it takes those on a list."""
+        return Allowlist(self.allow_users, self.allow_organisations) if self.access == "allowlist" else None
+
+    @property
+    def options(self) -> PeerOptions:
+        """How the backbone takes part in the network."""
+        quota = RelayQuota(
+            total_bytes=None if self.relay.gb is None else self.relay.gb * 1e9,
+            total_bps=None if self.relay.mbit_s is None else self.relay.mbit_s * 1e6,
+        )
+        return PeerOptions(
+            listen=self.network.listen,
+            port=self.network.port,
+            announce=self.network.announce,
+            identity=Path(self.folder) / "identity",
+            relay=quota,
+            tunnel=self.network.tunnel,
+            lan=self.network.lan,
+        )
+
+
+def read_run_file(path: str | Path) -> RunFile:
+    """Read and check a ``run.toml``.
+
+    Raises:
+        ValueError: it is not TOML, or says something that makes no sense; the text says where.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    try:
+        run = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), RunFile)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}{_advice(str(error))}") from error
+    names = [one.name for one in run.collaborations]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"{path}: each of [[collaborations]] needs a name of its own, and one there must be")
+    return msgspec.structs.replace(run, folder=str(path.parent / (run.folder or run.name)))
+
+
+def _advice(error: str) -> str:
+    found = _UNKNOWN.search(error)
+    if found is None:
+        return ""
+    tables: list[Any] = [RunFile, Network, RelayLimits, Dashboard, CollaborationFile, Forward]
+    names = {name for table in tables for name in table.__struct_fields__}
+    near = difflib.get_close_matches(found[1], sorted(names), 1)
+    return f": did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,53 @@
+"""``run.toml``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.backbone import config
+from colab_swarm.backbone.config import read_run_file
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
+    example = (config.__doc__ or "").partition("\n")[2]
+    run = read_run_file(written(tmp_path, example))
+    assert run.folder == str(tmp_path / "sahajbert") and run.allowlist is not None
+    assert run.options.port == 4500 and run.options.announce == ("ws://203.0.113.7:4500",)
+    assert run.options.relay.total_bps == 200e6  # type: ignore[union-attr]
+    assert run.options.identity == tmp_path / "sahajbert" / "identity"
+    (kept,) = run.collaborations
+    assert (kept.every_steps, kept.keep, kept.repo) == (50, 3, "neuropark/sahajBERT")
+
+
+def test_a_name_is_enough(tmp_path: Path) -> None:
+    run = read_run_file(written(tmp_path, 'name = "small"'))
+    assert run.collaborations[0].name == "model" and run.allowlist is None and run.forward is None
+    assert run.dashboard.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('name = "a"\nacces = "open"', r"run\.toml.*unknown field `acces`.*did you mean `access`\?"),
+        ('name = "a"\n[[collaborations]]\nevery_step = 5', r"`every_step`.*collaborations.*`every_steps`\?"),
+        ('name = "a"\n[network]\nport = 99999', r"<= 65535.*network\.port"),
+        ('name = "a"\n[[collaborations]]\nkeep = 0', r">= 1.*keep"),
+        ('name = "a"\n[[collaborations]]\n[[collaborations]]', "a name of its own"),
+        ('name = "a"\n[[collaborations]]\nname = "../x"', r"collaborations.*name"),
+        ("name = ", "Invalid value"),
+        ("", "missing required field `name`"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_run_file(written(tmp_path, text))
+    assert re.search(error, str(caught.value)), str(caught.value)

@@ -1,0 +1,78 @@
+"""The swarm's loss from what single trainers tell."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.backbone.curve import MAX_POINTS, LossCurve, LossPoint, weighted_quantile
+from colab_swarm.net.peers import PeerId
+from colab_swarm.training.progress import Branch, ProgressRecord
+
+ALICE, BOB, CAROL, MALLORY = (PeerId(bytes([letter]) * 32) for letter in b"abcm")
+
+
+def record(step: int, loss: float | None, *, samples: float = 8.0, speed: float = 1.0) -> ProgressRecord:
+    return ProgressRecord(step, b"", samples, speed, syncing=False, reduces=True, name="x", loss=loss)
+
+
+def branch(step: int) -> Branch:
+    return Branch(step, b"", frozenset({ALICE}))
+
+
+def point(step: int) -> LossPoint:
+    return LossPoint(step, 0.0, 1.0, 1.0, 1.0, 1, 1.0)
+
+
+def test_a_step_counts_when_the_swarm_has_left_it() -> None:
+    curve = LossCurve()
+    assert curve.on_records({ALICE: record(4, 3.0), BOB: record(4, 5.0)}, branch(4), at=1.0) == []
+    (ended,) = curve.on_records({ALICE: record(5, 2.0)}, branch(5), at=2.0)
+    assert (ended.step, ended.loss, ended.peers) == (4, 4.0, 2)
+    assert curve.loss_at(9) == 4.0 and curve.loss_at(3) is None
+
+
+def test_a_loss_told_right_after_a_step_is_that_of_the_batch_before() -> None:
+    curve = LossCurve()
+    (ended,) = curve.on_records({ALICE: record(5, 3.0, samples=0.0)}, branch(5), at=1.0)
+    assert (ended.step, ended.loss) == (4, 3.0)
+
+
+def test_a_liar_among_three_moves_the_loss_to_an_honest_one_at_most() -> None:
+    curve = LossCurve()
+    told = {ALICE: record(4, 3.0), BOB: record(4, 3.2), MALLORY: record(4, 1e6, speed=1e9)}
+    curve.on_records(told, branch(4), at=1.0)
+    (ended,) = curve.on_records(told, branch(5), at=2.0)
+    assert 3.0 <= ended.loss <= 3.2
+
+
+def test_peers_far_from_the_branch_and_numbers_that_are_none_do_not_count() -> None:
+    curve = LossCurve()
+    told = {ALICE: record(90, 1.0), BOB: record(4, float("nan")), CAROL: record(4, None)}
+    curve.on_records(told, branch(4), at=1.0)
+    assert curve.on_records(told, branch(5), at=2.0) == []
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_replaces_what_came_after() -> None:
+    curve = LossCurve(point(step) for step in range(10))
+    curve.on_records({ALICE: record(6, 7.0)}, branch(6), at=1.0)
+    curve.on_records({ALICE: record(7, 7.0)}, branch(7), at=2.0)
+    assert [one.step for one in curve.points] == [0, 1, 2, 3, 4, 5, 6] and curve.points[-1].loss == 7.0
+
+
+def test_a_long_run_is_thinned_and_keeps_its_newest_points() -> None:
+    curve = LossCurve(point(step) for step in range(50_000))
+    steps = [one.step for one in curve.points]
+    assert len(steps) <= MAX_POINTS and steps[0] < 100 and steps[-3:] == [49_997, 49_998, 49_999]
+    assert steps == sorted(set(steps))
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6)), min_size=1),
+    st.sampled_from([0.25, 0.5, 0.75]),
+)
+def test_a_quantile_divides_the_weight(weighted: list[tuple[float, float]], q: float) -> None:
+    value = weighted_quantile(weighted, q)
+    total = sum(weight for _, weight in weighted)
+    assert sum(weight for loss, weight in weighted if loss <= value) >= q * total * (1 - 1e-6)
+    assert sum(weight for loss, weight in weighted if loss < value) <= q * total * (1 + 1e-6)

@@ -1,0 +1,148 @@
+"""Checkpoints made of snapshots: what is written is what a trainer loads, and what newcomers are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.backbone.vault import Vault
+from colab_swarm.errors import StateError
+from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layout import Layout, TensorEntry, decode_layout, snapshot_of, tensors_of
+from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.state import Snapshot
+from colab_swarm.training.tensorfile import read_tensors
+from tests.training.test_statedict import same
+from tests.training.toy import loss_of, model
+
+
+def replica(steps: int, seed: int = 0) -> Replica:
+    """A trained copy, with every kind of state that an optimizer has."""
+    net = model(seed)
+    optimizer = Lamb(net.parameters(), lr=0.01)
+    trained = Replica(UpdateRule(optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), 1.0))
+    for step in range(steps):
+        loss_of(net, step).backward()
+        gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        trained.apply(gradient.numpy().astype(np.float32))
+    return trained
+
+
+def altered(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    manifest = snapshot.manifest
+    told = {"step": manifest.step, "lineage": manifest.lineage, "skeleton": manifest.skeleton}
+    return Snapshot.of(**{**told, "blob": snapshot.blob.copy(), **changes})
+
+
+def test_a_trainer_goes_on_from_the_backbones_file_as_from_its_own(tmp_path: Path) -> None:
+    trained, resumed = replica(3), replica(0, seed=1)
+    vault = Vault(tmp_path / "kept")
+    saved = vault.save(trained.snapshot(), loss=2.5, at=100.0)
+    assert (saved.step, str(saved)) == (3, "Step 3, loss 2.500")
+    resumed.load(CheckpointFolder(tmp_path / "kept").latest())
+    assert same(resumed.state(), trained.state())
+    save_checkpoint(tmp_path / "own", trained.state())
+    assert read_tensors(tmp_path / "own")[0].keys() == read_tensors(vault.file_of(3))[0].keys()
+
+
+def test_newcomers_are_given_what_was_saved(tmp_path: Path) -> None:
+    trained, newcomer = replica(3), replica(0, seed=1)
+    Vault(tmp_path).save(trained.snapshot(), loss=None, at=0.0)
+    given_out = Vault(tmp_path).latest()
+    assert given_out is not None and given_out.manifest.step == 3
+    newcomer.load_snapshot(given_out)
+    assert same(newcomer.state(), trained.state()) and newcomer.lineage == trained.lineage
+    again = Vault(tmp_path).latest()
+    assert again is not None and again.manifest.root == given_out.manifest.root
+
+
+def test_the_newest_are_kept_and_the_history_of_all(tmp_path: Path) -> None:
+    vault, trained = Vault(tmp_path, keep=2), replica(0)
+    for step in range(4):
+        vault.save(trained.snapshot(), loss=float(step), at=float(step))
+        trained.apply(np.ones(trained.flat.numel, np.float32))
+    assert [path.name[-15:] for path in vault.paths()] == ["003.safetensors", "002.safetensors"]
+    assert [str(one) for one in Vault(tmp_path).history] == [f"Step {s}, loss {s}.000" for s in range(4)]
+
+
+def test_a_garbled_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    vault, trained = Vault(tmp_path), replica(1)
+    vault.save(trained.snapshot(), loss=None, at=0.0)
+    trained.apply(np.ones(trained.flat.numel, np.float32))
+    newest = vault.file_of(vault.save(trained.snapshot(), loss=None, at=0.0).step)
+    newest.write_bytes(newest.read_bytes()[:-9])
+    latest = vault.latest()
+    assert latest is not None and latest.manifest.step == 1
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
+def test_a_state_that_a_trainer_would_refuse_is_not_saved(tmp_path: Path, kind: str) -> None:
+    net = model().to(getattr(torch, kind))
+    whole = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
+    Vault(tmp_path).save(whole.snapshot(), loss=None, at=0.0)
+    with torch.no_grad():
+        next(iter(net.parameters()))[0, 0] = float("nan")
+    ruined = whole.snapshot()
+    with pytest.raises(StateError, match="NaN"):
+        Vault(tmp_path / "other").save(ruined, loss=None, at=0.0)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_state_that_claims_another_step_is_not_saved(tmp_path: Path) -> None:
+    snapshot = replica(2).snapshot()
+    for change in ({"step": 9}, {"lineage": b"another"}):
+        with pytest.raises(StateError, match="not of the step that it claims"):
+            Vault(tmp_path).save(altered(snapshot, **change), loss=None, at=0.0)
+
+
+def test_a_skeleton_that_names_other_tensors_is_not_saved(tmp_path: Path) -> None:
+    snapshot = replica(1).snapshot()
+    layout = decode_layout(snapshot.manifest.skeleton)
+    fewer = msgspec.msgpack.encode(Layout(layout.skeleton, layout.tensors[:-1]))
+    twice = msgspec.msgpack.encode(Layout(layout.skeleton, (*layout.tensors[:-1], layout.tensors[0])))
+    huge = msgspec.msgpack.encode(Layout(layout.skeleton, (TensorEntry("x", "float32", (1 << 40,)),)))
+    for skeleton in (fewer, twice, huge):
+        with pytest.raises(StateError):
+            Vault(tmp_path).save(altered(snapshot, skeleton=skeleton), loss=None, at=0.0)
+
+
+def test_an_empty_tensor_is_no_obstacle(tmp_path: Path) -> None:
+    state = {"step": 1, "lineage": b"l", "parameters": [torch.zeros(0)], "optimizer": {}, "scheduler": None}
+    save_checkpoint(tmp_path / "c", state)
+    tensors, skeleton = read_tensors(tmp_path / "c")
+    again, _ = tensors_of(snapshot_of(tensors, skeleton))
+    assert again["parameters/0"].shape == (0,) and same(load_checkpoint(tmp_path / "c"), state)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 200))
+def test_a_file_with_other_bytes_is_refused_or_the_same(
+    tmp_path: Path, place: int, byte: int, cut: int
+) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, {"w": torch.arange(20.0), "lr": 0.1})
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] = byte
+    path.write_bytes(data[: len(data) - cut])
+    try:
+        tensors, _ = read_tensors(path)
+    except StateError:
+        return
+    assert bytes(tensors["w"].data) == torch.arange(20.0).numpy().tobytes()
+
+
+@given(st.binary(max_size=200))
+def test_a_strangers_skeleton_is_an_error_of_ours_at_most(skeleton: bytes) -> None:
+    snapshot = Snapshot.of(step=1, lineage=b"l", skeleton=skeleton, blob=np.zeros(256, np.uint8))
+    inner = msgspec.msgpack.encode(Layout(skeleton, ()))
+    for one in (snapshot, altered(snapshot, skeleton=inner)):
+        with pytest.raises(StateError):
+            tensors_of(one)
