@@ -15,6 +15,7 @@ import numpy as np
 
 from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.ledger import Ledger
+from colab_swarm.averaging.pace import STALL_S, Pace
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
@@ -123,6 +124,9 @@ class Exchange:
         self.sending = sending or Sending()
         self._precision = Precision(self.sending.precision or group.codec, self.sending.fine)
         self._mean_precision = Precision(group.mean_codec, self.sending.fine)
+        spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
+        self._pace = Pace(spans, now=asyncio.get_running_loop().time())
+        self._paced = asyncio.Event()
         longest = max((chunk.numel for chunks in self.ledger.chunks for chunk in chunks), default=0)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order they were finished
@@ -187,14 +191,33 @@ class Exchange:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
         try:
             for index, chunk in enumerate(chunks):
-                if self.ledger.settled(reducer, index):
-                    continue
-                message, payload = self._encoded(index, chunk)
-                await stream.send(message, payload)
-                self.sent_bytes += len(payload)
+                if not self.ledger.settled(reducer, index):
+                    await self._wait_turn(reducer)
+                    message, payload = self._encoded(index, chunk)
+                    await stream.send(message, payload)
+                    self.sent_bytes += len(payload)
+                self._pace.on_chunk(reducer, index, now=asyncio.get_running_loop().time())
+                self._wake_paced()
             await stream.end()
         except PeerError as error:  # `_collect` sees the same and acts on it
             logger.debug("contribution to span %d broke off: %s", reducer, error)
+        finally:
+            self._pace.on_over(reducer)
+            self._wake_paced()
+
+    async def _wait_turn(self, reducer: int) -> None:
+        """Wait while the contributions to others are behind."""
+        clock = asyncio.get_running_loop().time
+        while not self._pace.may_send(reducer, now=clock()):
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await self._paced.wait()
+            except TimeoutError:
+                pass
+
+    def _wake_paced(self) -> None:
+        self._paced.set()
+        self._paced.clear()
 
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]

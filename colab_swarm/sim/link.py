@@ -9,6 +9,7 @@ after the partition heals.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -57,9 +58,15 @@ class Connection:
     """How one peer is connected to the world."""
 
     def __init__(self, name: str, host: HostProfile) -> None:
-        self.name = name
+        self.name, self._host = name, host
         self.upload = Pipe(host.upload_bps)
         self.download = Pipe(host.download_bps)
+
+    def limit(self, rate_bps: float | None) -> None:
+        """Carry at most so many bits per second in each direction, nor more than the profile says."""
+        most = math.inf if rate_bps is None else rate_bps
+        self.upload.rate_bps = min(self._host.upload_bps, most)
+        self.download.rate_bps = min(self._host.download_bps, most)
 
     @property
     def slowness(self) -> float:
@@ -133,8 +140,10 @@ class Link:
         deliver: Callable[[], None],
         *,
         message: Message | None = None,
-    ) -> None:
+    ) -> float:
         """Bring ``size_bytes`` to the other end, then ``deliver()``; never, if the link breaks first.
+
+        Returns when the last bit leaves the sender, in loop time.
 
         Scripted faults see ``message``; without one it is a control frame of the link.
 
@@ -152,6 +161,7 @@ class Link:
         lane.arrival_at = max(lane.arrival_at, first_bit_at + delay_s)
         lane.travelling.append((size_bytes, last_bit_at + delay_s))
         self._loop.call_at(lane.arrival_at, self._arrive, lane)
+        return last_bit_at
 
     def _delay_s(self) -> float:
         """One-way delay of the next message, seconds."""

@@ -28,6 +28,9 @@ WINDOW_BYTES = 4 * MAX_PAYLOAD_BYTES
 CREDIT_BYTES = WINDOW_BYTES // 4
 """The receiver tells how much it read after each such amount."""
 
+BACKLOG_BYTES = 1 << 18
+"""What a stream may queue at its sender's connection: a socket's buffers are as small."""
+
 
 @cache
 def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Any]:
@@ -72,6 +75,8 @@ class SimStream:
         self._unread_bytes = 0  # sent by us and not yet known to be read
         self._read_bytes = 0  # read by us and not yet told
         self._waiting: list[asyncio.Future[None]] = []
+        self._leaving: deque[tuple[float, int]] = deque()  # when its last bit leaves, size_bytes
+        self._leaving_bytes = 0
         link.guests[self] = None
 
     @property
@@ -80,7 +85,7 @@ class SimStream:
         return self._peer
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send one item; waits while the receiver has more than `WINDOW_BYTES` to read."""
+        """Send one item; waits while the receiver has much to read, or the connection much to carry."""
         body, data = encode(message), bytes(payload)
         if len(data) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"payload of {len(data)} bytes, limit {MAX_PAYLOAD_BYTES}")
@@ -89,9 +94,22 @@ class SimStream:
         size_bytes = len(body) + len(data)
         while self._error is None and self._unread_bytes + size_bytes > WINDOW_BYTES:
             await self._wait()
+        await self._wait_ready()
         self._check()
         self._unread_bytes += size_bytes
-        self._link.carry(self._end, size_bytes, partial(self.twin._on_item, body, data), message=message)
+        on_item = partial(self.twin._on_item, body, data)
+        left_at = self._link.carry(self._end, size_bytes, on_item, message=message)
+        self._leaving.append((left_at, size_bytes))
+        self._leaving_bytes += size_bytes
+
+    async def _wait_ready(self) -> None:
+        """Wait while much of this stream has not left this peer."""
+        clock = asyncio.get_running_loop().time
+        while self._leaving_bytes > BACKLOG_BYTES and self._error is None:
+            left_at, size_bytes = self._leaving.popleft()
+            self._leaving_bytes -= size_bytes
+            if left_at > clock():
+                await asyncio.sleep(left_at - clock())
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
         """Wait for the next item."""
