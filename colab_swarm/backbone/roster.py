@@ -83,9 +83,9 @@ class Roster:
         shown = name[:MAX_NAME_CHARS] or short(peer)
         self._lines[peer] = PeerLine(shown, peer.hex(), True, step, samples_per_s, spans)
 
-    def name_of(self, peer: PeerId) -> str:
-        """What a peer called itself; its short id if it was never seen."""
-        return self._lines[peer].name if peer in self._lines else short(peer)
+    def name_of(self, peer: PeerId) -> str | None:
+        """What a peer called itself; None if it was never seen."""
+        return self._lines[peer].name if peer in self._lines else None
 
     def lines(self) -> tuple[PeerLine, ...]:
         """The peers, those that are here first, by when they came."""

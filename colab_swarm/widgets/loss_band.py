@@ -138,15 +138,17 @@ def render_svg(
     reference: Reference | None = None,
     *,
     spread: Sequence[tuple[float, float, float]] = (),
+    label: str = "loss",
     width: int = 550,
     height: int = 170,
 ) -> str:
-    """The loss over the steps as inline SVG.
+    """A curve over the steps as inline SVG; empty while there are less than two points.
 
     Args:
         history: the curve.
         reference: a published run whose band lies under it.
         spread: step, low and high of the middle half of the peers, drawn as a shade.
+        label: what the curve shows.
         width, height: pixels.
     """
     points = _finite(history)
@@ -163,9 +165,9 @@ def render_svg(
     line = " ".join(plot.place(step, loss) for step, loss in points)
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
-        f'aria-label="loss over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
+        f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
         f'{plot.axes()}{under}<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2" '
-        f'stroke-linejoin="round"><title>loss {points[-1][1]:.3f} at step {points[-1][0]:,.0f}</title></polyline></svg>'
+        f'stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title></polyline></svg>'
     )
 
 

@@ -1,0 +1,207 @@
+"""A backbone: assistant, keeper of checkpoints, collector of figures and their web page, for one run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from colab_swarm.backbone.config import CollaborationFile, RunFile
+from colab_swarm.backbone.curve import LossPoint
+from colab_swarm.backbone.forward import Forwarder
+from colab_swarm.backbone.hub import HubPush, HubSettings
+from colab_swarm.backbone.keeper import Keeper
+from colab_swarm.backbone.observer import Observer
+from colab_swarm.backbone.vault import Checkpoint, Vault
+from colab_swarm.backbone.view import CollaborationView, Given, View
+from colab_swarm.backbone.web import DashboardServer
+from colab_swarm.credentials import find_secret
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import PeerId, short
+from colab_swarm.training.assistant import AssistedRound, Assistant, Memory
+from colab_swarm.training.settings import Services
+from colab_swarm.training.state import Snapshot
+from colab_swarm.trust.contributions import Contribution
+
+logger = logging.getLogger(__name__)
+CONTRIBUTIONS_S = 30.0
+Contributions = Callable[[], Awaitable[Sequence[Contribution]]]
+
+
+async def _nobodys() -> Sequence[Contribution]:
+    return ()
+
+
+class Backbone:
+    """Stays with a run from `start` to `stop`.
+
+    Args:
+        services: of this peer.
+        run_id: of the run.
+        file: what its ``run.toml`` says.
+        reached: how others reach this peer, in words.
+        contributions: reads the leaderboard.
+
+    Raises:
+        ValueError: a package that the file asks for is not installed.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        run_id: str,
+        file: RunFile,
+        *,
+        reached: Callable[[], str] = lambda: "",
+        contributions: Contributions = _nobodys,
+    ) -> None:
+        self._services = services
+        self._run_id = run_id
+        self._file = file
+        self._reached = reached
+        self._read_contributions = contributions
+        self._contributions: Sequence[Contribution] = ()
+        self._since = time.time()
+        self._task: asyncio.Task[None] | None = None
+        self._hubs: dict[str, HubPush] = {}
+        self._forwarders: dict[str, Forwarder] = {}
+        self.keepers = {f"{run_id}/{one.name}": self._keeper(one) for one in file.collaborations}
+        memory = Memory(stored=self._stored, on_round=self._on_round)
+        self.assistant = Assistant(services, run_id, name=file.peer_name, memory=memory)
+        self.dashboard = DashboardServer(self.view)
+
+    def _keeper(self, settings: CollaborationFile) -> Keeper:
+        prefix, folder = f"{self._run_id}/{settings.name}", Path(self._file.folder) / settings.name
+        vault = Vault(folder, keep=settings.keep)
+        if settings.repo:
+            self._hubs[prefix] = HubPush(
+                HubSettings(
+                    repo=settings.repo,
+                    run=self._file.name,
+                    private=settings.private,
+                    every_s=60 * settings.push_every_minutes,
+                    token=find_secret("HF_TOKEN"),
+                )
+            )
+        if self._file.forward is not None:
+            self._forwarders[prefix] = Forwarder(self._file.forward, prefix)
+        return Keeper(
+            self._services,
+            prefix,
+            name=self._file.peer_name,
+            settings=settings,
+            observer=Observer(self._services, prefix, folder, partial(self._on_points, prefix)),
+            vault=vault,
+            on_saved=partial(self._on_saved, prefix, vault),
+        )
+
+    def _on_points(self, prefix: str, points: Sequence[LossPoint]) -> None:
+        if prefix in self._forwarders:
+            self._forwarders[prefix].forward(points)
+
+    def _on_saved(self, prefix: str, vault: Vault, saved: Checkpoint, path: Path) -> None:
+        logger.info("%s: %s saved", prefix, saved)
+        if prefix in self._hubs:
+            self._hubs[prefix].push(saved, path, tuple(vault.history))
+
+    async def _stored(self, prefix: str) -> Snapshot | None:
+        keeper = self.keepers.get(prefix)
+        return None if keeper is None else await keeper.stored()
+
+    def _on_round(self, helped: AssistedRound) -> None:
+        if helped.prefix in self.keepers:
+            self.keepers[helped.prefix].observer.on_round(helped)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin.
+
+        Raises:
+            OSError: the dashboard's port is taken.
+        """
+        if self._file.dashboard.enabled:
+            await self.dashboard.start(self._file.dashboard)
+        await self.assistant.start()
+        for keeper in self.keepers.values():
+            keeper.start()
+        self._task = asyncio.create_task(self._read(), name="contributions")
+
+    async def stop(self) -> None:
+        """End, and say so to the others; what is in the folder stays."""
+        if self._task is not None:
+            self._task.cancel()
+        await self.dashboard.close()
+        for keeper in self.keepers.values():
+            await keeper.stop()
+        try:
+            await self.assistant.stop()
+        except PeerError as error:
+            logger.info("left without a word: %s", error)
+        for push in self._hubs.values():
+            push.close()
+        for forwarder in self._forwarders.values():
+            await asyncio.to_thread(forwarder.close)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                self._contributions = await self._read_contributions()
+            except PeerError as error:
+                logger.info("contributions not read: %s", error)
+            await asyncio.sleep(CONTRIBUTIONS_S)
+
+    # --- what it shows ------------------------------------------------------------------------------------------
+
+    def view(self) -> View:
+        """The run as this peer knows it."""
+        peers = self._services.peers
+        total = peers.statistics()
+        return View(
+            run=self._run_id.rpartition("-")[0],
+            backbone=self._file.peer_name,
+            at=time.time(),
+            since=self._since,
+            reached=self._reached(),
+            linked=len(peers.linked()),
+            sent_bytes=total.sent_bytes,
+            received_bytes=total.received_bytes,
+            collaborations=tuple(self._shown(prefix, one) for prefix, one in self.keepers.items()),
+            contributions=tuple(map(self._given, self._contributions)),
+        )
+
+    def _shown(self, prefix: str, keeper: Keeper) -> CollaborationView:
+        observer, hub, branch = keeper.observer, self._hubs.get(prefix), keeper.observer.branch
+        trainers = observer.trainers.values()
+        catching_up = sum(record.syncing for record in trainers)
+        return CollaborationView(
+            name=keeper.settings.name,
+            step=branch.step if branch is not None else keeper.standing_in or 0,
+            samples_per_s=sum(record.samples_per_s for record in trainers if not record.syncing),
+            trainers=len(trainers) - catching_up,
+            catching_up=catching_up,
+            assistants=len(observer.assistants.records),
+            points=tuple(observer.curve.points),
+            peers=observer.roster.lines(),
+            rounds=tuple(observer.rounds),
+            round_count=observer.round_count,
+            checkpoints=tuple(keeper.vault.history),
+            standing_in=keeper.standing_in,
+            hub="" if hub is None else hub.state,
+            hub_failures=0 if hub is None else hub.failures,
+            reference=keeper.settings.reference,
+        )
+
+    def _given(self, one: Contribution) -> Given:
+        return Given(
+            self._name_of(one.peer), one.peer.hex(), one.samples, one.reduced_bytes, one.relayed_bytes
+        )
+
+    def _name_of(self, peer: PeerId) -> str:
+        if peer == self._services.peers.id:
+            return self._file.peer_name
+        names = (keeper.observer.roster.name_of(peer) for keeper in self.keepers.values())
+        return next((name for name in names if name is not None), short(peer))
