@@ -162,7 +162,7 @@ class RoundMeter:
     """
 
     def __init__(self) -> None:
-        self.time = RoundTime(overhead_s=0.5, transfer_s=2.0)
+        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)
         self._timed = 0
         self._failures, self._members, self._rounds = 0.05, 10.0, 1.0
 

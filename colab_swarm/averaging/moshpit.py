@@ -31,8 +31,8 @@ from colab_swarm.tensors.codecs import Floats
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 64
-LAG_S = 5.0
-"""A peer that is still in the round before says that it needs so long; its line waits no longer."""
+LAG_ROUNDS = 2.0
+"""A peer that is still in the round before says that it needs as long as so many; its line waits no longer."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
 """Shares of a weight have to be weights too (`group.valid_weight`)."""
 
@@ -101,7 +101,7 @@ class GridAverager:
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            settings=GatheringSettings(window_s=2.0, slack_s=1.0, max_window_s=30.0, call_timeout_s=5.0),
+            settings=GatheringSettings(window_s=2.0, slack_s=1.0, max_window_s=10.0, call_timeout_s=5.0),
         )
         self.meter = RoundMeter()
         self._busy = False
@@ -195,14 +195,19 @@ class GridAverager:
         if not self._busy or number != self._assembly.number:
             return None
         if self._pass is None:  # the meeting's group is on its way
-            return LAG_S
+            return self._lag_s
         if axis < self._pass.axis or terms.lineage != self._pass.grid.line_id(self._peers.id, axis):
             return None
-        return 0.0 if axis == self._pass.axis else LAG_S
+        return 0.0 if axis == self._pass.axis else self._lag_s
+
+    @property
+    def _lag_s(self) -> float:
+        time = self.meter.time
+        return LAG_ROUNDS * (time.overhead_s + time.transfer_s)
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAG_S):
+            async with asyncio.timeout(self._lag_s):
                 await self._begun.wait()
         return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
 

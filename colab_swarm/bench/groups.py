@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class Town:
         numel: length of their vectors.
         clients: how many of them, the last, cannot be dialled.
         weights: one each; 1 if not given.
-        doomed: ``doomed(name, round)``: whether the peer crashes when it sends in that round, counted from 0.
+        doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
+        liars: peers that vote for groups of a million and send values that are no numbers.
         group_size: vote of all; None: what they measured.
     """
 
@@ -38,6 +40,7 @@ class Town:
     clients: int = 0
     weights: Sequence[float] = ()
     doomed: Callable[[str, int], bool] = lambda name, round_: False
+    liars: Collection[str] = ()
     group_size: int | None = None
     profile: NetworkProfile = LAN
     seed: int = 0
@@ -66,11 +69,13 @@ class Story:
     Attributes:
         history: what every peer held before the first and after each round.
         results: of the last pass.
+        votes: the group size that each would choose next.
         seconds: on the virtual clock, for all passes.
     """
 
     history: list[dict[str, Floats]] = field(default_factory=list)
     results: dict[str, GridResult] = field(default_factory=dict)
+    votes: dict[str, int] = field(default_factory=dict)
     fired: list[FiredFault] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -88,11 +93,11 @@ class Story:
 class _Observed(Averager):
     """Tells when a round begins, and what is held when it has ended."""
 
-    def watch(self, begins: Callable[[int], None], ended: Callable[[int, Floats], None]) -> None:
+    def watch(self, begins: Callable[[int, Floats], None], ended: Callable[[int, Floats], None]) -> None:
         self._begins, self._ended = begins, ended
 
     async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
-        self._begins(group.step % MAX_ROUNDS)
+        self._begins(group.step % MAX_ROUNDS, values)
         result = await super().average(group, values, sending)
         self._ended(group.step % MAX_ROUNDS, values.copy())
         return result
@@ -112,9 +117,11 @@ class _Player:
         self.result: GridResult | None = None
         self._done = 0
 
-    def _begins(self, axis: int) -> None:
+    def _begins(self, axis: int, values: Floats) -> None:
+        if self._name in self._town.liars:
+            values[:] = np.nan
         if self._town.doomed(self._name, self._done + axis):
-            self._network.when(_is_contribution, sender=self._name).crash(self._name)
+            self._network.when(is_contribution, sender=self._name).crash(self._name)
 
     def _ended(self, axis: int, values: Floats) -> None:
         self.held[self._done + axis + 1] = values
@@ -129,10 +136,9 @@ class _Player:
         """Average so often."""
         weight = self._town.weights[int(self._name[1:])] if self._town.weights else 1.0
         values = self.held[0]
+        group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
-            values, self.result = await self.averager.average(
-                values, weight=weight, group_size=self._town.group_size
-            )
+            values, self.result = await self.averager.average(values, weight=weight, group_size=group_size)
             self._done += len(self.result.sides)
             self.held[self._done] = values
             weight = 1.0
@@ -155,17 +161,22 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     begun = asyncio.get_running_loop().time()
     tasks = {name: asyncio.create_task(player.play(passes)) for name, player in players.items()}
     for name, player in players.items():
-        player.peers.when_down(tasks[name].cancel)
+        player.peers.when_down(partial(_cancel, tasks[name]))
     await asyncio.wait(tasks.values())
     there = {
         name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
     }
     return Story(
         history=_history({name: player.held for name, player in there.items()}),
-        results={name: player.result for name, player in there.items() if player.result},
+        results={name: player.result for name, player in there.items() if player.result is not None},
+        votes={name: p.averager.meter.choose_group_size(town.count) for name, p in there.items()},
         fired=network.fired,
         seconds=asyncio.get_running_loop().time() - begun,
     )
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def _history(held: Mapping[str, Mapping[int, Floats]]) -> list[dict[str, Floats]]:
@@ -177,5 +188,6 @@ def _history(held: Mapping[str, Mapping[int, Floats]]) -> list[dict[str, Floats]
     ]
 
 
-def _is_contribution(message: Message) -> bool:
+def is_contribution(message: Message) -> bool:
+    """Whether a message carries values to be averaged."""
     return isinstance(message, Chunk) and not message.averaged
