@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from colab_swarm.recipes.memory import Fit, checkpoint_layers, fit_memory
 from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
-from colab_swarm.recipes.text import TextSource, open_text
+from colab_swarm.recipes.streaming import StreamedBatches, TextMix
+from colab_swarm.recipes.text import TextSource, open_text, pack
 from colab_swarm.recipes.tokenizer import TokenizerSource, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
 MAX_POSITIONS = 512
+WITHOUT_GPU_BYTES = 8 << 30
+"""Where there is no GPU, the micro-batch is chosen as if there were one with so much memory."""
+
+Batches: TypeAlias = PretrainingBatches | StreamedBatches
 
 
 class HasId(Protocol):
@@ -48,13 +55,14 @@ SIZES = {
 def albert(
     size: str = "tiny",
     *,
-    text: TextSource = "python-docs",
+    text: TextSource | Mapping[str, float] = "python-docs",
     tokenizer: TokenizerSource | None = None,
+    language: str = "",
     swarm: HasId | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = 16,
     sequence_length: int | None = None,
     seed: int = 0,
-) -> tuple[AlbertForPreTraining, PretrainingBatches]:
+) -> tuple[AlbertForPreTraining, Batches]:
     """An untrained ALBERT and endless batches for it: ``model(**batch).loss`` is what to minimise.
 
     Peers that give the same ``size``, ``text``, ``tokenizer`` and ``seed`` hold equal parameters and
@@ -62,10 +70,13 @@ def albert(
 
     Args:
         size: ``"tiny"``, ``"base"``, ``"large"`` or ``"xlarge"``.
-        text: see `open_text`.
+        text: see `open_text`; or several sources with their weights, such as ``{"wiki/*.jsonl": 0.23, "oscar":
+            0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
         tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
+        language: of a tokenizer that is trained here, see `train_tokenizer`.
         swarm: whose ``id`` decides this peer's order; None stands for a peer without a name.
-        batch_size: samples of one batch.
+        batch_size: samples of one batch; None: what this machine's GPU holds, see `fit_memory`, and if need be with
+            a model that computes its layers twice to save memory.
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
         seed: of the initial parameters and, together with the peer's id, of the batches.
 
@@ -78,19 +89,37 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    blocks = open_text(text)
+    fit = _fit_this_machine(shape, length) if batch_size is None else Fit(batch_size, checkpointing=False)
     if tokenizer is None:
-        words = train_tokenizer(blocks(random.Random(seed)), vocabulary=shape.vocabulary)
+        words = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
     else:
         words = load_tokenizer(tokenizer)
-    batches = PretrainingBatches(
-        blocks,
-        words,
-        batch_size=batch_size,
-        sequence_length=length,
-        seed=peer_seed(seed, swarm.id if swarm else b""),
-    )
-    return _build(albert_config(shape, words), seed), batches
+    mine = peer_seed(seed, swarm.id if swarm else b"")
+    batches: Batches
+    if isinstance(text, Mapping):
+        batches = StreamedBatches(text, words, batch_size=fit.batch_size, sequence_length=length, seed=mine)
+    else:
+        batches = PretrainingBatches(
+            open_text(text), words, batch_size=fit.batch_size, sequence_length=length, seed=mine
+        )
+    model = _build(albert_config(shape, words), seed)
+    if fit.checkpointing:
+        checkpoint_layers(model)
+    return model, batches
+
+
+def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
+    """Text to train a tokenizer on, the same for all peers."""
+    rng = random.Random(seed)
+    if isinstance(text, Mapping):
+        return pack(TextMix(text, seed=seed).until_read(rng))
+    return open_text(text)(rng)
+
+
+def _fit_this_machine(shape: AlbertSize, length: int) -> Fit:
+    has_gpu = torch.cuda.is_available()
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
+    return fit_memory(shape, memory_bytes, sequence_length=length)
 
 
 def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> AlbertConfig:
@@ -115,7 +144,7 @@ def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> Albe
     )
 
 
-def mean_loss(model: torch.nn.Module, batches: PretrainingBatches, *, count: int = 8) -> float:
+def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
     """The loss over the next ``count`` batches, without training on them."""
     was_training = model.training
     device = next(model.parameters()).device

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,11 +26,72 @@ IGNORED = -100
 """The label that the loss of `transformers` leaves out."""
 
 
+Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
+"""The tokens of two pieces, without special ones, and whether they are swapped."""
+
+
 def peer_seed(seed: int, peer: bytes) -> int:
     """A seed of the peer's own that is the same in every process, unlike ``hash()``."""
     return int.from_bytes(
         hashlib.blake2b(peer, digest_size=7, salt=seed.to_bytes(16, "big", signed=True)).digest()
     )
+
+
+def check_sizes(batch_size: int, sequence_length: int) -> None:
+    """Refuse batches without samples, and samples without room for text."""
+    if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
+        least = f"at least 1 and {MIN_WINDOW + 3} are needed"
+        raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
+
+
+class Collator:
+    """Makes batches of samples: special tokens, padding, masks.
+
+    Args:
+        tokenizer: with pad, cls, sep and mask tokens.
+        sequence_length: L; a sample holds at most L - 3 tokens.
+        seed: of the masks.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self._tokenizer, self._length = tokenizer, sequence_length
+        self._specials = torch.tensor(tokenizer.all_special_ids)
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        """A batch as `PretrainingBatches` gives it."""
+        cls, sep = self._tokenizer.cls_token_id, self._tokenizer.sep_token_id
+        input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
+        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+        for row, (first, second, _) in enumerate(samples):
+            tokens = [cls, *first, sep, *second, sep]
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+            attention_mask[row, : len(tokens)] = 1
+            token_type_ids[row, len(first) + 2 : len(tokens)] = 1
+        masked, labels = self.mask(input_ids)
+        return {
+            "input_ids": masked,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "labels": labels,
+            "sentence_order_label": torch.tensor([swapped for *_, swapped in samples], dtype=torch.int64),
+        }
+
+    def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Hide 15 % of each sample's tokens, one at least: 80 % masked, 10 % replaced, 10 % shown.
+
+        Returns:
+            The input to show and the labels, both (B, L); `IGNORED` where nothing is to be predicted.
+        """
+        chance = torch.rand(input_ids.shape, generator=self.generator)
+        chance[torch.isin(input_ids, self._specials)] = 2.0
+        count = (MASKED * (chance < 2).sum(dim=1)).round().clamp(min=1)
+        hidden = chance.argsort(dim=1).argsort(dim=1) < count[:, None]
+        labels = input_ids.where(hidden, IGNORED)
+        fate = torch.rand(input_ids.shape, generator=self.generator)
+        noise = torch.randint(len(self._tokenizer), input_ids.shape, generator=self.generator)
+        masked = input_ids.where(~(hidden & (fate < 0.8)), self._tokenizer.mask_token_id)
+        return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
 class PretrainingBatches:
@@ -59,17 +120,14 @@ class PretrainingBatches:
         sequence_length: int,
         seed: int,
     ) -> None:
-        if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
-            least = f"at least 1 and {MIN_WINDOW + 3} are needed"
-            raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
+        check_sizes(batch_size, sequence_length)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.seed = seed
         self._blocks = blocks
         self._rng = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._specials = torch.tensor(tokenizer.all_special_ids)
+        self._collate = Collator(tokenizer, sequence_length, seed)
         self._windows = self._shuffled_windows()
 
     def __iter__(self) -> PretrainingBatches:
@@ -77,45 +135,16 @@ class PretrainingBatches:
 
     def __next__(self) -> dict[str, Tensor]:
         swaps = [self._rng.random() < 0.5 for _ in range(self.batch_size)]
-        samples = [self._sample(next(self._windows), swap) for swap in swaps]
-        input_ids = torch.full((self.batch_size, self.sequence_length), self.tokenizer.pad_token_id)
-        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-        for row, (tokens, second) in enumerate(samples):
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-            attention_mask[row, : len(tokens)] = 1
-            token_type_ids[row, second : len(tokens)] = 1
-        masked, labels = self._mask(input_ids)
-        return {
-            "input_ids": masked,
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "labels": labels,
-            "sentence_order_label": torch.tensor(swaps, dtype=torch.int64),
-        }
+        return self._collate([self._sample(next(self._windows), swap) for swap in swaps])
 
     def __repr__(self) -> str:
         return (
             f"PretrainingBatches({self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens)"
         )
 
-    def _sample(self, window: list[int], swap: bool) -> tuple[list[int], int]:
-        """The tokens of a sample, and where its second part begins."""
+    def _sample(self, window: list[int], swap: bool) -> Sample:
         cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
-        first, second = (window[cut:], window[:cut]) if swap else (window[:cut], window[cut:])
-        cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
-        return [cls, *first, sep, *second, sep], len(first) + 2
-
-    def _mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Hide 15 % of each sample's tokens, one at least: 80 % masked, 10 % replaced, 10 % shown."""
-        chance = torch.rand(input_ids.shape, generator=self._generator)
-        chance[torch.isin(input_ids, self._specials)] = 2.0
-        count = (MASKED * (chance < 2).sum(dim=1)).round().clamp(min=1)
-        hidden = chance.argsort(dim=1).argsort(dim=1) < count[:, None]
-        labels = input_ids.where(hidden, IGNORED)
-        fate = torch.rand(input_ids.shape, generator=self._generator)
-        noise = torch.randint(len(self.tokenizer), input_ids.shape, generator=self._generator)
-        masked = input_ids.where(~(hidden & (fate < 0.8)), self.tokenizer.mask_token_id)
-        return masked.where(~(hidden & (fate >= 0.9)), noise), labels
+        return (window[cut:], window[:cut], True) if swap else (window[:cut], window[cut:], False)
 
     def _shuffled_windows(self) -> Iterator[list[int]]:
         """Windows in random order: the text's blocks are shuffled, and the windows of many blocks again."""

@@ -88,26 +88,40 @@ def _read_block(file: Path, start: int) -> str:
         return opened.read(BLOCK_CHARS).decode(errors="ignore")
 
 
-def _open_dataset(name: str) -> BlockSource:
+def open_hub(name: str) -> Any:
+    """The ``train`` split of a folder or hub name (``name:configuration``) as a stream of `datasets`.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
     try:
-        rows = load_dataset(path, configuration or None, split="train", streaming=True)
+        return load_dataset(path, configuration or None, split="train", streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} is no file here and cannot be loaded as a data set: {error}") from error
 
-    def blocks(rng: random.Random) -> Iterator[str]:
-        shuffled = rows.shuffle(seed=rng.getrandbits(32), buffer_size=HUB_SHUFFLE_ROWS)
-        return pack(_text_of(row) for row in shuffled)
 
-    return blocks
+def text_of(row: dict[str, Any]) -> str:
+    """The text of a row: its ``text``, or its first column of strings.
 
-
-def _text_of(row: dict[str, Any]) -> str:
+    Raises:
+        ValueError: it has none.
+    """
     if "text" in row:
         return str(row["text"])
     columns = [column for column, value in row.items() if isinstance(value, str)]
     if not columns:
         raise ValueError(f"the data set has no column of text, only {', '.join(row)}")
     return str(row[columns[0]])
+
+
+def _open_dataset(name: str) -> BlockSource:
+    rows = open_hub(name)
+
+    def blocks(rng: random.Random) -> Iterator[str]:
+        shuffled = rows.shuffle(seed=rng.getrandbits(32), buffer_size=HUB_SHUFFLE_ROWS)
+        return pack(text_of(row) for row in shuffled)
+
+    return blocks

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.recipes import shards
+from colab_swarm.recipes.shards import DOCUMENT_CHARS, RETRY_AFTER_S, ShardReader, Stopped, open_shards
+
+
+def read(source: str | Path) -> list[str]:
+    return [document for shard in open_shards(str(source)) for document in shard()]
+
+
+def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]]:
+    """Shards whose documents say where they are from."""
+
+    def shard(number: int) -> Callable[[], Iterator[str]]:
+        return lambda: (f"{number}.{document}" for document in range(documents))
+
+    return [shard(number) for number in range(count)]
+
+
+class Waits(list[float]):
+    """Waits for nothing, and remembers how long it was told to."""
+
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+class Breaking:
+    """A shard of ten documents that breaks before the sixth, so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self) -> Iterator[str]:
+        for number in range(10):
+            if number == 5 and self.left:
+                self.left -= 1
+                raise ConnectionError("the line went dead")
+            yield f"broken {number}"
+
+
+def test_every_pass_gives_all_shards_once_in_an_order_of_its_own() -> None:
+    reader = ShardReader("numbers", numbered(20), seed=1)
+    first, second = (list(islice(reader, 60)) for _ in range(2))
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert [document.split(".")[1] for document in first] == ["0", "1", "2"] * 20
+    assert first == list(islice(ShardReader("numbers", numbered(20), seed=1), 60))
+    assert first != list(islice(ShardReader("numbers", numbered(20), seed=2), 60))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 100))
+def test_a_reader_goes_on_from_any_place(taken: int) -> None:
+    reader = ShardReader("numbers", numbered(7), seed=3)
+    for _ in range(taken):
+        next(reader)
+    again = ShardReader("numbers", numbered(7), seed=3)
+    again.seek(reader.place)
+    assert list(islice(reader, 30)) == list(islice(again, 30))
+
+
+def test_a_lost_connection_loses_no_document() -> None:
+    waits, shard = Waits(), Breaking(times=2)
+    assert list(islice(ShardReader("line", [shard], seed=0, wait=waits), 10)) == [
+        f"broken {n}" for n in range(10)
+    ]
+    assert waits == list(RETRY_AFTER_S[:2])
+    assert shard.left == 0
+
+
+def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    waits = Waits()
+    reader = ShardReader("web", [Breaking(times=99), *numbered(1)], seed=0, wait=waits)
+    with caplog.at_level(logging.WARNING):
+        found = list(islice(reader, 8))
+    assert sorted(found) == ["0.0", "0.1", "0.2", *(f"broken {n}" for n in range(5))]
+    assert [next(reader) for _ in range(8)]  # and the next pass tries it again
+    assert caplog.messages[0].endswith("of 2 is given up after 5 documents: the line went dead")
+    assert waits[:3] == list(RETRY_AFTER_S)
+
+
+def test_a_source_that_never_gave_anything_raises() -> None:
+    with pytest.raises(ValueError, match="'nothing' gave no text"):
+        next(ShardReader("nothing", numbered(3, documents=0), seed=0))
+
+
+def test_a_source_that_falls_silent_later_is_waited_for() -> None:
+    full, waits = [True], Waits()
+    reader = ShardReader("line", [lambda: iter(["here"] if full else [])], seed=0, wait=waits)
+    assert next(reader) == "here"
+    full.clear()
+    waits.append = lambda seconds: full.append(True)  # type: ignore[method-assign,assignment]
+    assert next(reader) == "here"
+    assert full
+
+
+def test_waiting_ends_when_the_reader_is_closed() -> None:
+    reader = ShardReader("line", [Breaking(times=99)], seed=0, wait=lambda seconds: True)
+    assert len(list(islice(reader, 5))) == 5
+    with pytest.raises(Stopped):
+        next(reader)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(alphabet="aক\n é", max_size=40), max_size=30), st.integers(1, 50))
+def test_lines_are_read_once_and_whole_wherever_a_file_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], shard_bytes: int
+) -> None:
+    file = tmp_path_factory.mktemp("cut") / "text.txt"
+    file.write_bytes("\n".join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", shard_bytes)
+        found = "".join(read(file)) if file.stat().st_size else ""
+    assert found == "\n".join(lines)
+
+
+def test_plain_lines_become_documents_and_long_rows_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word\n" * 10_000)
+    assert {len(document) for document in read(tmp_path / "a.txt")[:-1]} == {-(-DOCUMENT_CHARS // 5) * 5}
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x" * (DOCUMENT_CHARS + 1)}))
+    assert [len(document) for document in read(tmp_path / "b.jsonl")] == [DOCUMENT_CHARS, 1]
+
+
+@pytest.mark.slow
+def test_text_jsonl_parquet_patterns_and_folders_are_sources(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"id": n, "text": f"row {n}"} for n in range(5)]
+    for part in "ab":
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{part}.parquet")
+    expected = sorted(2 * [row["text"] for row in rows])
+    assert sorted(read(tmp_path / "*.jsonl")) == expected
+    assert sorted(read(tmp_path / "*.parquet")) == expected
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.jsonl").rename(tmp_path / "folder" / "train.jsonl")
+    assert sorted(read(tmp_path / "folder")) == expected[::2]
+
+
+def test_a_garbled_row_costs_the_rest_of_its_shard_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "three"}\n{"text": \n{"text": "four"}\n')
+    reader = ShardReader("both", open_shards(str(tmp_path / "*.jsonl")), seed=0, wait=Waits())
+    with caplog.at_level(logging.WARNING):
+        assert sorted(islice(reader, 3)) == ["one", "three", "two"]
+        next(reader)
+    assert "given up after 1 documents" in caplog.text
+
+
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="no file matches"):
+        open_shards(str(tmp_path / "*.none"))
+    with pytest.raises(ValueError, match="no text in"):
+        open_shards(str(tmp_path / "empty.txt"))
+
+
+def test_the_python_documentation_is_a_source_of_many_shards() -> None:
+    assert len(open_shards("python-docs")) > 20

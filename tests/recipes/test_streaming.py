@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from colab_swarm.recipes import streaming
+from colab_swarm.recipes.streaming import (
+    FIRST_PASSAGES,
+    MixedBatches,
+    ShuffleBuffer,
+    StreamedBatches,
+    TextMix,
+)
+from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.recipes.test_pretraining import original
+from tests.recipes.test_sentences import Passage
+from tests.recipes.test_text import read
+
+SOURCES = {"python-docs": 1.0}
+SMALL = {"batch_size": 8, "sequence_length": 64, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(read("python-docs"), vocabulary=2000)
+
+
+@pytest.fixture
+def two_sources(tmp_path: Path) -> dict[str, float]:
+    """Two files of three shards each, whose every document says where it is from."""
+    for name in ("wiki", "oscar"):
+        for part in range(3):
+            rows = [{"text": f"{name} says {n}. And then it says {n + 1}."} for n in range(200)]
+            (tmp_path / f"{name}{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {str(tmp_path / "wiki*.jsonl"): 0.23, str(tmp_path / "oscar*.jsonl"): 0.77}
+
+
+def mixed(
+    tokenizer: PreTrainedTokenizerFast, sources: dict[str, float] = SOURCES, **options: Any
+) -> MixedBatches:
+    settings = {"buffer": 300} | SMALL | options
+    return MixedBatches(TextMix(sources, seed=settings["seed"]), tokenizer, **settings)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
+
+
+def passage(number: int) -> Passage:
+    return Passage(torch.full((3,), number, dtype=torch.int32).numpy(), (1,))
+
+
+def test_sources_are_drawn_by_their_probability(two_sources: dict[str, float]) -> None:
+    mix, rng = TextMix(two_sources, seed=0), random.Random(0)
+    drawn = Counter(mix.draw(rng).split()[0] for _ in range(3000))
+    assert drawn["wiki"] / 3000 == pytest.approx(0.23, abs=0.03)
+    assert set(drawn) == {"wiki", "oscar"}
+
+
+def test_a_tokenizer_sees_the_mix_until_one_source_has_been_read(two_sources: dict[str, float]) -> None:
+    seen = list(TextMix(two_sources, seed=0).until_read(random.Random(0)))
+    assert 600 <= len(seen) < 1000
+    assert len({text for text in seen if text.startswith("oscar")}) == 200
+
+
+def test_a_batch_is_made_of_neighbouring_sentences(
+    tokenizer: PreTrainedTokenizerFast, two_sources: dict[str, float]
+) -> None:
+    batches = mixed(tokenizer, two_sources)
+    for _ in range(5):
+        batch = next(batches)
+        for row, types, swapped in zip(
+            original(batch), batch["token_type_ids"], batch["sentence_order_label"], strict=True
+        ):
+            end = int(batch["attention_mask"].sum(dim=1).max())
+            first, second = (
+                tokenizer.decode(row[:end][types[:end] == part], skip_special_tokens=True) for part in (0, 1)
+            )
+            assert first.startswith("and then" if swapped else ("wiki", "oscar"))
+            assert second.startswith("and then") is not bool(swapped)
+
+
+def test_drawing_begins_early_while_the_buffer_still_grows() -> None:
+    buffer, rng, drawn = ShuffleBuffer(1000), random.Random(0), []
+    for number in range(3000):
+        while not buffer.hungry and len(drawn) < 2500:
+            drawn.append(int(buffer.draw(rng).tokens[0]))
+        buffer.extend([passage(number)])
+    held = len(buffer.state_dict()["token_counts"])
+    assert 1000 <= held <= 1001
+    assert min(drawn[:50]) < FIRST_PASSAGES
+    assert len(set(drawn)) == len(drawn)
+    assert drawn != sorted(drawn)
+
+
+@pytest.mark.slow
+def test_batches_go_on_exactly_from_a_saved_state(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    batches = mixed(tokenizer)
+    for _ in range(20):
+        next(batches)
+    save_checkpoint(tmp_path / "state", batches.state_dict())
+    again = mixed(tokenizer)
+    again.load_state_dict(load_checkpoint(tmp_path / "state"))
+    assert all(equal(next(batches), next(again)) for _ in range(60))
+
+
+@pytest.mark.slow
+def test_a_peer_restarted_goes_on_with_its_very_next_batch(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    alice = StreamedBatches(SOURCES, tokenizer, **SMALL)
+    for _ in range(5):
+        next(alice)
+    save_checkpoint(tmp_path / "state", alice.state_dict())
+    expected = list(islice(alice, 20))
+    alice.close()
+    again = StreamedBatches(SOURCES, tokenizer, **SMALL)
+    again.load_state_dict(load_checkpoint(tmp_path / "state"))
+    assert all(map(equal, islice(again, 20), expected))
+    again.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.slow
+def test_peers_read_different_text_from_the_start(tokenizer: PreTrainedTokenizerFast) -> None:
+    alice, again, bob = (next(mixed(tokenizer, seed=seed)) for seed in (1, 1, 2))
+    assert equal(alice, again)
+    assert not equal(alice, bob)
+
+
+def test_text_without_a_second_sentence_is_reported(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "PATIENCE_DOCUMENTS", 20)
+    (tmp_path / "lone.jsonl").write_text('{"text": "one sentence"}\n' * 3)
+    with pytest.raises(ValueError, match=r"join the rows of .*lone"):
+        next(mixed(tokenizer, {str(tmp_path / "lone.jsonl"): 1.0}))
+
+
+@pytest.mark.parametrize("sources", [{}, {"python-docs": 0.0}, {"python-docs": -1.0}])
+def test_a_mix_needs_sources_with_positive_weights(sources: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="positive weights"):
+        TextMix(sources, seed=0)
+
+
+def test_a_state_of_something_else_is_refused(
+    tokenizer: PreTrainedTokenizerFast, two_sources: dict[str, float]
+) -> None:
+    state = mixed(tokenizer).state_dict()
+    with pytest.raises(ValueError, match="sequence_length=64 does not fit sequence_length=32"):
+        mixed(tokenizer, sequence_length=32).load_state_dict(state)
+    with pytest.raises(ValueError, match="a state of python-docs does not fit sources"):
+        mixed(tokenizer, two_sources).load_state_dict(state)
