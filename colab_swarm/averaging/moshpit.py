@@ -49,7 +49,7 @@ class GridSettings:
 
     codec: str = "float32"
     window_s: float = 5.0
-    round_timeout_s: float = 60.0
+    round_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +101,7 @@ class GridAverager:
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            settings=GatheringSettings(window_s=2.0, slack_s=1.0, max_window_s=10.0, call_timeout_s=5.0),
+            settings=GatheringSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
         )
         self.meter = RoundMeter()
         self._busy = False
