@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from colab_swarm.averaging.arrays import ArrayAverages, flatten
+from colab_swarm.events import EventLog
+from colab_swarm.presence import assemble, find_others
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
+
+
+def test_a_mean_has_the_shape_and_kind_of_what_was_given() -> None:
+    for values in (torch.ones(2, 3, dtype=torch.float16), torch.ones(4, requires_grad=True)):
+        flat, restore = flatten(values)
+        mean = restore(flat * 2)
+        assert (mean.dtype, mean.shape, mean.requires_grad) == (values.dtype, values.shape, False)
+        torch.testing.assert_close(mean, 2 * values.detach())
+    array = np.ones((2, 3))
+    flat, restore = flatten(array)
+    assert flat.shape == (6,) and flat.dtype == np.float32
+    assert restore(flat).dtype == array.dtype and restore(flat).shape == array.shape
+
+
+def test_numbers_and_lists_are_arrays_too() -> None:
+    flat, restore = flatten(3)
+    assert restore(flat / 2) == pytest.approx(1.5) and restore(flat).shape == ()
+    assert flatten([1, 2])[0].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("values", ["text", [1j], None])
+def test_what_has_no_mean_is_refused(values: object) -> None:
+    with pytest.raises(ValueError, match="real numbers"):
+        flatten(values)
+
+
+def test_a_vector_of_ones_own_is_left_as_it_is() -> None:
+    values = np.ones(3, np.float32)
+    flatten(values)[0][:] = 5
+    assert values.tolist() == [1, 1, 1]
+
+
+def test_peers_average_several_arrays_at_once_by_name() -> None:
+    async def main() -> None:
+        network = SimNetwork(LAN)
+        peers = [network.peer(name) for name in ("alice", "bob")]
+        services = [assemble(one, EventLog(), random.Random(one.name)) for one in peers]
+        await find_others(services[1], [peers[0].contact])
+        averages = [ArrayAverages(one.rooms, one.dht, one.averager, "run") for one in services]
+        results = await asyncio.gather(
+            *(
+                one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
+                for name in ("losses", "weights")
+                for one, value, weight in zip(averages, (1.0, 4.0), (2.0, 1.0), strict=True)
+            )
+        )
+        for mean, result in results:
+            np.testing.assert_allclose(mean, np.full((2, 2), 2.0))
+            assert len(result.peers) == 2 and result.complete
+        for one in averages:
+            one.close()
+
+    run_virtual(main())
