@@ -46,7 +46,7 @@ class Entrance:
         allow: Allowlist | None,
         key_file: str | Path | None,
     ) -> Entrance:
-        """Begin a run, with this peer as its authority; go on with it if its book lies beside the key file.
+        """Begin a run, with this peer as its authority; with the key file of an earlier one, go on with that.
 
         Raises:
             ValueError: the name, or what is allowed, is not usable, or the key file is another run's.
@@ -59,7 +59,7 @@ class Entrance:
             raise ValueError(
                 "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
             )
-        run_id = f"{name}-{secrets.token_hex(4)}"
+        run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access, None)
         book = AuthorityBook(run_id) if key_file is None else AuthorityBook.open(key_file, run_id)

@@ -169,3 +169,9 @@ def test_a_token_is_in_no_repr() -> None:
             assert "hf_secret" not in shown and repr(invitation.secret) not in shown
 
     run(main())
+
+
+@pytest.mark.parametrize("access", ["open", "invite"])
+def test_a_run_is_the_same_after_a_restart_with_its_key_file(access: Access, tmp_path: Path) -> None:
+    first, again = (found(access=access, key_file=tmp_path / "key") for _ in range(2))
+    assert first.run_id == again.run_id != found(access=access).run_id

@@ -21,7 +21,7 @@ from colab_swarm.backbone.web import DashboardServer
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.training.assistant import AssistedRound, Assistant, Memory
+from colab_swarm.training.assistant import Assistant, AssistedRound, Memory
 from colab_swarm.training.settings import Services
 from colab_swarm.training.state import Snapshot
 from colab_swarm.trust.contributions import Contribution
@@ -96,6 +96,7 @@ class Backbone:
             observer=Observer(self._services, prefix, folder, partial(self._on_points, prefix)),
             vault=vault,
             on_saved=partial(self._on_saved, prefix, vault),
+            on_standing_in=lambda: self.assistant.leave(prefix),  # with the groups that it remembers
         )
 
     def _on_points(self, prefix: str, points: Sequence[LossPoint]) -> None:

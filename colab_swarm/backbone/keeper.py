@@ -1,7 +1,7 @@
 """Keeps one collaboration's state: checkpoints while there are trainers, and the newest of them when there are none.
 
 When nobody trains who is as far as the newest checkpoint, the backbone tells a progress record of that step, as a peer
-that cannot reduce: it has no say as soon as any trainer tells otherwise, and newcomers fetch the state from it.
+that cannot reduce: it is outvoted by any trainer that is further, and newcomers fetch the state from it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Keeper:
         observer: what is known of the peers.
         vault: where checkpoints are.
         on_saved: hears of each checkpoint and its file.
+        on_standing_in: called before newcomers get a checkpoint: the steps after it are going to be made again.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Keeper:
         settings: CollaborationFile,
         observer: Observer,
         vault: Vault,
-        on_saved: Callable[[Checkpoint, Path], None] = lambda saved, path: None,
+        on_saved: Callable[[Checkpoint, Path], None],
+        on_standing_in: Callable[[], None],
     ) -> None:
         self._services = services
         self._prefix = prefix
@@ -64,6 +66,7 @@ class Keeper:
         self.observer = observer
         self.vault = vault
         self._on_saved = on_saved
+        self._on_standing_in = on_standing_in
         self._saved = vault.history[-1] if vault.history else Checkpoint(0, None, time.time(), 0, "")
         self._standing_in: Snapshot | None = None
         self._told_at = float("-inf")
@@ -156,8 +159,9 @@ class Keeper:
 
     async def _stand_in(self, branch: Branch | None) -> None:
         newest = self._saved.step if self.vault.paths() else 0
-        if newest and (branch is None or branch.step < newest):
+        if newest and (branch is None or branch.step < newest or not self.observer.alive):
             if self._standing_in is None:
+                self._on_standing_in()
                 self._standing_in = await asyncio.to_thread(self.vault.latest)
                 self._told_at = float("-inf")
             if self._standing_in is not None and _now() - self._told_at >= TELL_S:

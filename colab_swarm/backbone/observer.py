@@ -20,6 +20,7 @@ from colab_swarm.training.records import Assistants, read_assistants, read_progr
 from colab_swarm.training.settings import Services
 
 MAX_ROUNDS = 40
+SILENCE_S = 20.0
 OnPoints = Callable[[Sequence[LossPoint]], None]
 
 
@@ -75,6 +76,8 @@ class Observer:
         self.assistants = Assistants(prefix)
         nobody = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         self._progress = Progress(services.peers.id, nobody, target_batch_size=0.0)
+        self._on_branch: Branch | None = None
+        self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -99,7 +102,10 @@ class Observer:
         self._progress.on_records(told, linked=peers.linked(), now=now)
         self.assistants.on_records(assistants)
         self.roster.on_records(self.trainers, self.assistants.records, at=at)
-        points = self.curve.on_records(self.trainers, self.branch, at=at)
+        branch = self.branch
+        if branch != self._on_branch or (branch is not None and branch.peers & peers.linked()):
+            self._on_branch, self._heard_at = branch, now
+        points = self.curve.on_records(self.trainers, branch, at=at)
         if points:
             self._journal.append(*points)
             self._on_points(points)
@@ -115,6 +121,12 @@ class Observer:
         """Where the swarm is; None while nobody trains."""
         branch = self._progress.branch()
         return branch if branch.peers else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody on the branch is linked here, or moved it on lately; records outlive their writers."""
+        heard_s = asyncio.get_running_loop().time() - self._heard_at
+        return self.branch is not None and heard_s < SILENCE_S
 
     def on_round(self, helped: AssistedRound) -> None:
         """This peer reduced in a round."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from colab_swarm.backbone.view import CollaborationView, View
 
-
 Labels = tuple[tuple[str, str], ...]
 
 

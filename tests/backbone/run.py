@@ -1,0 +1,54 @@
+"""A backbone in a simulated run, with trainers of the toy model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from colab_swarm.backbone.backbone import Backbone
+from colab_swarm.backbone.config import CollaborationFile, Dashboard, RunFile
+from colab_swarm.swarm import Swarm
+from tests.training.toy import join_training, loss_of, model
+
+PREFIX = "simulation-0/model"
+
+
+def file(folder: Path, **settings: object) -> RunFile:
+    """What ``run.toml`` would say."""
+    kept = CollaborationFile(**{"every_steps": 5, **settings})  # type: ignore[arg-type]
+    return RunFile(
+        name="simulation",
+        folder=str(folder),
+        dashboard=Dashboard(enabled=False),
+        collaborations=(kept,),
+    )
+
+
+class Scene:
+    """Who is alice keeps the run; the others train."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.file = file(folder, **settings)
+        self.backbone: Backbone | None = None
+
+    def keep(self, swarm: Swarm, seconds: float) -> Backbone:
+        """Be the backbone for so long, in virtual time."""
+        return swarm._runtime.call(self._keep(swarm, seconds))
+
+    async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:
+        self.backbone = Backbone(swarm._services, swarm.run_id, self.file)
+        await self.backbone.start()
+        await asyncio.sleep(seconds)
+        return self.backbone
+
+
+def train(swarm: Swarm, steps: int) -> tuple[int, int, bytes]:
+    """Train up to a global step; returns where it began, where it ended, and the lineage."""
+    net = model(seed=len(swarm.name))  # newcomers differ, until they get the state
+    optimizer = join_training(swarm, net)
+    began_at = optimizer.global_step
+    while optimizer.global_step < steps:
+        loss = loss_of(net, optimizer.global_step, slice(0, 2))
+        loss.backward()
+        optimizer.step(samples=2, loss=loss.item())
+    return began_at, optimizer.global_step, optimizer.lineage

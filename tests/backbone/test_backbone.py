@@ -1,0 +1,95 @@
+"""A backbone in simulated runs: it keeps the state, gives it when nobody else can, and knows how the run goes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.backbone.curve import LossCurve
+from colab_swarm.swarm import Swarm
+from colab_swarm.training.checkpoint import CheckpointFolder
+from tests.backbone.run import PREFIX, Scene, train
+from tests.training.toy import join_training, loss_of, model, parameters_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_checkpoints_are_taken_while_others_train_and_a_trainer_goes_on_from_them(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, keep=2)
+    with cs.simulate(1, seed=1) as sim:
+        sim.join("bob")
+        sim.join("carol")
+        sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 24))
+    assert scene.backbone is not None
+    keeper = scene.backbone.keepers[PREFIX]
+    steps = [kept.step for kept in keeper.vault.history]
+    assert len(steps) >= 3 and all(late - early >= 5 for early, late in pairwise(steps))
+    assert len(keeper.vault.paths()) == 2 and all(kept.loss for kept in keeper.vault.history)
+    with cs.simulate(1, seed=2) as sim:
+        resumed = sim.run(lambda swarm: go_on(swarm, tmp_path / "model"))
+    assert resumed["alice"] == (steps[-1], steps[-1] + 2)
+
+
+def go_on(swarm: Swarm, folder: Path) -> tuple[int, int]:
+    optimizer = join_training(swarm, net := model(), target_batch_size=2)
+    optimizer.load(CheckpointFolder(folder))
+    began_at = optimizer.global_step
+    while optimizer.global_step < began_at + 2:
+        loss_of(net, 0, slice(0, 2)).backward()
+        optimizer.step(samples=2)
+    assert parameters_of(net).isfinite().all()
+    return began_at, optimizer.global_step
+
+
+@pytest.mark.parametrize("listen", [True, False])
+def test_a_run_outlives_all_its_trainers(tmp_path: Path, listen: bool) -> None:
+    scene = Scene(tmp_path)
+    with cs.simulate(1, seed=3) as sim:
+        sim.join("bob", listen=listen)
+        sim.network.at(40.0).crash("bob")
+        sim.join("carol", at=60.0, listen=listen)
+        sim.join("dave", at=61.0, listen=listen)
+        results = sim.run(
+            lambda swarm: (
+                scene.keep(swarm, 200) and None
+                if swarm.name == "alice"
+                else train(swarm, 10_000 if swarm.name == "bob" else 60)
+            )
+        )
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+    assert scene.backbone is not None
+    saved = scene.backbone.keepers[PREFIX].vault.history
+    first = max(kept.step for kept in saved if kept.step <= results["carol"][0])
+    assert results["carol"][0] >= first >= 5  # from the backbone's checkpoint, not from the beginning
+    assert results["carol"][1:] == results["dave"][1:]
+
+
+def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    with cs.simulate(1, seed=4) as sim:
+        sim.join("bob")
+        sim.run(lambda swarm: scene.keep(swarm, 30) and None if swarm.name == "alice" else train(swarm, 12))
+        keeper = scene.backbone and scene.backbone.keepers[PREFIX]
+        assert keeper and keeper.standing_in is None  # bob's optimizer is still there
+        sim.network.now().crash("bob")
+        sim.run(lambda swarm: swarm._runtime.call(keeper.look()))
+        assert keeper.standing_in == keeper.vault.history[-1].step
+
+
+def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    with cs.simulate(1, seed=5) as sim:
+        sim.join("bob", listen=False)
+        sim.join("carol", listen=False)
+        sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 20))
+    assert scene.backbone is not None
+    (shown,) = scene.backbone.view().collaborations
+    assert len(shown.points) >= 5 and {point.peers for point in shown.points} == {2}
+    assert {line.name for line in shown.peers} >= {"bob", "carol"} and shown.round_count >= 15
+    assert all(one.peers == 3 and one.contributors == 2 and one.moved_bytes for one in shown.rounds)
+    keeper = scene.backbone.keepers[PREFIX]
+    again = LossCurve(keeper.observer._journal.read())
+    assert [point.step for point in again.points] == [point.step for point in shown.points]
