@@ -189,7 +189,7 @@ class _Loads:
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
-        within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least)
+        within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least, precision=1e-3)
         high = np.minimum(high, np.maximum(low, self._bounds(within)[1]))
         spare = float((high - low).sum())
         return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
@@ -262,10 +262,10 @@ def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
     return f"{ways} of {count} peer{'s' if count > 1 else ''} ({rate}) are the bottleneck"
 
 
-def _least(enough: Callable[[float], object], most: float) -> float:
+def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
     """The least time that is ``enough``; ``most`` is, and where it is, all longer times are."""
     low, high = 0.0, most
-    while high - low > PRECISION * max(high, PRECISION * most):
+    while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
