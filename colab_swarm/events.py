@@ -75,6 +75,14 @@ class RoundFinished(Event):
 
 
 @dataclass(frozen=True)
+class BudgetChosen(Event):
+    """How this peer keeps within its traffic budget from now on; not ``within`` it if nothing is left to save."""
+
+    choice: str
+    within: bool
+
+
+@dataclass(frozen=True)
 class StepFinished(Event):
     """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if it told."""
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from colab_swarm.errors import PeerError
 from colab_swarm.events import StepFinished
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.thrift import Budget
     from colab_swarm.widgets.panel import Panel
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,8 @@ class Swarm:
         name: str = "model",
         matchmaking_s: float = 5.0,
         delayed: bool = False,
-        local_steps: int = 1,
+        local_steps: int | Literal["auto"] = 1,
+        budget: Budget | None = None,
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
 
@@ -204,38 +206,35 @@ class Swarm:
             delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the
                 optimizer's step, on copies in main memory, run while this peer computes on.
             local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages
-                where they led (DiLoCo): so many times less traffic.
+                where they led (DiLoCo): so many times less traffic; "auto": as many as the peers' budgets need.
+            budget: for the traffic of this peer.
 
         Raises:
             ValueError: target_batch_size or codec is not usable.
             PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this already, but nobody could give its state.
         """
-        from colab_swarm.tensors.codecs import Precision
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.settings import TrainingSettings
 
-        if target_batch_size <= 0:
-            raise ValueError(
-                f"target_batch_size={target_batch_size}: pass the samples per global step, such as 4096"
-            )
-        if local_steps > 1 and (delayed or error_feedback):
+        settings = TrainingSettings(
+            prefix=f"{self.run_id}/{name}",
+            target_batch_size=float(target_batch_size),
+            codec=codec,
+            mean_codec=mean_codec or codec,
+            error_feedback=error_feedback,
+            local_steps=local_steps,
+            budget=budget,
+            matchmaking_s=matchmaking_s,
+        )
+        if local_steps != 1 and (delayed or error_feedback):
             raise ValueError("local_steps go neither with delayed nor with error_feedback: choose one")
         self._check_here()
         self._check_role()
         if name in self._optimizers:
             self._optimizers.pop(name).close()
-        settings = TrainingSettings(
-            prefix=f"{self.run_id}/{name}",
-            target_batch_size=float(target_batch_size),
-            codec=Precision(codec).name,
-            mean_codec=Precision(mean_codec or codec).name,
-            error_feedback=error_feedback,
-            local_steps=local_steps,
-            matchmaking_s=matchmaking_s,
-        )
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local_steps > 1)
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local_steps != 1)
         trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         self._optimizer = self._optimizers[name] = trained
         return trained

@@ -18,11 +18,22 @@ class Metering:
 
     def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._per_peer_upload_bps = settings.per_peer_upload_bps
-        self._upload, self._download = self._bucket(settings.upload_bps), self._bucket(settings.download_bps)
+        self._settings = settings
+        self._upload: list[TokenBucket] = []  # shared with all links
+        self._download: list[TokenBucket] = []
+        self.limit(None)
         self._sent, self._received, self._tunnelled = RateMeter(), RateMeter(), RateMeter()
         self._by_relay: dict[PeerId, RateMeter] = {}
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
+
+    def limit(self, rate_bps: float | None) -> None:
+        """All links together, those that stand included, carry at most so many bits per second in each direction, nor
+        more than the settings say; None: as the settings say."""
+        settings, now = self._settings, self._clock()
+        limits = (self._upload, settings.upload_bps), (self._download, settings.download_bps)
+        for buckets, set_bps in limits:
+            rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
+            buckets[:] = [TokenBucket(min(rates), now)] if rates else []
 
     @property
     def tunnelled_bytes(self) -> int:
@@ -38,7 +49,6 @@ class Metering:
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
             del self._by_peer[next(iter(self._by_peer))]
-        upload = (*self._upload, *self._bucket(self._per_peer_upload_bps))
         out = [sent, self._sent]
         into = [received, self._received]
         if path.way is Way.TUNNEL and not dialled:
@@ -47,7 +57,7 @@ class Metering:
             carried = self._by_relay.setdefault(path.relay, RateMeter())
             out.append(carried)
             into.append(carried)
-        return Traffic(out, into, upload, self._download)
+        return Traffic(out, into, self._upload, self._download)
 
     def statistics(self, peer: PeerId | None, links: Sequence[Link]) -> LinkStatistics:
         """Of one peer, or of all; ``links`` are those open now."""
@@ -62,6 +72,3 @@ class Metering:
             download_bps=received.peak_bps,
             links=len(links),
         )
-
-    def _bucket(self, rate_bps: float | None) -> tuple[TokenBucket, ...]:
-        return () if rate_bps is None else (TokenBucket(rate_bps, self._clock()),)

@@ -179,6 +179,10 @@ class Node:
         table = self.linker.table
         return self.linker.metering.statistics(peer, list(table) if peer is None else table.of(peer))
 
+    def limit(self, rate_bps: float | None) -> None:
+        """See `Peers.limit`."""
+        self.linker.metering.limit(rate_bps)
+
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent; goes on if the caller is cancelled."""
         await self.linker.close()

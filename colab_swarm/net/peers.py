@@ -215,6 +215,9 @@ class Peers(Protocol):
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
         """Of one peer, or of all."""
 
+    def limit(self, rate_bps: float | None) -> None:
+        """From now on, all links together carry at most so many bits per second in each direction; None: no limit."""
+
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
         """Call ``listener(peer)`` when the last link to a peer is gone; returns a function that ends it."""
 

@@ -22,7 +22,6 @@ class NodeSettings:
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None works them out from the
             interfaces.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
-        per_peer_upload_bps: limit of each link, bits per second.
         keep_alive_s: every link is pinged this often; one silent for three times as long is closed.
         idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
         max_links: links kept; beyond, the one unused for longest is closed, or new ones are refused.
@@ -39,7 +38,6 @@ class NodeSettings:
     announce: tuple[str, ...] | None = None
     upload_bps: float | None = None
     download_bps: float | None = None
-    per_peer_upload_bps: float | None = None
     keep_alive_s: float = 10.0
     idle_link_s: float = 300.0
     max_links: int = 256

@@ -125,6 +125,10 @@ class SimPeers:
         """Peers with an open link now."""
         return frozenset(self._links) - {self.id}
 
+    def limit(self, rate_bps: float | None) -> None:
+        """See `Peers.limit`."""
+        self.connection.limit(rate_bps)
+
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
         """Of the open link to one peer, or of this peer's whole connection since it was made."""
         if peer is not None:

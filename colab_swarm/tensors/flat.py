@@ -9,7 +9,6 @@ import torch
 
 from colab_swarm.tensors.codecs import Floats
 
-
 SMALL_VALUES = 1 << 16
 """A tensor of fewer values is small: a bias, a normalisation."""
 

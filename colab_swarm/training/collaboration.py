@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.group import Ticket
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import BatchDropped, PeerLeft, StateReceived, StepFinished
@@ -24,9 +23,11 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import CatchUp, CaughtUp, Values
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.records import Assistants, progress_key, read_assistants, read_progress
+from colab_swarm.training.rounds import Rounds
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
 from colab_swarm.training.tempo import Tempo
+from colab_swarm.training.thrift import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +57,22 @@ class Collaboration:
         """``snapshot()`` copies the current training state; it is run off the loop and may raise `StateError`."""
         self.services = services
         self._settings = settings
-        self._numel = numel
-        self._schema = schema
         peers = services.peers
-        self.progress = Progress(peers.id, own, target_batch_size=settings.target_batch_size)
+        self.progress = Progress(
+            peers.id,
+            own,
+            target_batch_size=settings.target_batch_size,
+            local=settings.local_steps != 1,
+        )
         self.assistants = Assistants(settings.prefix)
         services.rooms.make_room(settings.prefix)
-        self._matchmaker = Matchmaker(
-            services.rooms,
-            settings.prefix,
+        self._rounds = Rounds(
+            services,
+            settings,
+            numel=numel,
+            schema=schema,
             expected=self._expected,
             on_called=self._on_called,
-            settings=GatheringSettings(
-                window_s=settings.matchmaking_s,
-                slack_s=settings.matchmaking_s,
-                max_window_s=settings.max_matchmaking_s,
-            ),
         )
         self._states = StateSharing(services.rooms, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
@@ -81,7 +82,6 @@ class Collaboration:
         self._applying = False
         self._averaging = False
         self._steps_alone = 0  # since the last round
-        self._last: Group | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -102,7 +102,7 @@ class Collaboration:
         self._stop_listening()
         for task in self._tasks:
             task.cancel()
-        self._matchmaker.close()
+        self._rounds.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
@@ -215,6 +215,11 @@ class Collaboration:
         self._tempo.work(self._now())
         return due
 
+    @property
+    def choice(self) -> Choice | None:
+        """How this peer keeps within its traffic budget; None without one, or before its first round."""
+        return self._rounds.choice
+
     def on_local_step(self) -> None:
         """The trainer took a step of its own."""
         self._steps_alone += 1
@@ -266,38 +271,19 @@ class Collaboration:
     async def _round(
         self, own: ProgressRecord, values: Values, weight: float, sending: Sending | None = None
     ) -> RoundResult:
-        started = self._now()
-        deadline = started + self._settings.round_timeout_s
-        candidates = await self._expected(own.step, own.lineage)
-        group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
-        self._called, self._last = None, group
-        result = await self.services.averager.average(group, values, sending)
-        self.services.events.emit(result.event(began_at=started, now=self._now()))
+        result = await self._rounds.take_part(own, values, weight, sending, formed=self._on_formed)
+        choice = self._rounds.choose(result, self.progress)
+        if self._settings.auto_steps and choice is not None:
+            self.progress.own = msgspec.structs.replace(self.progress.own, local_steps=choice.local_steps)
         return result
+
+    def _on_formed(self) -> None:
+        self._called = None
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         """By the records, and who was there a step before: a record may be late."""
         expected = {*self.progress.participants(step, lineage), *self.assistants.records}
-        if self._last is not None and self._last.step == step - 1:
-            expected |= {member.id for member in self._last.members} & self.services.peers.linked()
-        return sorted(expected)
-
-    def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
-        links = self.services.peers.statistics()
-        return Ticket(
-            prefix=self._settings.prefix,
-            step=own.step,
-            lineage=own.lineage,
-            weight=weight,
-            numel=self._numel,
-            schema=self._schema,
-            reduces=bool(self.services.peers.contact.addresses) and not own.syncing,
-            upload_bps=links.upload_bps,
-            download_bps=links.download_bps,
-            codec=self._settings.codec,
-            mean_codec=self._settings.mean_codec,
-            samples_per_s=own.samples_per_s,
-        )
+        return sorted(expected | (self._rounds.members_of(step - 1) & self.services.peers.linked()))
 
     def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
         """The mean is applied: the own step is one higher, with so many ``samples`` for the next already."""
@@ -338,7 +324,7 @@ class Collaboration:
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._tell(syncing=False)  # the same parameters already, or nobody else
             return CaughtUp(None)
-        room = max(1, self._settings.max_replay_bytes // (4 * self._numel))
+        room = max(1, self._settings.max_replay_bytes // (4 * self._rounds.numel))
         try:
             caught_up = await CatchUp(self, room=room, level=level).run()
         except StateError:
@@ -362,7 +348,7 @@ class Collaboration:
 
     async def follow_round(self, step: int, lineage: bytes) -> Values | None:
         """Take part with weight 0, for the mean alone; None if it is not complete."""
-        values = np.zeros(self._numel, np.float32)
+        values = np.zeros(self._rounds.numel, np.float32)
         own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
         try:
             result = await self._round(own, values, 0.0)

@@ -74,7 +74,7 @@ class SwarmOptimizer(Optimizer):
             syncing=True,
             reduces=False,  # told with the addresses, which may change
             name=name,
-            local_steps=self._settings.local_steps,
+            local_steps=1 if self._settings.local_steps == "auto" else self._settings.local_steps,
         )
         collaboration = Collaboration(
             services,
@@ -342,4 +342,7 @@ class SwarmOptimizer(Optimizer):
     def __repr__(self) -> str:
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
-        return f"SwarmOptimizer({inner}, step={self.global_step}, {self._gathered.samples:g} of {target:g} samples here)"
+        here = f"{self._gathered.samples:g} of {target:g} samples here"
+        choice = self._collaboration.choice
+        budget = "" if choice is None else f", {choice}"
+        return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"

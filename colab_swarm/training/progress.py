@@ -84,8 +84,11 @@ class Branch:
 class Progress:
     """The swarm's progress as this peer knows it."""
 
-    def __init__(self, me: PeerId, own: ProgressRecord, *, target_batch_size: float) -> None:
-        self.me = me
+    def __init__(
+        self, me: PeerId, own: ProgressRecord, *, target_batch_size: float, local: bool = False
+    ) -> None:
+        """``local``: peers take steps of their own between two rounds."""
+        self.me, self._local = me, local
         self.own = own
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self.target_batch_size = target_batch_size
@@ -203,8 +206,8 @@ class Progress:
 
     @property
     def local_steps(self) -> int:
-        """Between two rounds: as many as the peer wants that wants most."""
-        return max(record.local_steps for record in self.records.values())
+        """Between two rounds: as many as the peer wants that wants most, where peers take any."""
+        return max(record.local_steps for record in self.records.values()) if self._local else 1
 
     @property
     def round_samples(self) -> float:

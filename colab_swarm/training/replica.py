@@ -165,6 +165,8 @@ class Replica:
             StateError: it is the state of another model, optimizer or scheduler; nothing was changed.
         """
         parameters = _checked_parameters(state, self.parameters)
+        if ("local" in state) != self.rule.local:
+            raise StateError("in this swarm either all peers take local_steps, or none does")
         with self._lock:
             before = self._optimizer.state_dict(), self.rule.optimizer.state_dict()
             try:

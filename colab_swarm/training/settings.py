@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Peers
+from colab_swarm.tensors.codecs import Precision
+from colab_swarm.training.progress import MAX_LOCAL_STEPS
+from colab_swarm.training.thrift import Budget
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class TrainingSettings:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
         codec, mean_codec: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
-        local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's.
+        local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's; "auto": as the budget needs.
+        budget: for this peer's traffic.
         error_feedback: what compression cut off a gradient is added to the next.
         matchmaking_s: how long a round waits for peers that do not answer at all.
         max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
@@ -49,9 +54,23 @@ class TrainingSettings:
     codec: str = "float32"
     mean_codec: str = "float32"
     error_feedback: bool = False
-    local_steps: int = 1
+    local_steps: int | Literal["auto"] = 1
+    budget: Budget | None = None
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0
     max_report_s: float = 60.0
     max_replay_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        size, steps = self.target_batch_size, self.local_steps
+        if not size > 0:
+            raise ValueError(f"target_batch_size={size}: pass the samples per global step, such as 4096")
+        Precision(self.codec), Precision(self.mean_codec)
+        if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
+            raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
+
+    @property
+    def auto_steps(self) -> bool:
+        """Whether the number of local steps follows the budget."""
+        return self.local_steps == "auto"

@@ -224,7 +224,7 @@ def test_what_a_finished_handler_did_not_read_does_not_block_the_sender() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", ["upload_bps", "per_peer_upload_bps", "download_bps"])
+@pytest.mark.parametrize("limit", ["upload_bps", "download_bps"])
 def test_a_bandwidth_limit_is_kept(limit: str) -> None:
     async def main() -> None:
         alice_limit = {} if limit == "download_bps" else {limit: 16e6}

@@ -1,0 +1,159 @@
+"""How a peer keeps within its traffic budget: what it can save, in the order of what that costs the swarm.
+
+Pure decisions, looked at after each round: first it reduces nothing for the others (if others do), then it sends
+8 bits a value, then it asks for more local steps between two rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from colab_swarm.averaging.group import Group
+from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.codecs import Precision
+from colab_swarm.training.progress import MAX_LOCAL_STEPS
+
+SECONDS_PER_HOUR = 3600
+KEPT = 0.95
+"""Part of the budget that rounds may use; the rest is for all that is not a round."""
+SAVING = "int8"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a peer's traffic may be.
+
+    Attributes:
+        gb_per_hour: 10^9 bytes an hour, both directions together.
+        mbit_s: 10^6 bits a second in each direction; links never go faster.
+    """
+
+    gb_per_hour: float | None = None
+    mbit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [limit for limit in (self.gb_per_hour, self.mbit_s) if limit is not None]
+        if not given or not all(0 < limit < math.inf for limit in given):
+            raise ValueError(f"{self}: give gb_per_hour, mbit_s or both, each over 0")
+
+    @property
+    def rate_bps(self) -> float | None:
+        """The most that links may carry in each direction, bits a second."""
+        return None if self.mbit_s is None else self.mbit_s * 1e6
+
+    def times_over(self, sent_bytes: float, received_bytes: float, seconds: float) -> float:
+        """How many times over the budget so much traffic in so much time is; up to 1 is within."""
+        over = 0.0
+        if self.gb_per_hour is not None:
+            over = (sent_bytes + received_bytes) / (self.gb_per_hour * 1e9 * seconds / SECONDS_PER_HOUR)
+        if self.mbit_s is not None:
+            over = max(over, max(sent_bytes, received_bytes) * 8 / (self.mbit_s * 1e6 * seconds))
+        return over / KEPT
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a peer does to keep within its budget.
+
+    Attributes:
+        reduces: for the others.
+        precision: of its contributions.
+        local_steps: that it asks for between two rounds.
+        mbit_s: that its rounds take then, in the busier direction.
+        within: whether that is within the budget.
+    """
+
+    reduces: bool
+    precision: str
+    local_steps: int
+    mbit_s: float
+    within: bool
+
+    def like(self, other: Choice | None) -> bool:
+        """Whether it differs from another in its traffic at most."""
+        return other is not None and replace(other, mbit_s=self.mbit_s) == self
+
+    def __str__(self) -> str:
+        reducing = "reduces" if self.reduces else "reduces nothing"
+        steps = f", {self.local_steps} local steps" if self.local_steps > 1 else ""
+        verdict = "within the budget" if self.within else "OVER the budget: nothing is left to save"
+        return f"{reducing}, sends {self.precision}{steps}: {self.mbit_s:.3g} Mbit/s, {verdict}"
+
+
+class Thrift:
+    """Chooses for one peer.
+
+    Args:
+        precision: that the group has agreed on.
+        auto_steps: whether it may ask for local steps.
+    """
+
+    def __init__(self, budget: Budget, me: PeerId, *, precision: str, auto_steps: bool) -> None:
+        self._budget, self._me = budget, me
+        self._precision, self._auto_steps = precision, auto_steps
+        self._began_at: float | None = None
+        self._ended_at = 0.0
+        self._sent = self._received = 0.0
+        self._step_s: float | None = None
+
+    def on_round(self, sent_bytes: float, received_bytes: float, steps: int, *, now: float) -> None:
+        """A round ended that came after so many steps of the swarm."""
+        if self._began_at is None:
+            self._began_at = self._ended_at = now
+            return
+        self._sent += sent_bytes
+        self._received += received_bytes
+        step_s = (now - self._ended_at) / steps
+        self._step_s = step_s if self._step_s is None else (step_s + self._step_s) / 2
+        self._ended_at = now
+
+    def choose(self, group: Group) -> Choice | None:
+        """What to do after a round of ``group``; None while it is not known how long a step takes."""
+        return None if self._step_s is None else self._choose(group, max(self._step_s, 1e-6))
+
+    def _choose(self, group: Group, step_s: float) -> Choice:
+        narrow = Precision(SAVING).widest.encoded_bytes(group.numel) < self._bytes(self._precision, group)
+        others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
+        tries = [(True, self._precision, 1)]
+        if others_reduce:
+            tries.append((False, self._precision, 1))
+        if narrow:
+            tries.append((not others_reduce, SAVING, 1))
+        choice = self._choice(group, step_s, *tries[0])
+        for attempt in tries[1:]:
+            if not choice.within:
+                choice = self._choice(group, step_s, *attempt)
+        if not choice.within and self._auto_steps:
+            sent, received = self._traffic(group, reduces=choice.reduces, precision=choice.precision)
+            over = self._budget.times_over(sent, received, step_s) * self._overdrawn()
+            steps = min(math.ceil(over), MAX_LOCAL_STEPS)
+            choice = self._choice(group, step_s, choice.reduces, choice.precision, steps)
+        return choice
+
+    def _overdrawn(self) -> float:
+        """How many times over the budget the traffic was until now; at least 1."""
+        seconds = self._ended_at - (self._began_at or self._ended_at)
+        return max(1.0, self._budget.times_over(self._sent, self._received, seconds)) if seconds else 1.0
+
+    def _choice(self, group: Group, step_s: float, reduces: bool, precision: str, steps: int) -> Choice:
+        sent, received = self._traffic(group, reduces=reduces, precision=precision)
+        seconds = steps * step_s
+        within = self._budget.times_over(sent, received, seconds) <= 1
+        return Choice(reduces, precision, steps, max(sent, received) * 8e-6 / seconds, within)
+
+    def _traffic(self, group: Group, *, reduces: bool, precision: str) -> tuple[float, float]:
+        """Bytes that a round makes this peer send and receive."""
+        others = len(group.members) - 1
+        total = sum(member.share for member in group.members)
+        planned = sum(member.share for member in group.members if member.id == self._me) / total
+        share = (planned or 1 / len(group.members)) if reduces else 0.0
+        mine, mean = self._bytes(precision, group), self._bytes(group.mean_codec, group)
+        theirs = self._bytes(group.codec, group)
+        sent = (1 - share) * mine + share * others * mean
+        received = (1 - share) * mean + share * others * theirs
+        return sent, received
+
+    @staticmethod
+    def _bytes(precision: str, group: Group) -> int:
+        return Precision(precision, fine=0).at(0).encoded_bytes(group.numel)

@@ -1,0 +1,198 @@
+"""Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import Group, Member
+from colab_swarm.errors import StateError
+from colab_swarm.events import BudgetChosen, RoundFinished
+from colab_swarm.net.peers import PeerId
+from colab_swarm.swarm import Swarm
+from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.thrift import Budget, Choice, Thrift
+from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
+
+STEPS = 4
+
+
+def diloco_reference(rounds: int) -> torch.Tensor:
+    """By hand, one process: `STEPS` steps of its own, then Nesterov's with where they led."""
+    net, swarms = model(), model()
+    inner = Lamb(net.parameters(), lr=0.01)
+    velocity = [torch.zeros_like(p) for p in swarms.parameters()]
+    for round_ in range(rounds):
+        for step in range(STEPS):
+            inner.zero_grad()
+            loss_of(net, STEPS * round_ + step).backward()
+            inner.step()
+        with torch.no_grad():
+            for mine, shared, v in zip(net.parameters(), swarms.parameters(), velocity, strict=True):
+                pseudo = shared - mine
+                v.mul_(0.9).add_(pseudo)
+                shared.sub_(0.7 * (pseudo + 0.9 * v))
+                mine.copy_(shared)
+    return parameters_of(net)
+
+
+def test_a_peer_alone_takes_diloco_steps() -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_training(swarm, net, local_steps=STEPS)
+        for step in range(3 * STEPS):
+            loss_of(net, step).backward()
+            optimizer.step(samples=10)
+        assert optimizer.global_step == 3
+        return parameters_of(net)
+
+    with cs.simulate(1) as sim:
+        parameters = sim.run(train)["alice"]
+    torch.testing.assert_close(parameters, diloco_reference(3), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_peers_agree_after_each_round_and_newcomers_get_the_swarms_state() -> None:
+    with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
+        sim.join("erin", at=12.0)
+        results = sim.run(lambda swarm: train_freely(swarm, 6, target_batch_size=20, local_steps=STEPS))
+        rounds = sim.swarms["alice"].events.recent(RoundFinished)
+        assert len(rounds) == 6
+        assert all(r.samples >= 20 * STEPS for r in rounds if isinstance(r, RoundFinished))
+    assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
+    first, *others = [parameters for parameters, _ in results.values()]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("local", ["alice", "bob"])
+def test_peers_with_and_without_local_steps_do_not_mix(local: str) -> None:
+    def train(swarm: Swarm) -> bool:
+        net = model()
+        try:
+            optimizer = join_training(swarm, net, local_steps=STEPS if swarm.name == local else 1)
+            for step in range(3 * STEPS):
+                loss_of(net, step).backward()
+                optimizer.step(samples=10)
+        except StateError as error:
+            assert "either all peers take local_steps, or none" in str(error)
+            return False
+        return True
+
+    with cs.simulate(2, seed=1) as sim:
+        assert sorted(sim.run(train).values()) == [False, True]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1000, 2.5, "many"])
+def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None:
+    def train(swarm: Swarm) -> None:
+        with pytest.raises(ValueError, match="pass 1 to 64, or 'auto'"):
+            join_training(swarm, model(), local_steps=steps)
+        with pytest.raises(ValueError, match="choose one"):
+            join_training(swarm, model(), local_steps=2, delayed=True)
+
+    with cs.simulate(1) as sim:
+        sim.run(train)
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
+NUMEL = 1_000_000
+
+
+def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16") -> Group:
+    members = tuple(Member(p, (), 1.0, s) for p, s in zip((ME, BOB, CAROL), shares, strict=True))
+    return Group(bytes(16), 0, b"", members, NUMEL, codec, codec)
+
+
+def thrift(*, auto: bool = False, **budget: float) -> Thrift:
+    return Thrift(Budget(**budget), ME, precision="float16", auto_steps=auto)
+
+
+def choose(thrift: Thrift, group: Group, step_s: float) -> Choice:
+    for now in (0.0, step_s):
+        thrift.on_round(0, 0, 1, now=now)
+    choice = thrift.choose(group)
+    assert choice is not None
+    return choice
+
+
+def test_within_its_budget_a_peer_changes_nothing() -> None:
+    choice = choose(thrift(mbit_s=100), group_of(), 10.0)
+    assert (choice.reduces, choice.precision, choice.local_steps, choice.within) == (True, "float16", 1, True)
+
+
+def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
+    # 2 MB each way in 10 s are 1.6 Mbit/s; reducing makes it a third more
+    assert not choose(thrift(mbit_s=1.8), group_of(), 10.0).reduces
+    narrow = choose(thrift(gb_per_hour=1.2), group_of(), 10.0)  # 4 MB in 10 s are 1.44 GB an hour
+    assert (narrow.reduces, narrow.precision, narrow.within) == (False, "int8", True)
+    over = choose(thrift(mbit_s=0.5), group_of(), 10.0)
+    assert not over.within and "OVER" in str(over)
+    steps = choose(thrift(mbit_s=0.5, auto=True), group_of(), 10.0)
+    assert steps.local_steps == 4 and steps.within and steps.mbit_s <= 0.5
+
+
+def test_the_only_reducer_goes_on_reducing() -> None:
+    assert choose(thrift(mbit_s=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces
+
+
+@pytest.mark.parametrize("limits", [{}, {"mbit_s": 0.0}, {"gb_per_hour": -1.0}, {"mbit_s": float("nan")}])
+def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="give gb_per_hour, mbit_s or both"):
+        Budget(**limits)
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
+    budget = Budget(gb_per_hour=0.01)
+
+    def train(swarm: Swarm) -> tuple[bytes, str]:
+        net = torch.nn.Linear(100, 100)
+        with torch.no_grad():
+            net.weight.copy_(torch.eye(100))
+        mine = budget if swarm.name == "bob" else None
+        optimizer = join_training(swarm, net, target_batch_size=20, local_steps="auto", budget=mine)
+        while optimizer.global_step < 12:
+            net(torch.ones(2, 100)).square().mean().backward()
+            optimizer.step(samples=2)
+        return optimizer.lineage, repr(optimizer)
+
+    with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
+        results = sim.run(train)
+        [first, *_] = sim.swarms["bob"].events.recent(BudgetChosen)
+        rounds = [e for e in sim.swarms["bob"].events.recent(RoundFinished) if isinstance(e, RoundFinished)]
+    assert isinstance(first, BudgetChosen) and "local steps" in first.choice
+    assert "local steps" in results["bob"][1] and len({lineage for lineage, _ in results.values()}) == 1
+    sent = sum(r.sent_bytes + r.received_bytes for r in rounds[4:])
+    hours = (rounds[-1].at - rounds[3].at) / 3600
+    assert sent / 1e9 / hours < 1.05 * 0.01
+
+
+@pytest.mark.slow
+def test_a_limit_on_the_links_is_kept() -> None:
+    def train(swarm: Swarm) -> None:
+        net = torch.nn.Linear(1000, 1000)
+        budget = Budget(mbit_s=10.0) if swarm.name == "bob" else None
+        optimizer = join_training(swarm, net, target_batch_size=20, budget=budget)
+        while optimizer.global_step < 5:
+            net(torch.ones(2, 1000)).square().mean().backward()
+            optimizer.step(samples=2)
+
+    with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as sim:
+        before = {name: sim.swarms[name].snapshot() for name in sim.swarms}
+        assert before
+        sim.run(train)
+        peers = sim.swarms["bob"]._services.peers
+        sent = peers.statistics().sent_bytes
+        assert sent > 5e6 and sent * 8 / sim.time < 10e6 * 1.05
+
+
+def test_a_record_of_too_many_local_steps_is_refused() -> None:
+    from colab_swarm.training.progress import ProgressRecord
+
+    good = ProgressRecord(0, b"", 0.0, 0.0, syncing=False, reduces=True, name="x")
+    with pytest.raises(ValueError, match="out of range"):
+        msgspec.structs.replace(good, local_steps=1000)
