@@ -14,6 +14,7 @@ SwarmError
 ├── TermsError            the platform's terms may forbid what was asked for, and nobody said to have read them
 ├── SecretError           a token or password is needed and was found nowhere
 ├── TunnelError           a tunnel could not be opened
+├── HostError             another process of this peer's host died, failed or fell out of step
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
@@ -87,3 +88,7 @@ class TunnelError(SwarmError, ConnectionError):
 
 class StateError(SwarmError):
     """A checkpoint or a peer's training state cannot be used; the text says why."""
+
+
+class HostError(SwarmError):
+    """Another process of this peer's host died, failed or fell out of step; the text says which if it is known."""

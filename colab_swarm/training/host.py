@@ -1,0 +1,252 @@
+"""One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
+
+Rank 0 speaks to the swarm. At each step the ranks' gradients are summed at rank 0, which counts them as one
+micro-batch; whenever that changed its parameters (the swarm stepped, or this peer had fallen behind and caught up) all
+ranks get them. The ranks stay in lockstep: each makes the same calls in the same order. What they tell each other
+besides tensors is small, goes through gloo, and stays on this host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.errors import HostError
+from colab_swarm.training.checkpoint import CheckpointFolder
+from colab_swarm.training.optimizer import SwarmOptimizer
+
+LEAD = 0
+
+
+class Trains(Protocol):
+    """What rank 0 wants of a swarm."""
+
+    def optimizer(
+        self, optimizer: Optimizer, *, target_batch_size: int, **settings: Any
+    ) -> SwarmOptimizer: ...
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What rank 0 tells the others after it has talked with the swarm."""
+
+    step: int = 0
+    lineage: bytes = b""
+    result: RoundResult | None = None
+    changed: bool = False  # its parameters
+    error: str = ""
+
+
+def host_optimizer(
+    swarm: Trains | None,
+    optimizer: Optimizer,
+    *,
+    target_batch_size: int,
+    timeout_s: float = 1800.0,
+    **settings: Any,
+) -> HostOptimizer:
+    """Let all processes of a `torch.distributed` job be one peer. Every rank calls it, after ``init_process_group``.
+
+    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
+    one rank alone: use bfloat16.
+
+    Args:
+        swarm: this peer's on rank 0, None on the others.
+        optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
+        target_batch_size: samples of all peers together for one global step.
+        timeout_s: longest that one rank waits for another, whatever that does: a long evaluation, catching up.
+        settings: more for `Swarm.optimizer`; only those of rank 0 count.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: rank 0 has no swarm, or another rank has one.
+        HostError: another rank failed.
+        StateError: on rank 0: a swarm trains this already, but nobody could give its state.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
+    if (swarm is None) is (dist.get_rank() == LEAD):
+        raise ValueError("rank 0 speaks to the swarm: give it the swarm, and None to all other ranks")
+    begin = swarm and partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    return HostOptimizer(optimizer, begin, timeout_s=timeout_s)
+
+
+class HostOptimizer:
+    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, at all ranks alike.
+
+    Attributes:
+        lead: the peer's `SwarmOptimizer`, on rank 0; None on the others.
+        global_step: updates of the swarm that this rank's parameters have.
+        lineage: digest of the parameters' history.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
+    ) -> None:
+        """Use `host_optimizer`. ``begin`` enters the swarm, on rank 0."""
+        self.lead: SwarmOptimizer | None = None
+        self.global_step = 0
+        self.lineage = b""
+        self._parameters: list[Tensor] = [
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
+        numel = sum(parameter.numel() for parameter in self._parameters)
+        # The gradients' sum; samples; the losses' sum, and the samples that it is of.
+        self._sum = torch.zeros(numel + 3, device=self._parameters[0].device)
+        self._seen: object = None  # the parameters' state when the others got them last
+        self._timeout = timedelta(seconds=timeout_s)
+        self._words = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._tensors = dist.new_group(timeout=self._timeout)
+
+        def enter() -> None:
+            self.lead = begin() if begin else None
+
+        self._follow_lead(enter)
+
+    @torch.no_grad()
+    def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
+        """Count the gradients of all ranks' last ``backward()`` and step with the swarm if its batch is full.
+
+        Args:
+            samples: number of samples whose mean loss was differentiated here; 0 if there is no batch for this rank.
+            loss: that mean loss, for the charts.
+
+        Returns:
+            The averaging round's result if the global step advanced, else None; at all ranks.
+
+        Raises:
+            HostError: another rank failed, or did not come within ``timeout_s``.
+            ValueError: no rank has samples. StateError: this peer fell behind and nobody could give it the state;
+                both on rank 0.
+        """
+        self._gather(float(samples), loss)
+        return self._follow_lead(self._step)
+
+    def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
+        """Wait until the swarm takes its next step: see `SwarmOptimizer.wait_step`."""
+        if timeout_s >= self._timeout.total_seconds():
+            raise ValueError(
+                f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less"
+            )
+        return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
+
+    def load(self, source: str | Path | CheckpointFolder) -> None:
+        """Go on from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
+
+        def load() -> None:
+            self._leading().load(source)
+
+        self._follow_lead(load)
+
+    def save(self, target: str | Path | CheckpointFolder) -> None:
+        """Write a checkpoint: see `SwarmOptimizer.save`. Rank 0 writes; on the others nothing happens."""
+        if self.lead is not None:
+            self.lead.save(target)
+
+    def close(self) -> None:
+        """Leave the collaboration; the model keeps its parameters. Idempotent; no rank waits for another."""
+        if self.lead is not None:
+            self.lead.close()
+
+    def zero_grad(self) -> None:
+        """Forget this rank's gradients of the last ``backward()``."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # --- between the ranks ----------------------------------------------------------------------------------------
+
+    def _gather(self, samples: float, loss: float | None) -> None:
+        """Sum gradients and samples of all ranks at rank 0."""
+        total = self._sum.zero_()
+        if samples:
+            for parameter, part in zip(self._parameters, self._parts(), strict=True):
+                if parameter.grad is not None:
+                    part.add_(parameter.grad, alpha=samples)
+            told = (0.0, 0.0) if loss is None else (loss * samples, samples)
+            total[-3:] = torch.tensor([samples, *told])
+        self.zero_grad()
+        try:
+            # It names who is missing, which a reduction would not, and NCCL's would end the process.
+            dist.monitored_barrier(self._words, timeout=self._timeout)
+            dist.reduce(total, LEAD, group=self._tensors)
+        except RuntimeError as error:
+            raise self._lost("the ranks' gradients were not summed", error) from error
+
+    def _step(self) -> RoundResult | None:
+        """Rank 0 counts the sum as one micro-batch."""
+        samples, losses, of_samples = self._sum[-3:].tolist()
+        for parameter, part in zip(self._parameters, self._parts(), strict=True):
+            parameter.grad = part.div_(samples or 1.0).to(parameter.dtype)
+        return self._leading().step(samples=samples, loss=losses / of_samples if of_samples else None)
+
+    def _leading(self) -> SwarmOptimizer:
+        assert self.lead is not None
+        return self.lead
+
+    def _parts(self) -> list[Tensor]:
+        parts = torch.split(self._sum[:-3], [parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
+        """Rank 0 acts; all learn what came of it, and get its parameters if these changed."""
+        told = self._lead(act) if dist.get_rank() == LEAD else self._follow()
+        self.global_step, self.lineage = told.step, told.lineage
+        return told.result
+
+    def _lead(self, act: Callable[[], RoundResult | None]) -> _Told:
+        try:
+            result = act()
+        except BaseException as error:  # an interrupt included: the others must not wait for this rank
+            self._exchange(_Told(error=f"{type(error).__name__}: {error}"))
+            raise
+        lead = self._leading()
+        # Versions tell of updates that come late or between the swarm's steps, the lineage of the rest.
+        seen = (lead.lineage, [parameter._version for parameter in self._parameters])
+        told = _Told(lead.global_step, lead.lineage, result, changed=seen != self._seen)
+        self._exchange(told)
+        self._seen = seen
+        return told
+
+    def _follow(self) -> _Told:
+        told = self._exchange(None)
+        if told.error:
+            raise HostError(f"rank {LEAD}, which speaks to the swarm, failed: {told.error}")
+        return told
+
+    @torch.no_grad()
+    def _exchange(self, told: _Told | None) -> _Told:
+        """Broadcast rank 0's word, then its parameters if they changed."""
+        box = [told]
+        try:
+            dist.broadcast_object_list(box, LEAD, group=self._words)
+            word = box[0]
+            assert word is not None
+            for parameter in self._parameters if word.changed else ():
+                values = parameter.detach().contiguous()
+                dist.broadcast(values, LEAD, group=self._tensors)
+                if told is None:
+                    parameter.copy_(values)
+        except RuntimeError as error:
+            raise self._lost(f"rank {LEAD} could not tell the others what came of it", error) from error
+        return word
+
+    def _lost(self, what: str, error: RuntimeError) -> HostError:
+        where, longest = f"at rank {dist.get_rank()}", f"{self._timeout.total_seconds():g} s"
+        reason = str(error).partition("\n")[0]
+        return HostError(
+            f"{what}: {where} a rank was missed that has died, failed, or did not come within {longest}; its own "
+            f"output tells why. Start all ranks again. ({reason})"
+        )
+
+    def __repr__(self) -> str:
+        return f"HostOptimizer(rank {dist.get_rank()} of {dist.get_world_size()}, step={self.global_step})"

@@ -1,0 +1,106 @@
+"""One rank of a host, as a process: ``python -m tests.training.host_rank SCENARIO RANK FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import colab_swarm as cs
+from colab_swarm.errors import HostError
+from colab_swarm.swarm import Swarm
+from colab_swarm.training.host import HostOptimizer, host_optimizer
+from colab_swarm.training.lamb import Lamb
+from tests.training.toy import BATCH, ROWS, loss_of, model, parameters_of, wait_for_peers
+
+RANKS = 2
+STEPS = 6
+HALVES = [ROWS["alice"], ROWS["bob"]]  # rows of the batch, per rank
+Net = torch.nn.Module
+
+
+def begin(swarm: Swarm | None, net: Net, timeout_s: float = 60.0) -> HostOptimizer:
+    lamb = Lamb(net.parameters(), lr=0.01)
+    settings = {} if swarm is None else {"matchmaking_s": 20.0}
+    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=timeout_s, **settings)
+
+
+def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
+    loss = loss_of(net, step, rows)
+    loss.backward()
+    return {"samples": rows.stop - rows.start, "loss": loss.item()}
+
+
+def train(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Each rank takes its own rows of the batch; a peer outside takes the rest."""
+    optimizer = begin(swarm, net)
+    if swarm is not None:
+        assert optimizer.lead is not None
+        wait_for_peers(swarm, optimizer.lead, 2)
+    while optimizer.global_step < STEPS:
+        step = optimizer.global_step
+        result = optimizer.step(**backward(net, step, HALVES[dist.get_rank()]))
+        if optimizer.global_step == step:
+            result = optimizer.wait_step(timeout_s=30.0)
+        assert result is not None and len(result.group.members) == 2
+    optimizer.save(folder / f"{dist.get_rank()}.checkpoint")
+    optimizer.close()
+
+
+def shed(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Unequal ranks become equal; a checkpoint is loaded by all; one rank has no samples, then none has."""
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            net[0].weight.zero_()
+    optimizer = begin(swarm, net)
+    optimizer.save(folder / "first")
+    for step in range(2):
+        samples = BATCH if dist.get_rank() else 0
+        report = backward(net, step, slice(0, BATCH))
+        optimizer.step(samples=samples, loss=report["loss"] if samples else None)
+    assert optimizer.global_step == 2
+    torch.save(parameters_of(net), folder / f"second {dist.get_rank()}")
+    optimizer.load(folder / "first")
+    assert optimizer.global_step == 0
+    try:
+        optimizer.step(samples=0)
+    except (ValueError, HostError) as error:
+        (folder / f"error {dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
+
+
+def die(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """The rank that the folder's name ends with dies in the second step."""
+    optimizer = begin(swarm, net)
+    optimizer.step(**backward(net, 0, slice(0, BATCH)))
+    if folder.name.endswith(str(dist.get_rank())):
+        os._exit(7)
+    try:
+        while True:
+            optimizer.step(**backward(net, 1, slice(0, BATCH)))
+    except HostError as error:
+        (folder / f"error {dist.get_rank()}").write_text(str(error))
+
+
+SCENARIOS: dict[str, Callable[[Swarm | None, Net, Path], None]] = {"train": train, "shed": shed, "die": die}
+
+if __name__ == "__main__":
+    scenario, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=RANKS)
+    net = model()
+    if rank:
+        SCENARIOS[scenario](None, net, place)
+    else:
+        options, invite = cs.PeerOptions(lan=False), place / "invite"
+        swarm = (
+            cs.join(invite.read_text(), peer_name="host", options=options)
+            if invite.exists()
+            else cs.create("host", peer_name="host", options=options)
+        )
+        with swarm:
+            SCENARIOS[scenario](swarm, net, place)
+    torch.save(parameters_of(net), place / f"parameters {rank}")

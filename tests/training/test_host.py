@@ -1,0 +1,113 @@
+"""A peer of two gloo processes, on loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.training.host import host_optimizer
+from colab_swarm.training.lamb import Lamb
+from tests.training.host_rank import RANKS, STEPS
+from tests.training.toy import (
+    ROWS,
+    join_training,
+    joint_reference,
+    loss_of,
+    model,
+    parameters_of,
+    wait_for_peers,
+)
+
+pytestmark = pytest.mark.slow
+ALONE_STEPS = 2
+
+
+def run_ranks(scenario: str, folder: Path, meanwhile: Callable[[], object] = lambda: None) -> list[int]:
+    """Exit statuses of the ranks, in order."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.host_rank", scenario, str(rank), str(folder)],
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        meanwhile()
+        return [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
+    net = model()
+    with cs.create("host", peer_name="carol", options=cs.PeerOptions(lan=False)) as carol:
+        (tmp_path / "invite").write_text(carol.invite())
+        optimizer = join_training(carol, net, matchmaking_s=20.0)
+        for step in range(ALONE_STEPS):  # so that the host has something to catch up with
+            loss_of(net, step).backward()
+            optimizer.step(samples=10)
+
+        def take_the_other_rows() -> None:
+            wait_for_peers(carol, optimizer, 2)
+            while optimizer.global_step < STEPS:
+                step = optimizer.global_step
+                loss_of(net, step, slice(3, 10)).backward()
+                optimizer.step(samples=7)
+                if optimizer.global_step == step:
+                    optimizer.wait_step(timeout_s=60.0)
+
+        assert run_ranks("train", tmp_path, take_the_other_rows) == [0, 0]
+    assert (ROWS["alice"].start, ROWS["bob"].stop) == (0, 3)
+    for parameters in (
+        parameters_of(net),
+        *(torch.load(tmp_path / f"parameters {rank}") for rank in range(RANKS)),
+    ):
+        torch.testing.assert_close(parameters, joint_reference(STEPS), rtol=0, atol=1e-5)
+    assert (tmp_path / "0.checkpoint").exists() and not (tmp_path / "1.checkpoint").exists()
+
+
+def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
+    assert run_ranks("shed", tmp_path) == [0, 0]
+    for rank in range(RANKS):
+        torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), joint_reference(2))
+        assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), parameters_of(model()))
+    assert (tmp_path / "error 0").read_text().startswith("ValueError: samples=0.0")
+    assert (
+        (tmp_path / "error 1")
+        .read_text()
+        .startswith("HostError: rank 0, which speaks to the swarm, failed: Val")
+    )
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: int) -> None:
+    folder = tmp_path / f"victim {victim}"
+    folder.mkdir()
+    statuses = run_ranks("die", folder)
+    assert statuses[victim] == 7 and statuses[1 - victim] == 0
+    told = (folder / f"error {1 - victim}").read_text()
+    assert f"at rank {1 - victim} a rank was missed that has died" in told
+
+
+def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    lamb = Lamb(model().parameters())
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        host_optimizer(None, lamb, target_batch_size=10)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ValueError, match="give it the swarm"):
+            host_optimizer(None, lamb, target_batch_size=10)
+    finally:
+        torch.distributed.destroy_process_group()
