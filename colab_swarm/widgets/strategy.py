@@ -1,0 +1,176 @@
+"""What the adaptive strategy makes of a collaboration: drawn anew with every move of a slider."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from colab_swarm.averaging.strategy import Capacity, Plan, Setup, plan_round
+from colab_swarm.widgets.environment import has_frontend
+
+MAX_COUNT = 32
+WIDTH = 260
+ROW = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Several peers that are alike.
+
+    Attributes:
+        name: what to call them.
+        count: how many.
+        mbit_s: up and down, each.
+        computes: whether they have an accelerator; without, they only reduce.
+    """
+
+    name: str
+    count: int
+    mbit_s: float
+    computes: bool = True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A collaboration, the plan for it, and how long its rounds take the other ways.
+
+    Attributes:
+        shares: of the reducing, per kind, all its peers together.
+        all_reduce_s: everybody reduces the same share.
+        server_s: the best single peer reduces everything.
+    """
+
+    kinds: tuple[Kind, ...]
+    plan: Plan
+    shares: tuple[float, ...]
+    all_reduce_s: float
+    server_s: float
+
+
+def compare(kinds: Sequence[Kind], *, megabytes: float) -> Comparison:
+    """Plan one round of averaging a gradient of so many ``megabytes``.
+
+    Raises:
+        ValueError: nobody computes.
+    """
+    peers = [kind for kind in kinds for _ in range(kind.count)]
+    capacities = tuple(Capacity(float(k.computes), k.mbit_s * 1e6, k.mbit_s * 1e6) for k in peers)
+    if not any(kind.computes for kind in peers):
+        raise ValueError("nobody computes gradients: give a kind that does a count of 1 or more")
+    setup = Setup(capacities, megabytes * 1e6, megabytes * 1e6)
+    computing = [index for index, kind in enumerate(peers) if kind.computes]
+    plan = plan_round(setup, computing)
+    alone = ([float(i == server) for i in range(len(peers))] for server in range(len(peers)))
+    return Comparison(
+        tuple(kinds),
+        plan,
+        tuple(sum(s for s, k in zip(plan.shares, peers, strict=True) if k is kind) for kind in kinds),
+        plan_round(setup, computing, [1.0] * len(peers)).averaging_s,
+        min(plan_round(setup, computing, shares).averaging_s for shares in alone),
+    )
+
+
+def strategy_text(found: Comparison) -> str:
+    """The comparison as aligned lines."""
+    kinds = [
+        f"  {kind.count:2} {kind.name:<12} {kind.mbit_s:6.0f} Mbit/s   reduce {share:4.0%}"
+        for kind, share in zip(found.kinds, found.shares, strict=True)
+        if kind.count
+    ]
+    times = [f"  {name:<18} {seconds:6.1f} s" for name, seconds in _times(found)]
+    return "\n".join([*kinds, *times, f"  {found.plan.explanation}"])
+
+
+def strategy_html(found: Comparison) -> str:
+    """The comparison as one ``div`` with two bar charts; needs no script."""
+    shares = [
+        (f"{kind.count} {kind.name}, {kind.mbit_s:.0f} Mbit/s", share, f"{share:.0%}")
+        for kind, share in zip(found.kinds, found.shares, strict=True)
+        if kind.count
+    ]
+    times = [(name, seconds, f"{seconds:.1f} s") for name, seconds in _times(found)]
+    return (
+        '<div style="font-family:sans-serif;font-size:13px">'
+        f"<b>who reduces how much</b>{_bars(shares, '#1f77b4')}"
+        f"<b>how long a round takes</b>{_bars(times, '#ff7f0e')}"
+        f"{html.escape(found.plan.explanation)}</div>"
+    )
+
+
+def _times(found: Comparison) -> list[tuple[str, float]]:
+    return [
+        ("all-reduce", found.all_reduce_s),
+        ("parameter server", found.server_s),
+        ("adaptive", found.plan.averaging_s),
+    ]
+
+
+def _bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
+    longest = max((value for _, value, _ in rows), default=0.0) or 1.0
+    drawn = "".join(
+        f'<text x="0" y="{ROW * i + 14}">{html.escape(label)}</text>'
+        f'<rect x="190" y="{ROW * i + 3}" width="{WIDTH * value / longest:.1f}" height="{ROW - 6}" fill="{colour}"/>'
+        f'<text x="{196 + WIDTH * value / longest:.1f}" y="{ROW * i + 14}">{text}</text>'
+        for i, (label, value, text) in enumerate(rows)
+    )
+    size = f'width="{WIDTH + 250}" height="{ROW * len(rows) + 4}"'
+    return f'<br><svg {size} role="img" fill="currentColor" font-size="12">{drawn}</svg><br>'
+
+
+class StrategyExplorer:
+    """Sliders for the peers and their bandwidths; without a front-end the comparison as text and static HTML.
+
+    Args:
+        megabytes: of a gradient.
+        live: whether to use widgets; None to find out.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], *, megabytes: float, live: bool | None = None) -> None:
+        self._kinds, self._megabytes = list(kinds), megabytes
+        self.found = compare(kinds, megabytes=megabytes)
+        self._view: Any = None
+        self._box: Any = None
+        if has_frontend() if live is None else live:
+            self._build()
+
+    def _build(self) -> None:
+        import ipywidgets
+
+        self._view = ipywidgets.HTML(strategy_html(self.found))
+        rows = []
+        for index, kind in enumerate(self._kinds):
+            count = ipywidgets.IntSlider(kind.count, 0, MAX_COUNT, description=kind.name)
+            speed = ipywidgets.FloatLogSlider(
+                kind.mbit_s, min=0, max=4, description="Mbit/s", readout_format=".0f"
+            )
+            count.observe(lambda change, i=index: self.change(i, count=change["new"]), names="value")
+            speed.observe(lambda change, i=index: self.change(i, mbit_s=change["new"]), names="value")
+            rows.append(ipywidgets.HBox([count, speed]))
+        self._box = ipywidgets.VBox([*rows, self._view])
+
+    def change(self, index: int, **changes: float) -> None:
+        """Change the ``count`` or ``mbit_s`` of a kind and draw again."""
+        self._kinds[index] = replace(self._kinds[index], **changes)  # type: ignore[arg-type]
+        try:
+            self.found = compare(self._kinds, megabytes=self._megabytes)
+        except ValueError as error:
+            drawn = f"<i>{html.escape(str(error))}</i>"
+        else:
+            drawn = strategy_html(self.found)
+        if self._view is not None:
+            self._view.value = drawn
+
+    def __repr__(self) -> str:
+        return strategy_text(self.found)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": strategy_html(self.found)}
+        if self._box is not None:
+            bundle["application/vnd.jupyter.widget-view+json"] = {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": self._box.model_id,
+            }
+        return bundle
