@@ -60,8 +60,8 @@ class TextMix:
         return next(reader)
 
     def until_read(self, rng: random.Random) -> Iterator[str]:
-        """Documents until one of the sources has been read to its end."""
-        while not any(reader.place.pass_number for reader in self._readers):
+        """Documents until each of the sources has been read to its end at least once."""
+        while not all(reader.place.pass_number for reader in self._readers):
             yield self.draw(rng)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,13 +3,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AlbertForPreTraining, PreTrainedTokenizerFast
 
 from colab_swarm.recipes.albert import SIZES, albert, albert_config, mean_loss
-from colab_swarm.recipes.hyperparameters import AlbertSettings, parameter_groups
+from colab_swarm.recipes.hyperparameters import SETTINGS, AlbertSettings, albert_optimizer, parameter_groups
+from colab_swarm.recipes.memory import Fit
+from colab_swarm.recipes.streaming import StreamedBatches
 from colab_swarm.training.lamb import Lamb
 
 
@@ -94,6 +97,47 @@ def test_settings_are_the_published_ones() -> None:
     settings = AlbertSettings()
     assert (settings.lr, settings.weight_decay, settings.clamp) == (1.76e-3, 0.01, 1e4)
     assert (settings.warmup_steps, settings.total_steps, settings.target_batch_size) == (5_000, 125_000, 4096)
+    assert settings == SETTINGS["large"]
+    assert SETTINGS.keys() == SIZES.keys()
+
+
+def test_the_learning_rate_rises_for_5000_steps_and_falls_to_nothing_at_125000() -> None:
+    optimizer, scheduler = albert_optimizer(torch.nn.Linear(2, 2), "large")
+    rate = scheduler.lr_lambdas[0]
+    assert rate(0) == pytest.approx(1 / 5000)
+    assert rate(4_999) == rate(5_000) == 1
+    assert rate(65_000) == pytest.approx(0.5)
+    assert rate(125_000) == rate(200_000) == 0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.76e-3 / 5000)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert optimizer.param_groups[0]["clamp"] == 1e4
+
+
+@pytest.mark.slow
+def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.recipes.albert._fit_this_machine", lambda *_: Fit(2, checkpointing=True))
+    model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
+    assert isinstance(batches, StreamedBatches)
+    batch = next(batches)
+    batches.close()
+    assert batch["input_ids"].shape == (2, 64)
+    model(**batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_tokenizer_trained_on_a_mix_is_the_same_for_all_peers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(
+        "\n".join(f"{n} apples and pears fell. {n + 1} did not." for n in range(500))
+    )
+    (tmp_path / "b.txt").write_text("\n".join(f"{n} bears slept: they did." for n in range(500)))
+    mix = {str(tmp_path / "a.txt"): 1.0, str(tmp_path / "b.txt"): 3.0}
+    (_, hers), (_, his) = (albert(text=mix, language="bn", swarm=Peer(name)) for name in (b"alice", b"bob"))
+    assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
+    assert hers.tokenizer.unk_token_id not in hers.tokenizer("apples and bears")["input_ids"]
+    assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])
 
 
 def test_a_wrong_size_or_length_is_refused() -> None:

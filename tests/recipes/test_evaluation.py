@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AlbertForMaskedLM, AlbertForPreTraining, PreTrainedTokenizerFast
+from transformers.modeling_outputs import MaskedLMOutput
+
+from colab_swarm.recipes.albert import SIZES, albert_config
+from colab_swarm.recipes.evaluation import Guess, fill_mask, masked_loss
+from colab_swarm.recipes.tokenizer import train_tokenizer
+
+RHYME = ["one two three four five six seven eight nine ten eleven twelve " * 4]
+
+
+class Prejudiced(torch.nn.Module):
+    """A model that thinks the same of every place, whatever the text."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        super().__init__()
+        self.scores = torch.nn.Parameter(scores)
+        self.config = SimpleNamespace(max_position_embeddings=512)
+
+    def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> MaskedLMOutput:
+        return MaskedLMOutput(logits=self.scores.expand(*input_ids.shape, -1))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(RHYME, vocabulary=60)
+
+
+@pytest.fixture(scope="module")
+def untrained(tokenizer: PreTrainedTokenizerFast) -> AlbertForPreTraining:
+    torch.manual_seed(0)
+    return AlbertForPreTraining(albert_config(SIZES["tiny"], tokenizer)).train()
+
+
+def test_guesses_are_the_likeliest_tokens_with_their_probabilities(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chances = torch.full((len(tokenizer),), 1e-9)
+    favourites = tokenizer.convert_tokens_to_ids(["e", "n", "t"])
+    chances[favourites] = torch.tensor([0.2, 0.5, 0.3])
+    (guesses,) = fill_mask(Prejudiced(chances.log()), tokenizer, "one [MASK] three", top=3)
+    assert [guess.token for guess in guesses] == ["n", "t", "e"]
+    assert [guess.probability for guess in guesses] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
+    assert str(guesses[0]) == "n 50%"
+
+
+def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabulary(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ignorant = Prejudiced(torch.zeros(len(tokenizer)))
+    assert masked_loss(ignorant, tokenizer, RHYME, sequence_length=32) == pytest.approx(
+        math.log(len(tokenizer))
+    )
+
+
+def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer(RHYME[0], add_special_tokens=False)["input_ids"]
+    knowing = torch.full((len(tokenizer),), -1e4)
+    knowing[sorted(set(ids))] = 0.0  # whoever counted a special or padded place would get an enormous loss
+    loss = masked_loss(Prejudiced(knowing), tokenizer, RHYME, sequence_length=32)
+    assert loss == pytest.approx(math.log(len(set(ids))))
+
+
+def test_the_loss_is_the_same_every_time_and_for_every_batch_size(
+    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    one, three = (
+        masked_loss(untrained, tokenizer, RHYME, sequence_length=32, batch_size=size) for size in (1, 3)
+    )
+    assert three == pytest.approx(one, rel=1e-5)
+    assert masked_loss(untrained, tokenizer, RHYME, sequence_length=32, seed=1) != pytest.approx(
+        one, rel=1e-5
+    )
+    assert torch.equal(torch.rand(1), expected)
+    assert untrained.training
+
+
+def test_every_mask_gets_its_guesses_from_either_kind_of_model(
+    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for model in (untrained, AlbertForMaskedLM(untrained.config)):
+        found = fill_mask(model, tokenizer, "one [MASK] three [MASK]", top=2)
+        assert [[type(guess) for guess in guesses] for guesses in found] == [[Guess, Guess]] * 2
+
+
+def test_text_without_a_mask_or_too_short_is_refused(
+    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match=r"no \[MASK\] in the text"):
+        fill_mask(untrained, tokenizer, "one two")
+    with pytest.raises(ValueError, match="too short"):
+        masked_loss(untrained, tokenizer, ["", "a"])
