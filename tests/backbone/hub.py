@@ -1,0 +1,126 @@
+"""A stand-in for the Hugging Face Hub: what huggingface_hub says over HTTP to make a commit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Look again and again, for 20 s at most."""
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@dataclass
+class Commit:
+    message: str
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+class StandIn:
+    """Takes commits to any repository by one token; ``fail`` so many times first."""
+
+    def __init__(self, token: str, *, fail: int = 0) -> None:
+        self.token, self.fail = token, fail
+        self.failed = 0
+        self.repos: dict[str, bool] = {}  # private?
+        self.commits: list[Commit] = []
+        self.large: dict[str, bytes] = {}  # by SHA-256
+        self.refused = 0
+        self.changed = threading.Condition()
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def wait(self, commits: int) -> list[Commit]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.commits) >= commits, 20)
+            return list(self.commits)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: ClassVar[StandIn]
+
+    def log_message(self, *_: object) -> None:
+        """Not a word."""
+
+    def answer(self, body: object, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def read(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def do_PUT(self) -> None:
+        self.hub.large[self.path.rpartition("/")[2]] = self.read()
+        self.answer({})
+
+    def do_POST(self) -> None:
+        data = self.read()
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self.hub.refused += 1
+            self.answer({"error": "Invalid username or password."}, 401)
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            told = json.loads(data)
+            name = f"{told['organization']}/{told['name']}"
+            self.hub.repos[name] = told.get("private", False)
+            self.answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
+        elif "/preupload/" in self.path:
+            files = [self.mode(file) for file in json.loads(data)["files"]]
+            self.answer({"files": files, "commitOid": "0" * 40})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            self.answer({"transfer": "basic", "objects": list(map(self.upload, json.loads(data)["objects"]))})
+        elif "/commit/" in self.path and self.hub.failed < self.hub.fail:
+            self.hub.failed += 1
+            self.answer({"error": "the commit could not be made"}, 400)
+        elif "/commit/" in self.path:
+            self.commit([json.loads(line) for line in data.splitlines()])
+            url = f"{self.hub.endpoint}/{'/'.join(self.path.split('/')[3:5])}/commit/{'1' * 40}"
+            self.answer({"success": True, "commitUrl": url, "commitOid": "1" * 40})
+        else:
+            self.answer({}, 404)
+
+    @staticmethod
+    def mode(file: dict[str, Any]) -> dict[str, Any]:
+        kind = "lfs" if file["path"].endswith(".safetensors") else "regular"
+        return {"path": file["path"], "uploadMode": kind, "shouldIgnore": False}
+
+    def upload(self, one: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **one,
+            "actions": {"upload": {"href": f"{self.hub.endpoint}/large/{one['oid']}", "header": {}}},
+        }
+
+    def commit(self, lines: list[dict[str, Any]]) -> None:
+        made = Commit(next(line["value"]["summary"] for line in lines if line["key"] == "header"))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                made.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                made.files[value["path"]] = self.hub.large[value["oid"]]
+        with self.hub.changed:
+            self.hub.commits.append(made)
+            self.hub.changed.notify_all()

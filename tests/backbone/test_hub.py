@@ -1,0 +1,110 @@
+"""Pushing checkpoints to a stand-in of the Hub."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.backbone.hub import HubPush, HubSettings
+from colab_swarm.backbone.vault import Checkpoint, Vault
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.backbone.hub import StandIn, wait_until
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("huggingface_hub")
+TOKEN = "hf_secretsecretsecret"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Speaks the older of the two ways to upload large files."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    hub = StandIn(TOKEN)
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def pushing(hub: StandIn) -> Iterator[HubPush]:
+    push = HubPush(settings(hub))
+    yield push
+    push.close()
+
+
+def settings(hub: StandIn, token: str = TOKEN) -> HubSettings:
+    return HubSettings(
+        "alice/test",
+        "test-run",
+        private=True,
+        every_s=0.05,
+        token=token,
+        endpoint=hub.endpoint,
+        first_retry_s=0.05,
+    )
+
+
+def saved(folder: Path, step: int) -> tuple[Checkpoint, Path]:
+    path = Vault(folder).file_of(step)
+    save_checkpoint(path, {"step": step})
+    return Checkpoint(step, 9.5 - step, 1.8e9, path.stat().st_size, path.name), path
+
+
+def test_a_checkpoint_its_history_and_a_card_are_committed(
+    hub: StandIn, pushing: HubPush, tmp_path: Path
+) -> None:
+    first, second = saved(tmp_path, 3), saved(tmp_path, 4)
+    pushing.push(*first, [first[0]])
+    hub.wait(1)
+    pushing.push(*second, [first[0], second[0]])
+    second[1].unlink()  # pruned before its turn
+    commits = hub.wait(2)
+    assert hub.repos == {"alice/test": True}
+    assert [commit.message for commit in commits] == ["Step 3, loss 6.500", "Step 4, loss 5.500"]
+    files = commits[1].files
+    (tmp_path / "fetched").write_bytes(files["state.safetensors"])
+    assert load_checkpoint(tmp_path / "fetched") == {"step": 4}
+    assert files["history.jsonl"].count(b"\n") == 2
+    card = files["README.md"].decode()
+    assert 'hf_hub_download("alice/test", "state.safetensors")' in card
+    assert card.index("| 4 | 5.500 | 2027-01-15 08:00 |") < card.index("| 3 | 6.500 |")
+
+
+def test_a_push_that_fails_is_tried_again_and_told_about(
+    hub: StandIn, pushing: HubPush, tmp_path: Path
+) -> None:
+    hub.fail = 2
+    one = saved(tmp_path, 3)
+    pushing.push(*one, [one[0]])
+    hub.wait(1)
+    assert hub.failed == pushing.failures == 2
+
+
+def test_the_token_is_nowhere_to_be_seen_when_the_hub_refuses_it(
+    hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    chosen = settings(hub, token="hf_wrongwrongwrong")
+    push = HubPush(chosen)
+    one = saved(tmp_path, 3)
+    push.push(*one, [one[0]])
+    wait_until(lambda: push.failures)
+    push.close()
+    assert hub.refused and not hub.commits
+    assert "not pushed" in push.state and "hf_wrong" not in push.state + caplog.text + repr(chosen) + repr(
+        push
+    )
+
+
+def test_only_the_newest_waits_and_nothing_is_left_behind(hub: StandIn, tmp_path: Path) -> None:
+    push = HubPush(settings(hub))
+    hub.fail = 10**9
+    for step in (1, 2, 3):
+        push.push(*(one := saved(tmp_path, step)), [one[0]])
+    wait_until(lambda: push.failures >= 2)
+    hub.fail = 0
+    assert hub.wait(1)[-1].message.startswith("Step 3")
+    push.close()
+    wait_until(lambda: not list(tmp_path.glob("push-*")))

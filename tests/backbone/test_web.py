@@ -1,0 +1,106 @@
+"""The dashboard's server: what it answers, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from colab_swarm.backbone.config import Dashboard
+from colab_swarm.backbone.view import View
+from colab_swarm.backbone.web import ANSWERS_PER_S, DashboardServer
+from tests.backbone.views import view
+
+
+class Scene:
+    """A server and a browser; ``looks`` counts how often the run was looked at."""
+
+    def __init__(self, browser: aiohttp.ClientSession) -> None:
+        self.looks = 0
+        self.server = DashboardServer(self.look)
+        self.browser = browser
+
+    def look(self) -> View:
+        self.looks += 1
+        return view(evil="model")
+
+    async def get(self, path: str) -> aiohttp.ClientResponse:
+        answer = await self.browser.get(self.server.url + path)
+        await answer.read()
+        return answer
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Scene]:
+    async with aiohttp.ClientSession() as browser:
+        scene = Scene(browser)
+        await scene.server.start(Dashboard(port=0))
+        try:
+            yield scene
+        finally:
+            await scene.server.close()
+
+
+def test_page_json_and_metrics_are_served_and_locked_down() -> None:
+    async def main() -> None:
+        async with served() as scene:
+            assert scene.server.url.startswith("http://127.0.0.1:")
+            page = await scene.get("")
+            assert page.status == 200 and page.content_type == "text/html"
+            assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
+            assert page.headers["X-Content-Type-Options"] == "nosniff"
+            run = await (await scene.get("api/run")).json()
+            assert run["run"] == "sahajbert" and run["collaborations"][0]["step"] == 2400
+            points = await (await scene.get("api/model/points")).json()
+            assert points[0]["step"] == 0 and len(points) == 300
+            assert "colab_swarm_step" in await (await scene.get("metrics")).text()
+            assert (await (await scene.get("api/contributions")).json())[0]["name"] == "alice"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "path", ["api/model/secrets", "api/other/points", "api/model/__class__", "etc/passwd"]
+)
+def test_there_is_nothing_else(path: str) -> None:
+    async def main() -> None:
+        async with served() as scene:
+            assert (await scene.get(path)).status == 404
+
+    asyncio.run(main())
+
+
+def test_nobody_can_change_anything() -> None:
+    async def main() -> None:
+        async with served() as scene:
+            for verb in ("POST", "PUT", "DELETE", "PATCH"):
+                async with scene.browser.request(verb, scene.server.url) as answer:
+                    assert answer.status == 405
+
+    asyncio.run(main())
+
+
+def test_many_browsers_cost_one_look_a_second_and_too_many_are_told_so() -> None:
+    async def main() -> None:
+        async with served() as scene:
+            answers = await asyncio.gather(*(scene.get("live") for _ in range(2 * ANSWERS_PER_S)))
+            statuses = [answer.status for answer in answers]
+            assert statuses.count(200) <= ANSWERS_PER_S * scene.looks
+            assert 429 in statuses or scene.looks > 1
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    async def main() -> None:
+        async with served() as scene:
+            other = DashboardServer(scene.look)
+            port = int(scene.server.url.rstrip("/").rpartition(":")[2])
+            with pytest.raises(OSError):
+                await other.start(Dashboard(port=port))
+            await other.close()
+
+    asyncio.run(main())
