@@ -268,13 +268,17 @@ class Swarm:
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Leave the run and close all links. Idempotent."""
+    def leave(self, *, hand_over_s: float = 0.0) -> None:
+        """Leave the run and close all links. Idempotent.
+
+        Args:
+            hand_over_s: how long to wait for a last round, so that gradients accumulated here are not lost.
+        """
         if self.left:
             return
-        self.left = True
         for optimizer in self._optimizers.values():
-            optimizer.close()
+            optimizer.close(hand_over_s=hand_over_s)
+        self.left = True
         if self.assistance is not None:
             self.assistance.stop()
         self._runtime.call(_close(self._services, self._presence))

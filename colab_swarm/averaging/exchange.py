@@ -121,6 +121,7 @@ class Exchange:
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.sent_bytes = self.received_bytes = 0
         self.serving = 0
+        self.served = asyncio.Event()
         self.sending = sending or Sending()
         self._precision = Precision(self.sending.precision or group.codec, self.sending.fine)
         self._mean_precision = Precision(group.mean_codec, self.sending.fine)

@@ -24,6 +24,7 @@ from colab_swarm.tensors.codecs import Floats
 __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 logger = logging.getLogger(__name__)
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,17 @@ class Averager:
         start, stop = group.spans()[me]
         return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
 
+    async def drain(self, prefix: str) -> None:
+        """Return when no member of the last round wants anything of us any more; gives up after a while."""
+        if (exchange := self._finished.get(prefix)) is None:
+            return
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while exchange.serving:
+                    await exchange.served.wait()
+        except TimeoutError:
+            logger.info("%d members still want something of the last round", exchange.serving)
+
     def forget(self, prefix: str) -> None:
         """Free what finished rounds of a collaboration left behind: it is over."""
         if exchange := self._finished.pop(prefix, None):
@@ -246,11 +258,14 @@ class Averager:
         if member is None:
             raise Refusal("the group of this round was formed without you")
         exchange.serving += 1
+        exchange.served.clear()
         try:
             async with asyncio.timeout(self._settings.round_timeout_s):
                 yield exchange, member
         finally:
             exchange.serving -= 1
+            if not exchange.serving:
+                exchange.served.set()
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:

@@ -93,7 +93,8 @@ class Collaboration:
         self._tasks.append(asyncio.create_task(self._heartbeat(), name="progress"))
 
     async def stop(self) -> None:
-        """Stop taking part and tell the others, by a record that expires at once."""
+        """Serve the last round to its end, stop taking part and tell the others, by a record that expires at once."""
+        await self.services.averager.drain(self._settings.prefix)
         self.vanish()
         await self._publish(ttl_s=0.5)
 

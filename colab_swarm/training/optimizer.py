@@ -201,9 +201,15 @@ class SwarmOptimizer(Optimizer):
     async def _level_with_replica(self, *, syncing: bool) -> None:
         self._collaboration.level_with(self._replica.step, self._replica.lineage, syncing=syncing)
 
-    def close(self) -> None:
-        """Leave the collaboration; the model keeps the newest parameters. Idempotent."""
+    def close(self, *, hand_over_s: float = 0.0) -> None:
+        """Leave the collaboration; the model keeps the newest parameters. Idempotent.
+
+        Args:
+            hand_over_s: how long to wait for a last round that takes what is accumulated; with 0 it is lost.
+        """
         if not self._closed:
+            if hand_over_s > 0 and self._gathered.samples:
+                self.wait_step(hand_over_s)
             self._closed = True
             flight, self._flight = self._flight, None
             self._runtime.call(self._stop(flight))

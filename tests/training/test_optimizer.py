@@ -14,8 +14,10 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinRound, RoundCall
+from colab_swarm.averaging.round import Averager
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
+from colab_swarm.sim import SimNetwork, run_virtual
 from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
@@ -33,6 +35,7 @@ from tests.training.toy import (
     parameters_of,
     train_freely,
     train_own_rows,
+    wait_for_peers,
 )
 
 
@@ -394,3 +397,47 @@ def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
     with simulation(1) as sim:
         there = (True, ("sim://alice",))
         assert sim.run(train)["alice"] == [there, (False, ()), there]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_trainer_that_leaves_hands_over_what_it_has(delayed: bool) -> None:
+    def train(swarm: Swarm) -> float:
+        net = model()
+        optimizer = join_training(swarm, net, target_batch_size=40, delayed=delayed)
+        wait_for_peers(swarm, optimizer, 3)
+        if swarm.name == "carol":
+            for _ in range(3):
+                loss_of(net, 0).backward()
+                optimizer.step(samples=2)
+            swarm.leave(hand_over_s=60.0)
+            return optimizer.global_step
+        while optimizer.global_step < 4:
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=2)
+        return optimizer.global_step
+
+    with simulation(3, "home") as sim:
+        assert sim.run(train) == {"alice": 4, "bob": 4, "carol": 1}
+        first = sim.swarms["alice"].events.recent(RoundFinished)[0]
+    assert isinstance(first, RoundFinished) and len(first.contributors) == 3
+
+
+def test_whoever_leaves_serves_its_last_round_to_the_end() -> None:
+    async def main() -> tuple[float, float]:
+        averager = Averager(SimNetwork().peer("alice"))
+        exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()
+        averager._finished["p"] = exchange
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await averager.drain("p")
+        gave_up = clock() - began
+        asyncio.get_running_loop().call_later(
+            1.0, lambda: (setattr(exchange, "serving", 0), exchange.served.set())
+        )
+        began = clock()
+        await averager.drain("p")
+        return gave_up, clock() - began
+
+    gave_up, waited = run_virtual(main())
+    assert gave_up == pytest.approx(5.0) and waited == pytest.approx(1.0)
