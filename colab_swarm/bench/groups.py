@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -152,7 +153,8 @@ def play(
     town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
 ) -> Story:
     """Let the town average; crashed peers are not in the story."""
-    return run_virtual(_play(town, passes, script))
+    with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
+        return pool.submit(run_virtual, _play(town, passes, script)).result()
 
 
 async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> Story:
