@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,9 @@ HALVES = [ROWS["alice"], ROWS["bob"]]  # rows of the batch, per rank
 Net = torch.nn.Module
 
 
-def begin(swarm: Swarm | None, net: Net, timeout_s: float = 60.0) -> HostOptimizer:
+def begin(swarm: Swarm | None, net: Net, **settings: Any) -> HostOptimizer:
     lamb = Lamb(net.parameters(), lr=0.01)
-    settings = {} if swarm is None else {"matchmaking_s": 20.0}
-    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=timeout_s, **settings)
+    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=40.0, **settings)
 
 
 def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
@@ -37,7 +37,7 @@ def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
 
 def train(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Each rank takes its own rows of the batch; a peer outside takes the rest."""
-    optimizer = begin(swarm, net)
+    optimizer = begin(swarm, net, matchmaking_s=20.0)
     if swarm is not None:
         assert optimizer.lead is not None
         wait_for_peers(swarm, optimizer.lead, 2)
@@ -51,7 +51,7 @@ def train(swarm: Swarm | None, net: Net, folder: Path) -> None:
     optimizer.close()
 
 
-def shed(swarm: Swarm | None, net: Net, folder: Path) -> None:
+def make_equal(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Unequal ranks become equal; a checkpoint is loaded by all; one rank has no samples, then none has."""
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -72,6 +72,16 @@ def shed(swarm: Swarm | None, net: Net, folder: Path) -> None:
         (folder / f"error {dist.get_rank()}").write_text(f"{type(error).__name__}: {error}")
 
 
+def delay(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Rank 0's parameters change at other moments than its global step."""
+    optimizer = begin(swarm, net, delayed=True)
+    seen = []
+    while optimizer.global_step < STEPS:
+        optimizer.step(**backward(net, optimizer.global_step, slice(0, BATCH)))
+        seen.append(parameters_of(net))
+    torch.save(torch.stack(seen), folder / f"seen {dist.get_rank()}")
+
+
 def die(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """The rank that the folder's name ends with dies in the second step."""
     optimizer = begin(swarm, net)
@@ -85,7 +95,8 @@ def die(swarm: Swarm | None, net: Net, folder: Path) -> None:
         (folder / f"error {dist.get_rank()}").write_text(str(error))
 
 
-SCENARIOS: dict[str, Callable[[Swarm | None, Net, Path], None]] = {"train": train, "shed": shed, "die": die}
+Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
+SCENARIOS: dict[str, Scenario] = {"train": train, "equal": make_equal, "delay": delay, "die": die}
 
 if __name__ == "__main__":
     scenario, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -21,15 +22,17 @@ from tests.training.toy import (
     loss_of,
     model,
     parameters_of,
-    wait_for_peers,
 )
 
 pytestmark = pytest.mark.slow
 ALONE_STEPS = 2
+Alive: TypeAlias = Callable[[], bool]
 
 
-def run_ranks(scenario: str, folder: Path, meanwhile: Callable[[], object] = lambda: None) -> list[int]:
-    """Exit statuses of the ranks, in order."""
+def run_ranks(
+    scenario: str, folder: Path, meanwhile: Callable[[Alive], None] = lambda alive: None
+) -> list[int]:
+    """Exit statuses of the ranks, in order; ``meanwhile`` can ask whether they still run."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.host_rank", scenario, str(rank), str(folder)],
@@ -38,7 +41,7 @@ def run_ranks(scenario: str, folder: Path, meanwhile: Callable[[], object] = lam
         for rank in range(RANKS)
     ]
     try:
-        meanwhile()
+        meanwhile(lambda: all(rank.poll() is None for rank in ranks))
         return [rank.wait(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
@@ -55,9 +58,10 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
             loss_of(net, step).backward()
             optimizer.step(samples=10)
 
-        def take_the_other_rows() -> None:
-            wait_for_peers(carol, optimizer, 2)
-            while optimizer.global_step < STEPS:
+        def take_the_other_rows(alive: Alive) -> None:
+            while len(optimizer.collaboration.progress.records) < 2 and alive():
+                carol._runtime.call(optimizer.collaboration.refresh())
+            while optimizer.global_step < STEPS and alive():
                 step = optimizer.global_step
                 loss_of(net, step, slice(3, 10)).backward()
                 optimizer.step(samples=7)
@@ -75,7 +79,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
 
 
 def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
-    assert run_ranks("shed", tmp_path) == [0, 0]
+    assert run_ranks("equal", tmp_path) == [0, 0]
     for rank in range(RANKS):
         torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), joint_reference(2))
         assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), parameters_of(model()))
@@ -85,6 +89,12 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
         .read_text()
         .startswith("HostError: rank 0, which speaks to the swarm, failed: Val")
     )
+
+
+def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
+    assert run_ranks("delay", tmp_path) == [0, 0]
+    seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
+    assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
