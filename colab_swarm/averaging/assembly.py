@@ -59,7 +59,7 @@ class Assembly:
             strategy=equal_shares,  # nothing is averaged here
             settings=GatheringSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
         )
-        self.number = 0
+        self.number = self._last = 0
         self._terms: Ticket | None = None  # while this peer waits
         self._called = asyncio.Event()
         self._joining = False
@@ -83,44 +83,46 @@ class Assembly:
             RoundRefused: nobody to meet, or the others average something else.
         """
         deadline = _now() + self._window_s + TIMEOUT_S
-        while True:
-            try:
-                group = await self._meet_once(numel, schema, vote, deadline)
-            except RoundRefused as refusal:
-                if refusal.reason != "late" or _now() >= deadline:
-                    raise
-                logger.info("too late for meeting %d: %s", self.number, refusal)
-            else:
-                self._before = frozenset(member.id for member in group.members)
-                return group
+        try:
+            while True:
+                try:
+                    group = await self._meet_once(numel, schema, vote, deadline)
+                except RoundRefused as refusal:
+                    if refusal.reason != "late" or _now() >= deadline:
+                        raise
+                    logger.info("too late for meeting %d: %s", self.number, refusal)
+                else:
+                    self._before = frozenset(member.id for member in group.members)
+                    return group
+        finally:
+            self._withdrawing = asyncio.create_task(self._tell(ttl_s=0.5))
 
     async def _meet_once(
         self, numel: int, schema: bytes, vote: Callable[[int], int], deadline: float
     ) -> Group:
-        last, reduces = self.number, bool(self._peers.contact.addresses)
-        self.number = max(int(self._peers.time() * 1000), last + 1)
-        self._terms = Ticket(self._prefix, self.number, b"", 1.0, numel, schema, reduces)
+        self._last, own = self.number, max(int(self._peers.time() * 1000), self.number + 1)
+        self.number, reduces = own, bool(self._peers.contact.addresses)
+        self._terms = Ticket(self._prefix, own, b"", 1.0, numel, schema, reduces)
+        self._called.clear()
         try:
-            others = await self._wait(last)
+            others = await self._wait(own)
             self._joining = True
             weight = float(vote(len(others) + 1))
             ticket = msgspec.structs.replace(self._terms, step=self.number, weight=weight)
             return await self._matchmaker.join(ticket, others, deadline)
         finally:
             self._terms, self._joining = None, False
-            self._called.clear()
-            self._withdrawing = asyncio.create_task(self._tell(ttl_s=0.5))
 
-    async def _wait(self, last: int) -> list[PeerId]:
-        """Until the meeting begins; returns who else waits for it."""
+    async def _wait(self, own: int) -> list[PeerId]:
+        """Until the meeting begins; returns who else waits for one."""
         begun, told = _now(), 0
         while True:
             if told != self.number:
                 told = self.number
                 await self._tell(ttl_s=self._window_s + TTL_S)
-            waiting = await self._read(last)
+            waiting = await self._read()
             if not self._called.is_set():
-                self.number = min([self.number, *waiting.values()])
+                self.number = min([own, *waiting.values()])
             back = self._before and self._before <= {*waiting, self._peers.id}
             if self._called.is_set() or back or _now() - begun >= self._window_s:
                 return sorted(waiting)
@@ -133,7 +135,7 @@ class Assembly:
         if own is None or (own.numel, own.schema) != (terms.numel, terms.schema):
             return None
         if terms.step != self.number:
-            if self._joining or not self._plausible(terms.step) or self._called.is_set():
+            if self._joining or self._called.is_set() or not self._plausible(terms.step):
                 return None
             self.number = terms.step
         self._called.set()
@@ -141,10 +143,10 @@ class Assembly:
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         """Who says that it waits, and who was here last time: a record may be late."""
-        return sorted({*await self._read(step - 1), *self._before & self._peers.linked()})
+        return sorted({*await self._read(), *self._before & self._peers.linked()})
 
     def _plausible(self, number: int) -> bool:
-        return abs(number - self._peers.time() * 1000) < SKEW_MS
+        return number > self._last and abs(number - self._peers.time() * 1000) < SKEW_MS
 
     async def _tell(self, *, ttl_s: float) -> None:
         record = Waiting(self.number, self._peers.contact.addresses)
@@ -153,8 +155,8 @@ class Assembly:
         except PeerError as error:
             logger.info("could not tell that this peer waits: %s", error)
 
-    async def _read(self, last: int) -> dict[PeerId, int]:
-        """Who else waits for a meeting after ``last``, and for which."""
+    async def _read(self) -> dict[PeerId, int]:
+        """Who else waits, and for which meeting."""
         try:
             found = await self._dht.get(self._prefix)
         except PeerError as error:
@@ -167,8 +169,8 @@ class Assembly:
             except (msgspec.ValidationError, ValueError):
                 continue
             contact = Contact(PeerId(subkey), told.addresses)
-            news = told.number > last and self._plausible(told.number)
-            if news and is_sound(contact) and contact.id != self._peers.id:
+            sound = is_sound(contact) and self._plausible(told.number)
+            if sound and contact.id != self._peers.id:
                 self._peers.learn(contact)
                 waiting[contact.id] = told.number
         return waiting

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.averaging.assembly import Assembly, Waiting
+from colab_swarm.averaging.group import Coming, Group, JoinRound, RoundCall, RoundRefused, Ticket
+from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.dht.service import DHT, DHTSettings, Found
+from colab_swarm.net.peers import Message
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
+
+WINDOW_S = 5.0
+NAMES = ("alice", "bob", "carol", "dave")
+SCHEMA = b"schema"
+
+
+class Place:
+    """Peers on a simulated LAN that can meet."""
+
+    def __init__(self, count: int) -> None:
+        self.network = SimNetwork(LAN)
+        self.peers = [self.network.peer(name) for name in NAMES[:count]]
+        self.dhts = [DHT(peers, DHTSettings(), random.Random(peers.name)) for peers in self.peers]
+        self.assemblies = [
+            Assembly(Rooms(peers), dht, "run/meeting", window_s=WINDOW_S)
+            for peers, dht in zip(self.peers, self.dhts, strict=True)
+        ]
+
+    async def open(self) -> Place:
+        for dht in self.dhts[1:]:
+            await dht.bootstrap([self.peers[0].contact])
+        return self
+
+    async def meet(self, index: int, *, after_s: float = 0.0, vote: int = 2, numel: int = 10) -> Group:
+        await asyncio.sleep(after_s)
+        return await self.assemblies[index].meet(numel, SCHEMA, lambda peers: vote)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_all_get_the_same_group_with_everyones_vote() -> None:
+    async def main() -> None:
+        place = await Place(4).open()
+        groups = await asyncio.gather(*(place.meet(i, after_s=i, vote=2 + i) for i in range(4)))
+        assert len(set(groups)) == 1
+        assert sorted(member.weight for member in groups[0].members) == [2, 3, 4, 5]
+        assert now() == pytest.approx(WINDOW_S, abs=0.5)
+
+    run_virtual(main())
+
+
+def test_those_of_the_last_meeting_begin_as_soon_as_all_are_back() -> None:
+    async def main() -> None:
+        place = await Place(3).open()
+        for _ in range(5):
+            groups = await asyncio.gather(*(place.meet(i) for i in range(3)))
+            assert len(set(groups)) == 1 and len(groups[0].members) == 3
+        assert now() < WINDOW_S + 4 * 0.5
+
+    run_virtual(main())
+
+
+def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
+    async def main() -> None:
+        place = await Place(3).open()
+        await asyncio.gather(*(place.meet(i) for i in range(3)))
+        place.network.now().crash("carol")
+        began = now()
+        for _ in range(3):
+            groups = await asyncio.gather(place.meet(0), place.meet(1))
+            assert {len(group.members) for group in groups} == {2}
+        assert now() - began < WINDOW_S + 3.0
+        assert [fault.name for fault in place.network.fired] == ["crash"]
+
+    run_virtual(main())
+
+
+def test_the_organizer_may_die_when_the_others_come() -> None:
+    async def main() -> None:
+        place = await Place(4).open()
+
+        def joins(message: Message) -> bool:
+            return isinstance(message, JoinRound)
+
+        for name in NAMES[1:3]:
+            place.network.when(joins, receiver=name).crash(name)
+        meetings = [asyncio.create_task(place.meet(i)) for i in range(4)]
+        await asyncio.wait(meetings, timeout=60)
+        gone = {fault.arguments[0] for fault in place.network.fired}
+        assert gone
+        here = [task.result() for name, task in zip(NAMES, meetings, strict=True) if name not in gone]
+        assert len(set(here)) == 1 and len(here[0].members) == len(here)
+        for task in meetings:
+            task.cancel()
+
+    run_virtual(main())
+
+
+def test_who_comes_too_late_meets_again_by_itself() -> None:
+    async def main() -> None:
+        place = await Place(3).open()
+        two = asyncio.gather(place.meet(0), place.meet(1))
+        late = await place.meet(2, after_s=WINDOW_S + 0.3)
+        assert {len(group.members) for group in await two} == {2}
+        assert len(late.members) == 1
+
+    run_virtual(main())
+
+
+def test_peers_with_other_vectors_are_not_called() -> None:
+    async def main() -> None:
+        place = await Place(2).open()
+        results = await asyncio.gather(place.meet(0), place.meet(1, numel=11), return_exceptions=True)
+        assert all(
+            isinstance(result, RoundRefused) or (isinstance(result, Group) and len(result.members) == 1)
+            for result in results
+        )
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("step", [0, 1, (1 << 48) - 1])
+def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
+    async def main() -> None:
+        place = await Place(3).open()
+        terms = Ticket("run/meeting", step, b"", 1.0, 10, SCHEMA)
+        meeting = asyncio.gather(place.meet(0), place.meet(1))
+        await asyncio.sleep(1)
+        answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), Coming, timeout_s=5)
+        assert answer == Coming(None)
+        assert {len(group.members) for group in await meeting} == {2}
+
+    run_virtual(main())
+
+
+class Garbage:
+    """In place of a DHT: nobody takes anything, and what is read is this."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    async def store(self, *_: object, **__: object) -> int:
+        return 0
+
+    async def get(self, key: str) -> dict[bytes, Found]:
+        return {subkey: Found(self._value, 1e12, None) for subkey in (b"", b"x" * 32, b"y" * 256)}
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(anything | st.lists(anything, min_size=2, max_size=2))
+@settings(deadline=None, max_examples=60)
+def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
+    async def main() -> None:
+        peers = SimNetwork(LAN).peer("alice")
+        assembly = Assembly(Rooms(peers), Garbage(value), "run/meeting", window_s=0.5)  # type: ignore[arg-type]
+        assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
+        assembly.close()
+
+    run_virtual(main())
+
+
+def test_a_stranger_who_tells_a_wild_number_does_not_move_the_meeting() -> None:
+    async def main() -> None:
+        place = await Place(3).open()
+        mallory = place.peers[2]
+        for number in (-1, 0, 1 << 60):
+            record = Waiting(number, mallory.contact.addresses)
+            await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
+            groups = await asyncio.gather(place.meet(0), place.meet(1))
+            assert {len(group.members) for group in groups} == {2}
+
+    run_virtual(main())
