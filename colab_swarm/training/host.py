@@ -77,7 +77,11 @@ def host_optimizer(
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
     if (swarm is None) is (dist.get_rank() == LEAD):
         raise ValueError("rank 0 speaks to the swarm: give it the swarm, and None to all other ranks")
-    begin = swarm and partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    begin = (
+        None
+        if swarm is None
+        else partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    )
     return HostOptimizer(optimizer, begin, timeout_s=timeout_s)
 
 

@@ -21,6 +21,7 @@ from colab_swarm.recipes.swav.recipe import (
     swav_optimizer,
 )
 from colab_swarm.swarm import Swarm
+from colab_swarm.training.replica import Replica, UpdateRule
 
 PICTURES = np.random.default_rng(0).integers(0, 256, size=(20, 10, 12, 3), dtype=np.uint8)
 
@@ -84,6 +85,22 @@ def test_peers_of_a_swarm_stay_equal_though_each_has_its_own_images_and_statisti
     norm = "backbone.embedder.embedder.normalization.running_mean"
     assert not torch.equal(alice.state_dict()[norm], bob.state_dict()[norm])
     assert torch.equal(embed(alice, PICTURES, size_px=32), embed(bob, PICTURES, size_px=32))
+
+
+def test_a_newcomer_gets_momentum_and_schedule_with_the_state() -> None:
+    def replica() -> Replica:
+        optimizer, scheduler = swav_optimizer(swav(images=PICTURES)[0])
+        return Replica(UpdateRule(optimizer, scheduler))
+
+    alice, bob = replica(), replica()
+    mean = np.full(alice.flat.numel, 0.01, np.float32)
+    for _ in range(12):  # past the warm-up and the freezing
+        alice.apply(mean)
+    bob.load_snapshot(alice.snapshot())
+    alice.apply(mean)
+    bob.apply(mean)
+    assert alice.lineage == bob.lineage
+    assert all(torch.equal(a, b) for a, b in zip(alice.model, bob.model, strict=True))
 
 
 @pytest.mark.slow
