@@ -1,0 +1,54 @@
+"""The sahajBERT notebook from top to bottom, by an organizer and a volunteer together, at its smallest size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.notebooks.kernel import Kernel, opened
+from tests.recipes.test_tokenizer import BENGALI
+
+FEWER_SAMPLES = (
+    "import dataclasses; settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_s=1.0)"
+)
+TAGGED = "আমি O\nঢাকায় B-LOC\nযাই O\n\n" * 20
+
+
+def until_trained(kernel: Kernel, sources: dict[str, float], **form: object) -> list[str]:
+    """Run the cells up to the optimizer; what each showed."""
+    shown = [kernel.run(**form) for _ in range(3)]
+    assert "Swarm(sahajbert" in shown[-1]
+    shown += [kernel.run(SOURCES=sources, **form) for _ in range(4)]
+    kernel.execute(FEWER_SAMPLES)
+    shown.append(kernel.run(**form))
+    assert "training goes on from step" in shown[-1]
+    return shown
+
+
+@pytest.mark.slow
+def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(BENGALI * 20), encoding="utf-8")
+    (tmp_path / "names.conll").write_text(TAGGED, encoding="utf-8")
+    sources = {str(tmp_path / "text.txt"): 1.0, str(tmp_path / "t*.txt"): 2.0}
+    homes = {name: tmp_path / name for name in ("organizer", "volunteer")}
+    for home in homes.values():
+        home.mkdir()
+    form = {"SIZE": "tiny", "MICRO_BATCH": 2, "MINUTES": 0.1}
+    with (
+        opened("sahajbert", homes["organizer"]) as organizer,
+        opened("sahajbert", homes["volunteer"]) as volunteer,
+    ):
+        shown = until_trained(organizer, sources, MY_NAME="organizer", **form)
+        assert "join sahajbert as worker" in shown[5]
+        share = "print(swarm.invite(settings=wanted | {'tokenizer': '../organizer/tokenizer'}))"
+        invitation = organizer.execute(share).strip()
+        until_trained(volunteer, sources, INVITATION=invitation, MY_NAME="carol", **form | {"SIZE": "large"})
+        volunteer.run_all(**form, HELD_OUT=str(tmp_path / "text.txt"))
+        assert "1 peer linked" not in volunteer.execute("print(swarm)")
+        organizer.run_all(**form, DATA=str(tmp_path / "names.conll"))
+        same = "print([tuple(batches.tokenizer('আমি যাই')['input_ids']), optimizer.global_step > 0])"
+        assert volunteer.execute(same) == organizer.execute(same)
+        assert "True" in volunteer.execute(same)
+    assert (homes["organizer"] / "finetuned" / "seed-0" / "metrics.json").exists()
+    assert all((home / "text.state").stat().st_size > 1000 for home in homes.values())
