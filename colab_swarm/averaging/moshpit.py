@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +26,6 @@ from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats
-
-logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 64
 LAG_ROUNDS = 2.0
@@ -59,7 +56,7 @@ class GridResult:
     Attributes:
         peers: who took part; this peer included.
         sides: of the grid.
-        rounds: of this peer, in order; None where it found nobody of its line.
+        rounds: those that this peer's groups held, in order; None where it had no part.
         failed: members of this peer's groups that did not come or were lost.
         seconds: from the call to the mean.
         note: what went wrong, in words; empty if nothing.
@@ -140,7 +137,7 @@ class GridAverager:
             meeting = await self._assembly.meet(
                 len(values), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
             )
-            self._pass = _Pass(meeting, self._assembly.number, values, weight)
+            self._pass = _Pass(meeting, values, weight)
             self._begun.set()
             for axis in range(self._pass.grid.rounds):
                 await self._round(self._pass, axis)
@@ -215,10 +212,10 @@ class GridAverager:
 class _Pass:
     """A pass under way, at one peer."""
 
-    def __init__(self, meeting: Group, number: int, values: Floats, weight: float) -> None:
+    def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
         votes = sorted(member.weight for member in meeting.members)
         group_size = max(2, int(votes[len(votes) // 2]))
-        self.number = number
+        self.number = meeting.step
         self.grid = Grid(meeting.round_id, {m.id: bool(m.addresses) for m in meeting.members}, group_size)
         self.values, self.weight, self.axis = values, weight, 0
         self.rounds: list[RoundResult | None] = []
@@ -233,6 +230,9 @@ class _Pass:
         total = sum(weights[peer] for peer in given)
         if total:
             self.values, self.weight = values, self.grid.carried(me, holders, total)
+        if total and result.kept_local:
+            lacking = sum(span.numel for span in result.kept_local)
+            self.notes.append(f"round {self.axis + 1}: nobody reduced {lacking} of {len(values)} values")
         self.rounds.append(result)
         self.failed += len(line) - len(holders)
         return len(line) - len(holders)
