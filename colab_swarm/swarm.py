@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.errors import PeerError
 from colab_swarm.events import StepFinished
@@ -16,7 +16,7 @@ from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import AveragingOptions, Services
 from colab_swarm.trust.contributions import Contribution
 from colab_swarm.trust.service import Trust
 from colab_swarm.widgets.invitation import Invitation
@@ -181,14 +181,9 @@ class Swarm:
         target_batch_size: int,
         scheduler: LRScheduler | None = None,
         max_grad_norm: float | None = None,
-        codec: str = "float32",
-        mean_codec: str | None = None,
-        error_feedback: bool = False,
         name: str = "model",
-        matchmaking_s: float = 5.0,
-        delayed: bool = False,
-        local_steps: int | Literal["auto"] = 1,
         budget: Budget | None = None,
+        **averaging: Unpack[AveragingOptions],
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
 
@@ -197,20 +192,13 @@ class Swarm:
             target_batch_size: samples of all peers together for one global step.
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
-            codec: gradients on the wire: float32, float16, bfloat16, int8, or adaptive: int8, but float16 for small
-                tensors.
-            mean_codec: the same of their means; None: as ``codec``.
-            error_feedback: what compression cut off a gradient is added to the next; costs a vector of memory.
             name: tells several models of one run apart.
-            matchmaking_s: how long a round waits for peers that are slow to come.
-            delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the
-                optimizer's step, on copies in main memory, run while this peer computes on.
-            local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages
-                where they led (DiLoCo): so many times less traffic; "auto": as many as the peers' budgets need.
             budget: for the traffic of this peer.
+            **averaging: ``codec``, ``mean_codec``, ``error_feedback``, ``delayed``, ``local_steps``, ``matchmaking_s``:
+                see `AveragingOptions`. All peers use the same, but for delayed.
 
         Raises:
-            ValueError: target_batch_size or codec is not usable.
+            ValueError, TypeError: a setting is not usable.
             PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this already, but nobody could give its state.
         """
@@ -218,23 +206,14 @@ class Swarm:
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.settings import TrainingSettings
 
-        settings = TrainingSettings(
-            prefix=f"{self.run_id}/{name}",
-            target_batch_size=float(target_batch_size),
-            codec=codec,
-            mean_codec=mean_codec or codec,
-            error_feedback=error_feedback,
-            local_steps=local_steps,
-            budget=budget,
-            matchmaking_s=matchmaking_s,
-        )
-        if local_steps != 1 and (delayed or error_feedback):
-            raise ValueError("local_steps go neither with delayed nor with error_feedback: choose one")
+        prefix = f"{self.run_id}/{name}"
+        settings = TrainingSettings.of(prefix, float(target_batch_size), budget, averaging)
         self._check_here()
         self._check_role()
         if name in self._optimizers:
             self._optimizers.pop(name).close()
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local_steps != 1)
+        delayed, local = averaging.get("delayed", False), settings.local_steps != 1
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local)
         trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
         self._optimizer = self._optimizers[name] = trained
         return trained

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from colab_swarm.averaging.group import Group, Member
+from colab_swarm.bench import full_step
 from colab_swarm.bench.averaging_worker import Done, Ready, Round, filled
 from colab_swarm.bench.report import Report
 from colab_swarm.net.peers import Contact
@@ -86,11 +87,12 @@ class Worker:
                 pipe.close()
 
 
-def run(quick: bool) -> Report:
-    """Measure; see `Plan` for the sizes."""
+def run(quick: bool, python: str | None = None) -> Report:
+    """Measure; see `Plan` for the sizes. ``python`` has hivemind to compare full steps with."""
     plan, report = QUICK if quick else FULL, Report("averaging", quick)
     _against_gloo(plan, report)
     _with_kills(plan, report)
+    full_step.run(report, python=python)
     return report
 
 

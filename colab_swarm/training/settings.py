@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager
@@ -28,6 +28,28 @@ class Services:
     events: EventLog
     rng: random.Random
     pace: Callable[[float], float] | None = None
+
+
+class AveragingOptions(TypedDict, total=False):
+    """How peers average; what `Swarm.optimizer` takes besides.
+
+    Attributes:
+        codec: gradients on the wire: float32, float16, bfloat16, int8, or adaptive (int8; small tensors float16).
+        mean_codec: the same of their means; as ``codec`` if it is not given.
+        error_feedback: what compression cut off a gradient is added to the next; costs a vector of memory.
+        delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
+            step, on copies in main memory, run while this peer computes on.
+        local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages where
+            they led (DiLoCo): so many times less traffic; "auto": as many as the peers' budgets need.
+        matchmaking_s: how long a round waits for peers that are slow to come.
+    """
+
+    codec: str
+    mean_codec: str
+    error_feedback: bool
+    delayed: bool
+    local_steps: int | Literal["auto"]
+    matchmaking_s: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,22 @@ class TrainingSettings:
     round_timeout_s: float = 180.0
     max_report_s: float = 60.0
     max_replay_bytes: int = 1 << 30
+
+    @classmethod
+    def of(
+        cls, prefix: str, target_batch_size: float, budget: Budget | None, options: AveragingOptions
+    ) -> TrainingSettings:
+        """From what a user gives.
+
+        Raises:
+            ValueError, TypeError: a setting is not usable, or is none.
+        """
+        given = {"mean_codec": options.get("codec", "float32"), **options}
+        delayed = given.pop("delayed", False)
+        settings = cls(prefix, target_batch_size, budget=budget, **given)  # type: ignore[arg-type]
+        if settings.local_steps != 1 and (delayed or settings.error_feedback):
+            raise ValueError("local_steps go neither with delayed nor with error_feedback: choose one")
+        return settings
 
     def __post_init__(self) -> None:
         size, steps = self.target_batch_size, self.local_steps

@@ -1,0 +1,142 @@
+"""Full steps (find the group, average, done) among processes on loopback: ours, and hivemind's in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colab_swarm.bench.report import Report
+
+OURS = (sys.executable, "-m", "colab_swarm.bench.full_step_worker")
+THEIRS = Path(__file__).with_name("hivemind_worker.py")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many processes, and how many steps of a vector of how many values (float16 on the wire)."""
+
+    peers: tuple[int, ...]
+    numel: int
+    steps: int
+
+
+FULL = Plan(peers=(4, 8), numel=2_400_000, steps=10)
+QUICK = Plan(peers=(4,), numel=400_000, steps=3)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Per step: the slowest member's seconds in all and in the all-reduce, and whether the mean was right at all."""
+
+    seconds: list[float]
+    reduced_s: list[float]
+    right: list[bool]
+
+
+class Worker:
+    """A process that speaks JSON lines; ends with the `with` block."""
+
+    def __init__(self, command: Sequence[object]) -> None:
+        self.process = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def say(self, **message: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The next line that is ours: libraries print, too.
+
+        Raises:
+            RuntimeError: the worker ended.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+def measure(command: Sequence[object], peers: int, plan: Plan) -> Steps:
+    """Steps of ``peers`` processes, the first of which is not counted."""
+    steps = Steps([], [], [])
+    with ExitStack() as stack:
+        first = stack.enter_context(Worker([*command, plan.numel, peers]))
+        entry = first.hear()["contact"]
+        others = [stack.enter_context(Worker([*command, plan.numel, peers, entry])) for _ in range(peers - 1)]
+        for worker in others:
+            worker.hear()
+        workers = [first, *others]
+        for _ in range(plan.steps + 1):
+            for index, worker in enumerate(workers):
+                worker.say(value=float(index))
+            for worker in workers:
+                worker.hear()
+            for worker in workers:
+                worker.say()
+            told = [worker.hear() for worker in workers]
+            mean = (peers - 1) / 2
+            steps.seconds.append(max(one["seconds"] for one in told))
+            steps.reduced_s.append(max(one["reduced_s"] for one in told))
+            steps.right.append(
+                all(abs(one["low"] - mean) < 0.01 and abs(one["high"] - mean) < 0.01 for one in told)
+            )
+    return Steps(steps.seconds[1:], steps.reduced_s[1:], steps.right[1:])
+
+
+def run(report: Report, *, python: str | None) -> None:
+    """Measure ours and, with a ``python`` that has hivemind, theirs."""
+    plan = QUICK if report.quick else FULL
+    for peers in plan.peers:
+        ours = measure(OURS, peers, plan)
+        seconds, reduced_s = _add(report, "", ours, peers, plan)
+        waits = [whole - part for whole, part in zip(ours.seconds, ours.reduced_s, strict=True)]
+        what = "of a step is not the averaging itself"
+        report.add(f"averaging.overhead_s_{peers}", statistics.median(waits), "s", what)
+        if python is not None:
+            theirs = _add(report, "hivemind_", measure((python, THEIRS), peers, plan), peers, plan)
+            suffix = "" if peers == plan.peers[-1] else f"_{peers}"
+            report.add(
+                f"averaging.step_vs_hivemind{suffix}", theirs[0] / seconds, "times", "faster per full step"
+            )
+            report.add(
+                f"averaging.allreduce_vs_hivemind{suffix}", theirs[1] / reduced_s, "times", "faster in it"
+            )
+
+
+def _add(report: Report, whose: str, steps: Steps, peers: int, plan: Plan) -> tuple[float, float]:
+    seconds, reduced_s = statistics.median(steps.seconds), statistics.median(steps.reduced_s)
+    right = sum(steps.right)
+    what = f"{peers} processes, {plan.numel / 1e6:g} M values as float16; right at all in {right} of {plan.steps}"
+    report.add(f"averaging.{whose}step_s_{peers}", seconds, "s", what)
+    report.add(f"averaging.{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
+    return seconds, reduced_s
