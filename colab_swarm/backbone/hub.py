@@ -84,7 +84,7 @@ class HubPush:
     def __init__(self, settings: HubSettings) -> None:
         try:
             from huggingface_hub import HfApi
-            from huggingface_hub.utils import disable_progress_bars
+            from huggingface_hub.utils.tqdm import disable_progress_bars
         except ImportError as error:
             raise ValueError(f"to push to {settings.repo}: pip install huggingface_hub") from error
         disable_progress_bars()

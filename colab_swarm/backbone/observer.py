@@ -20,7 +20,8 @@ from colab_swarm.training.records import Assistants, read_assistants, read_progr
 from colab_swarm.training.settings import Services
 
 MAX_ROUNDS = 40
-SILENCE_S = 20.0
+SILENCE_S = 6.0
+"""After which trainers that are not linked here count as gone; to be wrong costs nothing, see `keeper`."""
 OnPoints = Callable[[Sequence[LossPoint]], None]
 
 

@@ -25,10 +25,14 @@ setInterval(async () => {
   } catch { lost.style.display = "block"; }
 }, 3000);
 """
-WIDTH = 1000
+WIDTH = 760
 ROW = 20
-NAMES = 170
+NAMES = 140
 """Width of the names before a timeline."""
+SPEEDS = 75
+"""Width of what stands behind it."""
+FIGURES = 250
+"""Width of what stands behind a round."""
 MAX_ROWS = 40
 MAX_SHOWN_S = 6 * 3600.0
 SHOWN_ROUNDS = 15
@@ -93,7 +97,7 @@ def _tiles(one: CollaborationView, now: float) -> str:
         "samples/s": f"{one.samples_per_s:,.1f}",
         "steps/min": f"{rates[-1][1]:,.1f}" if rates and one.trainers else "–",
         "trainers": f"{one.trainers}" + (f" (+{one.catching_up})" if one.catching_up else ""),
-        "last checkpoint": "–" if last is None else f"{_duration(now - last.at)} ago",
+        "checkpoint age": "–" if last is None else _duration(now - last.at),
     }
     tiles = (f'<div class="card"><h3>{name}</h3><b>{value}</b></div>' for name, value in shown.items())
     return f'<div class="tiles">{"".join(tiles)}</div>'
@@ -103,7 +107,7 @@ def _loss(one: CollaborationView) -> str:
     history = [(point.step, point.loss) for point in one.points]
     spread = [(point.step, point.low, point.high) for point in one.points]
     reference = sahajbert() if one.reference == "sahajbert" else None
-    chart = render_svg(history, reference, spread=spread, width=WIDTH, height=300)
+    chart = render_svg(history, reference, spread=spread, width=WIDTH, height=260)
     title = "Loss: median of the trainers" + (f", over the band of {reference.name}" if reference else "")
     verdict = judge(history, reference) if reference else None
     said = (
@@ -113,7 +117,7 @@ def _loss(one: CollaborationView) -> str:
 
 
 def _rate(one: CollaborationView) -> str:
-    chart = render_svg(one.rates, label="steps per minute", width=WIDTH // 2, height=150)
+    chart = render_svg(one.rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
     return _card("Steps per minute", chart or '<p class="soft">Not known yet.</p>')
 
 
@@ -137,11 +141,11 @@ def _timeline(peers: Sequence[PeerLine], now: float) -> str:
         return ""
     begin = max(min(line.spans[0].since for line in shown), now - MAX_SHOWN_S)
     begin = min(begin, now - 60.0)
-    scale = (WIDTH - NAMES - 90) / (now - begin)
+    scale = (WIDTH - NAMES - SPEEDS) / (now - begin)
     rows = [_line(line, y * ROW, begin, scale) for y, line in enumerate(shown)]
     bottom = ROW * len(shown)
     axis = [
-        f'<text x="{WIDTH - 90 - minutes * 60 * scale:.0f}" y="{bottom + 15}" text-anchor="middle">'
+        f'<text x="{WIDTH - SPEEDS - minutes * 60 * scale:.0f}" y="{bottom + 15}" text-anchor="middle">'
         f"{'now' if not minutes else f'−{minutes:g} min'}</text>"
         for minutes in ticks(0, (now - begin) / 60, 6)
     ]
@@ -163,7 +167,7 @@ def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
             )
     speed = f"{line.samples_per_s:,.1f}/s" if line.samples_per_s else "" if line.here else "gone"
     return (
-        f'<g class="{"here" if line.here else "away"}"><text class="name" x="0" y="{y + 14}">{_text(line.name, 24)}'
+        f'<g class="{"here" if line.here else "away"}"><text class="name" x="0" y="{y + 14}">{_text(line.name, 20)}'
         f"<title>{_text(line.id)}</title></text>{''.join(bars)}"
         f'<text x="{WIDTH}" y="{y + 14}" text-anchor="end">{speed}</text></g>'
     )
@@ -175,7 +179,7 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
     if not shown:
         return ""
     longest = max(one.forming_s + one.exchange_s + one.recovery_s for one in shown) or 1.0
-    rows, wide = [], WIDTH - NAMES - 230
+    rows, wide = [], WIDTH - NAMES - FIGURES
     for y, one in enumerate(shown):
         at, bars = float(NAMES), []
         phases = {"forming": one.forming_s, "trainer": one.exchange_s, "lost": one.recovery_s}
@@ -185,7 +189,7 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
                 f'<rect class="{phase}" x="{at:.1f}" y="{y * ROW + 4}" width="{width:.1f}" height="{ROW - 8}"/>'
             )
             at += width
-        lost = f", {one.spans_lost} spans lost" if one.spans_lost else ""
+        lost = f", {_count(one.spans_lost, 'span')} lost" if one.spans_lost else ""
         total = one.forming_s + one.exchange_s + one.recovery_s
         rows.append(
             f'<text class="name" x="0" y="{y * ROW + 14}">step {one.step:,}: {_count(one.peers, "peer")}</text>'

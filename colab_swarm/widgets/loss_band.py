@@ -139,6 +139,7 @@ def render_svg(
     *,
     spread: Sequence[tuple[float, float, float]] = (),
     label: str = "loss",
+    from_zero: bool = False,
     width: int = 550,
     height: int = 170,
 ) -> str:
@@ -149,6 +150,7 @@ def render_svg(
         reference: a published run whose band lies under it.
         spread: step, low and high of the middle half of the peers, drawn as a shade.
         label: what the curve shows.
+        from_zero: let the axis begin at 0.
         width, height: pixels.
     """
     points = _finite(history)
@@ -159,7 +161,7 @@ def render_svg(
     band = _band(reference, first, last)
     shade = [one for one in _thinned(spread) if max(map(abs, one[1:])) < MAX_LOSS]
     losses = [loss for _, loss in points] + [edge for _, *edges in band for edge in edges]
-    low, high = min(losses), max(losses)
+    low, high = min([*losses, 0.0] if from_zero else losses), max(losses)
     plot = _Plot(first, last, low, max(high, low + 1e-3 * (1 + abs(low))), width, height)
     under = _area(plot, band, BAND, 0.22, reference.name if reference else "") + _area(plot, shade, LINE, 0.2)
     line = " ".join(plot.place(step, loss) for step, loss in points)
@@ -194,7 +196,7 @@ class _Plot:
 
     def axes(self) -> str:
         lines = []
-        for loss in ticks(self.low, self.high, 4):
+        for loss in ticks(self.low, self.high, 5):
             y = self.y(loss)
             lines.append(
                 f'<path d="M{LEFT} {y:.1f}H{self.width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'

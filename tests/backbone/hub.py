@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             told = json.loads(data)
             name = f"{told['organization']}/{told['name']}"
-            self.hub.repos[name] = told.get("private", False)
+            self.hub.repos[name] = told.get("private") or told.get("visibility") == "private"
             self.answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:
             files = [self.mode(file) for file in json.loads(data)["files"]]

@@ -1,0 +1,161 @@
+"""A backbone as a process of its own, killed with -9 while others train, and started again."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colab_swarm.backbone.vault import Vault
+from colab_swarm.training.tensorfile import read_tensors
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 120.0
+BACKBONE = """
+import json, sys, threading
+from colab_swarm.backbone.config import read_run_file
+from colab_swarm.backbone.serve import serve
+with serve(read_run_file(sys.argv[1])) as served:
+    print(json.dumps({"invite": served.invite, "dashboard": served.dashboard, "id": served.swarm.id.hex()}), flush=True)
+    threading.Event().wait()
+"""
+TRAINER = """
+import json, sys, threading
+import colab_swarm as cs
+from tests.training.toy import join_training, loss_of, model
+with cs.join(sys.argv[1], peer_name=sys.argv[2], options=cs.PeerOptions(lan=False)) as swarm:
+    net = model(seed=len(sys.argv[2]))
+    optimizer = join_training(swarm, net, matchmaking_s=1.0)
+    print(json.dumps({"began_at": optimizer.global_step}), flush=True)
+    while True:
+        loss = loss_of(net, optimizer.global_step, slice(0, 2))
+        loss.backward()
+        if optimizer.step(samples=2, loss=loss.item()):
+            print(json.dumps({"step": optimizer.global_step}), flush=True)
+        threading.Event().wait(0.02)
+"""
+RUN = """
+name = "killed"
+[network]
+port = {port}
+announce = ["ws://127.0.0.1:{port}"]
+lan = false
+[dashboard]
+port = 0
+[[collaborations]]
+every_steps = 5
+keep = 2
+"""
+
+
+class Process:
+    """Tells JSON lines."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        command = [sys.executable, "-c", script, *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
+        self._told: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._told.put(json.loads(line))
+        self._told.put(None)
+
+    def wait_told(self, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        until = time.monotonic() + LIMIT_S
+        while True:
+            told = self._told.get(timeout=max(0.1, until - time.monotonic()))
+            assert told is not None, f"it ended with {self.process.wait()}"
+            if wanted(told):
+                return told
+
+    def kill(self) -> None:
+        """With -9: no farewell, nothing is written."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Scene:
+    """A run.toml, and whoever works on it."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.file = folder / "run.toml"
+        self.file.write_text(RUN.format(port=port))
+        self.vault = folder / "killed" / "model"
+        self.processes: list[Process] = []
+
+    def start(self, script: str, *arguments: str) -> Process:
+        process = Process(script, *arguments)
+        self.processes.append(process)
+        return process
+
+    def backbone(self) -> tuple[Process, dict[str, Any]]:
+        process = self.start(BACKBONE, str(self.file))
+        return process, process.wait_told(lambda told: "invite" in told)
+
+    def wait_checkpoint(self, step: int) -> int:
+        until = time.monotonic() + LIMIT_S
+        while not (kept := Vault(self.vault).history) or kept[-1].step < step:
+            assert time.monotonic() < until, f"no checkpoint beyond step {step}: {list(kept)[-2:]}"
+            time.sleep(0.1)
+        return kept[-1].step
+
+
+@contextmanager
+def scene(folder: Path) -> Iterator[Scene]:
+    made = Scene(folder)
+    try:
+        yield made
+    finally:
+        for process in made.processes:
+            process.kill()
+
+
+def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -> None:
+    with scene(tmp_path) as run:
+        backbone, before = run.backbone()
+        trainers = [run.start(TRAINER, before["invite"], name) for name in ("alice", "bob")]
+        kept = run.wait_checkpoint(5)
+
+        backbone.kill()
+        trainers[0].wait_told(lambda told: told.get("step", 0) > kept)  # they go on without it
+        backbone, after = run.backbone()
+        assert (
+            after["id"] == before["id"]
+            and after["invite"].split("#")[1][:7] == before["invite"].split("#")[1][:7]
+        )
+        kept = run.wait_checkpoint(kept + 10)  # the trainers found it again, by the address they knew
+
+        for trainer in trainers:
+            trainer.kill()
+        carol = run.start(TRAINER, before["invite"], "carol")  # an old invitation is good for the same run
+        began_at = carol.wait_told(lambda told: "began_at" in told)["began_at"]
+        assert began_at >= kept
+        run.wait_checkpoint(began_at + 5)
+        with urllib.request.urlopen(f"{after['dashboard']}api/run", timeout=10) as answer:
+            shown = json.load(answer)
+        (model,) = shown["collaborations"]
+        assert model["step"] >= began_at and model["points"] and model["trainers"] == 1
+        assert "carol" in {peer["name"] for peer in model["peers"]}
+    for path in Vault(run.vault).paths():
+        read_tensors(path)
