@@ -15,7 +15,7 @@ import numpy as np
 
 from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.ledger import Ledger
-from colab_swarm.averaging.pace import STALL_S, Pace
+from colab_swarm.averaging.pace import Pace
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
@@ -190,15 +190,17 @@ class Exchange:
 
     async def _contribute(self, stream: Stream, reducer: int) -> None:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
+        clock = asyncio.get_running_loop().time
         try:
             for index, chunk in enumerate(chunks):
                 if not self.ledger.settled(reducer, index):
-                    await self._wait_turn(reducer)
+                    while not self._pace.may_send(reducer, now=clock()):
+                        await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
                     await stream.send(message, payload)
                     self.sent_bytes += len(payload)
-                self._pace.on_chunk(reducer, index, now=asyncio.get_running_loop().time())
-                self._wake_paced()
+                if self._pace.on_chunk(reducer, index, now=clock()):
+                    self._wake_paced()
             await stream.end()
         except PeerError as error:  # `_collect` sees the same and acts on it
             logger.debug("contribution to span %d broke off: %s", reducer, error)
@@ -206,17 +208,8 @@ class Exchange:
             self._pace.on_over(reducer)
             self._wake_paced()
 
-    async def _wait_turn(self, reducer: int) -> None:
-        """Wait while the contributions to others are behind."""
-        clock = asyncio.get_running_loop().time
-        while not self._pace.may_send(reducer, now=clock()):
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await self._paced.wait()
-            except TimeoutError:
-                pass
-
     def _wake_paced(self) -> None:
+        """Let those who wait for their turn look again."""
         self._paced.set()
         self._paced.clear()
 
@@ -324,6 +317,7 @@ class Exchange:
         """Give up on members and reducers that make no progress; ask after members that never came."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
+            self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-LEAD = 0.05
+LEAD = 0.01
 """How far a stream may be ahead of the last one, as a share of its span."""
 STALL_S = 2.0
 """A stream that sent nothing for so long is waited for by none."""
@@ -28,16 +28,21 @@ class Pace:
 
     def may_send(self, reducer: int, *, now: float) -> bool:
         """Whether the next chunk is in turn."""
-        last = min(
-            (sent for other, sent in self._sent.items() if now < self._sent_at[other] + STALL_S), default=1.0
-        )
-        return self._sent[reducer] <= last + LEAD
+        return self._sent[reducer] <= self._last(now) + LEAD
 
-    def on_chunk(self, reducer: int, index: int, *, now: float) -> None:
-        """Chunk ``index`` went out, or need not."""
+    def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
+        """Chunk ``index`` went out, or need not; whether others may send now that could not before."""
+        before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
+        return before < self._last(now)
 
     def on_over(self, reducer: int) -> None:
         """Nothing more is sent to this one."""
         self._sent[reducer] = 1.0
+
+    def _last(self, now: float) -> float:
+        sent_at = self._sent_at
+        return min(
+            (sent for other, sent in self._sent.items() if now < sent_at[other] + STALL_S), default=1.0
+        )

@@ -34,6 +34,8 @@ CLAIM_CAP = 16.0
 """No claim counts for more than so many times the median: a liar on a median line slows a round at most so much."""
 WORTH = 0.9
 """Shares become unequal where that saves a tenth: measured rates are noisy, and equal shares teach more about them."""
+SMALL = 0.3
+"""Of an equal share; less is given only to gain time."""
 PRECISION = 1e-7
 
 
@@ -181,8 +183,11 @@ class _Loads:
         return np.concatenate([own.ravel(), pairs])
 
     def best(self) -> Array:
-        """The shares of the fastest round."""
-        return self._program() if self._pairs else self._fill()
+        """The shares of the fastest round, without those too small to matter: each is a stream from everyone."""
+        shares = self._program() if self._pairs else self._fill()
+        few = np.where(shares < SMALL * shares.mean(), 0.0, shares)
+        few /= few.sum()
+        return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
         """Without pairs: the least time, and then the least for all whom their fixed part does not keep longer."""
