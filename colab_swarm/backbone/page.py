@@ -31,7 +31,7 @@ NAMES = 140
 """Width of the names before a timeline."""
 SPEEDS = 75
 """Width of what stands behind it."""
-FIGURES = 250
+FIGURES = 285
 """Width of what stands behind a round."""
 MAX_ROWS = 40
 MAX_SHOWN_S = 6 * 3600.0
@@ -97,7 +97,7 @@ def _tiles(one: CollaborationView, now: float) -> str:
         "samples/s": f"{one.samples_per_s:,.1f}",
         "steps/min": f"{rates[-1][1]:,.1f}" if rates and one.trainers else "–",
         "trainers": f"{one.trainers}" + (f" (+{one.catching_up})" if one.catching_up else ""),
-        "checkpoint age": "–" if last is None else _duration(now - last.at),
+        "last saved": "–" if last is None else f"{_duration(now - last.at)} ago",
     }
     tiles = (f'<div class="card"><h3>{name}</h3><b>{value}</b></div>' for name, value in shown.items())
     return f'<div class="tiles">{"".join(tiles)}</div>'
@@ -197,7 +197,7 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
             f"{_size(one.moved_bytes)}{lost}</text>"
         )
     legend = _legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
-    return _card(f"Rounds that this peer reduced in {legend}", _svg(ROW * len(shown), rows, "last rounds"))
+    return _card(f"Rounds that this peer took part in {legend}", _svg(ROW * len(shown), rows, "last rounds"))
 
 
 def _contributions(view: View) -> str:

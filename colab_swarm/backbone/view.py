@@ -64,7 +64,8 @@ class CollaborationView(msgspec.Struct, frozen=True):
     @property
     def rates(self) -> list[tuple[float, float]]:
         """Step and steps per minute there."""
-        spans = zip(self.points, self.points[RATE_POINTS:] or self.points[-1:], strict=False)
+        apart = min(RATE_POINTS, 1 + len(self.points) // 4)
+        spans = zip(self.points, self.points[apart:], strict=False)
         return [
             (end.step, 60 * (end.step - begin.step) / (end.at - begin.at))
             for begin, end in spans

@@ -76,6 +76,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         assert keeper and keeper.standing_in is None  # bob's optimizer is still there
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm._runtime.call(keeper.look()))
+        assert keeper.observer.trainers == {}
         assert keeper.standing_in == keeper.vault.history[-1].step
 
 

@@ -42,6 +42,7 @@ def altered(snapshot: Snapshot, **changes: Any) -> Snapshot:
     return Snapshot.of(**{**told, "blob": snapshot.blob.copy(), **changes})
 
 
+@pytest.mark.slow  # imports torch
 def test_a_trainer_goes_on_from_the_backbones_file_as_from_its_own(tmp_path: Path) -> None:
     trained, resumed = replica(3), replica(0, seed=1)
     vault = Vault(tmp_path / "kept")
@@ -122,7 +123,8 @@ def test_an_empty_tensor_is_no_obstacle(tmp_path: Path) -> None:
     assert again["parameters/0"].shape == (0,) and same(load_checkpoint(tmp_path / "c"), state)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 200))
 def test_a_file_with_other_bytes_is_refused_or_the_same(
     tmp_path: Path, place: int, byte: int, cut: int
