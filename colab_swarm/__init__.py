@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from colab_swarm.training.checkpoint import CheckpointFolder
     from colab_swarm.training.lamb import Lamb
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.thrift import Budget
     from colab_swarm.trust.authority import Allowlist
 
 _HOMES = {
     "Allowlist": "trust.authority",
+    "Budget": "training.thrift",
     "CheckpointFolder": "training.checkpoint",
     "InviteError": "errors",
     "JoinError": "errors",
@@ -72,6 +74,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "RelayQuota",
     "Allowlist",
     "SwarmOptimizer",
+    "Budget",
     "CheckpointFolder",
     "albert",
     "parameter_groups",

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import ReachabilityChanged, RoundFinished, StateReceived, StepFinished
@@ -23,6 +23,8 @@ Tell = Callable[..., None]
 MAX_HOURS = 24 * 365
 SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
+LAST_ROUND_S = 60.0
+"""How long whoever leaves waits for a round that takes what it has accumulated."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,15 +82,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
-    peer = commands.add_parser("peer", help="join a run and train")
+    peer = commands.add_parser("peer", help="join a run and train, or only reduce for those who do")
     peer.add_argument("invite", help="the https://…#… line")
+    peer.add_argument(
+        "--reduce-only", action="store_true", help="no GPU, no data, no torch: assist the others"
+    )
+    peer.add_argument("--hours", type=_hours, default=None, help="leave after so long, in good order")
     peer.add_argument("--size", default="tiny", choices=SIZES, help="of the ALBERT")
     peer.add_argument("--text", default="python-docs", help="file, hub data set, or python-docs")
     peer.add_argument("--steps", type=int, default=0, help="leave at this global step; 0: stay")
     peer.add_argument("--target-batch-size", type=int, default=256, help="samples of all peers for one step")
     peer.add_argument("--batch-size", type=int, default=16, help="samples of one micro-batch")
     peer.add_argument("--lr", type=float, default=1e-2, help="LAMB learning rate")
-    peer.add_argument("--codec", default="float16", help="float32, float16, bfloat16 or int8, on the wire")
+    peer.add_argument(
+        "--codec", default="float16", help="float32, float16, bfloat16, int8 or adaptive, on the wire"
+    )
+    peer.add_argument("--delayed", action="store_true", help="compute on while a round runs")
+    peer.add_argument("--local-steps", type=_steps, default=1, help="between two rounds: a number, or auto")
+    peer.add_argument("--gb-per-hour", type=float, default=None, help="traffic budget")
+    peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget, each direction")
     peer.set_defaults(run=_peer)
 
     for command in (backbone, relay, peer):
@@ -114,7 +126,13 @@ def _add_network(command: argparse.ArgumentParser) -> None:
     add("--no-lan", action="store_true", help="do not announce the run in the local network")
     add("--tunnel", default=None, choices=["ngrok", "cloudflared"], help="lead a public address to this peer")
     add("--i-have-read-the-terms", action="store_true", help="of Colab, where this runs there")
+    add("--upload-mbit-s", type=float, default=None, help="links send no faster")
+    add("--download-mbit-s", type=float, default=None, help="links receive no faster")
     add("--json-lines", action="store_true", help="one JSON object per event, for programs")
+
+
+def _steps(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 def _hours(text: str) -> float:
@@ -134,6 +152,8 @@ def _options(options: argparse.Namespace, *, relay: bool | RelayQuota = False) -
         use_relays=not options.no_relays,
         punch=not options.no_punch,
         tunnel=options.tunnel,
+        upload_mbit_s=options.upload_mbit_s,
+        download_mbit_s=options.download_mbit_s,
         lan=not options.no_lan,
     )
 
@@ -178,14 +198,17 @@ def _relay(options: argparse.Namespace) -> None:
         _stay(swarm, options, {"reached": str(swarm.reachability)})
 
 
-def _stay(swarm: Swarm, options: argparse.Namespace, facts: dict[str, str]) -> None:
-    """Tell how it goes until interrupted."""
+def _stay(
+    swarm: Swarm, options: argparse.Namespace, facts: dict[str, str], *, hours: float | None = None
+) -> None:
+    """Tell how it goes until interrupted, or until the time is over."""
+    until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     tell = _teller(options.json_lines)
     for kind, fact in facts.items():
         tell(kind, **{kind: fact})
     if not options.json_lines:
         print("Ctrl-C ends it.", flush=True)
-    while True:
+    while time.monotonic() < until:
         time.sleep(STATUS_EVERY_S)
         snapshot = swarm.snapshot()
         tell(
@@ -205,12 +228,33 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _peer(options: argparse.Namespace) -> None:
+    if options.reduce_only:
+        _reduce(options)
+    else:
+        _train(options)
+
+
+def _reduce(options: argparse.Namespace) -> None:
+    with join(
+        options.invite,
+        peer_name=options.peer_name or "reducer",
+        options=_options(options),
+        i_have_read_the_terms=options.i_have_read_the_terms,
+    ) as swarm:
+        swarm.assist()
+        _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
+
+
+def _train(options: argparse.Namespace) -> None:
     import torch
 
     from colab_swarm.recipes.albert import albert
     from colab_swarm.recipes.hyperparameters import parameter_groups
     from colab_swarm.training.lamb import Lamb
+    from colab_swarm.training.thrift import Budget
 
+    limited = options.gb_per_hour is not None or options.mbit_s is not None
+    until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
     tell = _teller(options.json_lines)
     with join(
         options.invite,
@@ -225,14 +269,19 @@ def _peer(options: argparse.Namespace) -> None:
             target_batch_size=options.target_batch_size,
             max_grad_norm=1.0,
             codec=options.codec,
+            delayed=options.delayed,
+            local_steps=options.local_steps,
+            budget=Budget(options.gb_per_hour, options.mbit_s) if limited else None,
         )
         tell("training", step=optimizer.global_step)
         for batch in batches:
-            if options.steps and optimizer.global_step >= options.steps:
+            if time.monotonic() > until or (options.steps and optimizer.global_step >= options.steps):
                 break
             loss = model(**batch).loss
             loss.backward()
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
+        if options.hours is not None:
+            optimizer.wait_step(LAST_ROUND_S)
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -166,7 +166,8 @@ class Presence:
 
     def _on_round(self, result: RoundResult) -> None:
         ledger = self.trust.contributions.ledger
-        ledger.on_round(result.group, result.contributors, result.spans_lost)
+        samples = "/average/" not in result.group.prefix  # weights of arrays are no samples
+        ledger.on_round(result.group, result.contributors if samples else (), result.spans_lost)
 
     def announce_in_lan(self, name: str) -> None:
         """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
+from colab_swarm.averaging.arrays import ArrayAverages
 from colab_swarm.errors import PeerError
 from colab_swarm.events import StepFinished
 from colab_swarm.invite import Invite, Setting
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from colab_swarm.averaging.moshpit import GridResult
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
@@ -49,6 +51,7 @@ class Swarm:
         self._runtime = runtime
         self._services = services
         self._presence = presence
+        self._averages = ArrayAverages(services.rooms, services.dht, services.averager, run_id)
         self.run_id = run_id
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
@@ -218,6 +221,26 @@ class Swarm:
         self._optimizer = self._optimizers[name] = trained
         return trained
 
+    def average(
+        self, values: Any, *, weight: float = 1.0, group_size: int | None = None, name: str = "values"
+    ) -> tuple[Any, GridResult]:
+        """The mean of an array over all who call this at about the same time, and what became of it.
+
+        Args:
+            values: a NumPy array or torch tensor; the same length for all.
+            weight: of this peer's values; 0: only receive.
+            group_size: of the groups that average in turn; None: as failures and times suggest.
+            name: tells several averages apart.
+
+        Raises:
+            ValueError: values, weight or group_size are not usable.
+            PermissionError: this peer joined as a viewer or reducer.
+        """
+        self._check_here()
+        self._check_role()
+        average = self._averages.average(values, weight=weight, group_size=group_size, name=name)
+        return self._runtime.call(average)
+
     def assist(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, hand on the state to newcomers. Needs no torch.
 
@@ -260,7 +283,7 @@ class Swarm:
         self.left = True
         if self.assistance is not None:
             self.assistance.stop()
-        self._runtime.call(_close(self._services, self._presence))
+        self._runtime.call(_close(self._services, self._presence, self._averages))
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""
@@ -363,7 +386,8 @@ async def _revoke(trust: Trust, subject: PeerId) -> None:
     trust.revoke(subject)
 
 
-async def _close(services: Services, presence: Presence | None) -> None:
+async def _close(services: Services, presence: Presence | None, averages: ArrayAverages) -> None:
+    averages.close()
     if presence is not None:
         await presence.leave()
     else:

@@ -135,6 +135,16 @@ def test_a_late_peer_gets_the_state_and_trains_on(alice: Swarm) -> None:
         assert bob.events.recent(StateReceived)
 
 
+@pytest.mark.slow
+def test_peers_average_any_array(alice: Swarm) -> None:
+    with cs.join(alice.invite(), peer_name="bob") as bob, ThreadPoolExecutor(2) as pool:
+        other = pool.submit(bob.average, torch.full((2, 2), 4.0))
+        mean, result = alice.average(torch.zeros(2, 2), weight=3.0)
+        torch.testing.assert_close(mean, torch.ones(2, 2))
+        assert len(result.peers) == 2 and result.complete and other.result(30)
+        assert not any(one.samples for one in alice.contributions())
+
+
 def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
     former = join_training(alice, model())
     join_training(alice, model())
