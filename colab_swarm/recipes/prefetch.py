@@ -11,6 +11,7 @@ from colab_swarm.recipes.shards import Stopped
 
 T = TypeVar("T")
 Item = TypeVar("Item", covariant=True)
+CLOSE_S = 5.0
 CHECK_S = 0.2
 """A consumer wakes up so often, so that an interrupt reaches it on Windows too."""
 
@@ -39,16 +40,17 @@ class Prefetched(Generic[T]):
 
     def __init__(self, source: Resumable[T], *, depth: int, stop: threading.Event) -> None:
         self._line = _Line(source, depth, stop)
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._line.close)
+        weakref.finalize(
+            self, self._line.close
+        )  # at exit as well: a thread killed within pyarrow takes all along
 
     def __iter__(self) -> Prefetched[T]:
         return self
 
     def __next__(self) -> T:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._line.produce, name="prefetch", daemon=True)
-            self._thread.start()
+        if self._line.thread is None:
+            self._line.thread = threading.Thread(target=self._line.produce, name="prefetch", daemon=True)
+            self._line.thread.start()
         return self._line.take()
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,11 +65,9 @@ class Prefetched(Generic[T]):
             self._line.ahead = deque(state["ahead"])
             self._line.changed.notify_all()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread; it may take ``timeout_s`` to end. Iteration ends with the items made so far."""
+    def close(self) -> None:
+        """Stop the thread; waits up to `CLOSE_S` for its end. Iteration ends with the items made so far."""
         self._line.close()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
 
 
 class _Line(Generic[T]):
@@ -75,6 +75,7 @@ class _Line(Generic[T]):
 
     def __init__(self, source: Resumable[T], depth: int, stop: threading.Event) -> None:
         self.source, self.depth, self.stop = source, depth, stop
+        self.thread: threading.Thread | None = None
         self.ahead: deque[T] = deque()
         self.error: Exception | None = None
         self.changed = threading.Condition()  # guards ahead and error
@@ -119,3 +120,5 @@ class _Line(Generic[T]):
         self.stop.set()
         with self.changed:
             self.changed.notify_all()
+        if self.thread not in (None, threading.current_thread()):
+            self.thread.join(CLOSE_S)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 22
 """How much of a local file is one shard; lines stay whole."""
+MANY_SHARDS = 64
 DOCUMENT_CHARS = 1 << 14
 """Lines of plain text are joined into documents of about this size; longer rows are cut."""
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
@@ -98,7 +99,7 @@ class ShardReader:
         seed: int,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.name = name
+        self.name, self.count = name, len(shards)
         self.place = Place()
         self._shards, self._seed, self._wait = shards, seed, wait
         self._documents: Iterator[str] | None = None
@@ -136,7 +137,7 @@ class ShardReader:
             except Exception as error:
                 # datasets, fsspec, aiohttp and pyarrow raise what they like for a broken file or connection.
                 self._documents = None
-                where = f"{self.name}: shard {self.place.shard + 1} of {len(self._shards)}"
+                where = f"{self.name}: shard {self.place.shard + 1} of {self.count}"
                 if delay_s is None:
                     logger.warning(
                         "%s is given up after %d documents: %s", where, self.place.documents, error
@@ -149,11 +150,11 @@ class ShardReader:
 
     def _shard(self) -> Shard:
         order = random.Random(f"{self._seed}/{self.place.pass_number}")
-        return self._shards[order.sample(range(len(self._shards)), len(self._shards))[self.place.shard]]
+        return self._shards[order.sample(range(self.count), self.count)[self.place.shard]]
 
     def _next_shard(self) -> None:
         place = self.place
-        if place.shard + 1 < len(self._shards):
+        if place.shard + 1 < self.count:
             self.place = Place(place.pass_number, place.shard + 1, 0, place.given)
             return
         if not place.given and not place.pass_number:
@@ -174,7 +175,9 @@ def _shards_of_file(file: Path) -> list[Shard]:
 
 
 def _rows(data_set: Any) -> list[Shard]:
-    """The shards of a streamed data set."""
+    """The shards of a streamed data set; of a few large ones many small ones, or many peers read the same at first."""
+    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets before 4.5 has none
+        data_set = data_set.reshard()
     count: int = data_set.num_shards
 
     def shard(number: int) -> Iterator[str]:

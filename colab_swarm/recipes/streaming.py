@@ -65,18 +65,24 @@ class TextMix:
             yield self.draw(rng)
 
     def state_dict(self) -> dict[str, Any]:
-        return {reader.name: astuple(reader.place) for reader in self._readers}
+        return {reader.name: (reader.count, *astuple(reader.place)) for reader in self._readers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            ValueError: it is of other sources.
+            ValueError: it is of other sources, or they have changed.
         """
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
-            reader.seek(Place(*state[reader.name]))
+            count = state[reader.name][0]
+            if count != reader.count:
+                raise ValueError(
+                    f"{reader.name} had {count} shards and has {reader.count}: begin without the state"
+                )
+        for reader in self._readers:
+            reader.seek(Place(*state[reader.name][1:]))
 
 
 class ShuffleBuffer:

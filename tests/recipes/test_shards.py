@@ -148,6 +148,21 @@ def test_text_jsonl_parquet_patterns_and_folders_are_sources(tmp_path: Path) -> 
     assert sorted(read(tmp_path / "folder")) == expected[::2]
 
 
+@pytest.mark.slow
+def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = pa.Table.from_pylist([{"text": f"row {n}"} for n in range(50)])
+    parquet.write_table(rows, tmp_path / "all.parquet", row_group_size=10)
+    shards = open_shards(str(tmp_path / "all.parquet"))
+    assert len(shards) == (5 if hasattr(datasets.IterableDataset, "reshard") else 1)
+    assert sorted(document for shard in shards for document in shard()) == sorted(
+        f"row {n}" for n in range(50)
+    )
+
+
 def test_a_garbled_row_costs_the_rest_of_its_shard_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

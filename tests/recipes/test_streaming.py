@@ -160,5 +160,8 @@ def test_a_state_of_something_else_is_refused(
     state = mixed(tokenizer).state_dict()
     with pytest.raises(ValueError, match="sequence_length=64 does not fit sequence_length=32"):
         mixed(tokenizer, sequence_length=32).load_state_dict(state)
+    state["mix"]["python-docs"] = (7, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="python-docs had 7 shards and has"):
+        mixed(tokenizer).load_state_dict(state)
     with pytest.raises(ValueError, match="a state of python-docs does not fit sources"):
         mixed(tokenizer, two_sources).load_state_dict(state)
