@@ -18,7 +18,6 @@ from colab_swarm.backbone.observer import Observer
 from colab_swarm.backbone.vault import Checkpoint, Vault
 from colab_swarm.backbone.view import CollaborationView, Given, View
 from colab_swarm.backbone.web import DashboardServer
-from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.training.assistant import Assistant, AssistedRound, Memory
@@ -44,6 +43,7 @@ class Backbone:
         file: what its ``run.toml`` says.
         reached: how others reach this peer, in words.
         contributions: reads the leaderboard.
+        hub_token: of Hugging Face; None for the one that is logged in on this machine.
 
     Raises:
         ValueError: a package that the file asks for is not installed.
@@ -57,6 +57,7 @@ class Backbone:
         *,
         reached: Callable[[], str] = lambda: "",
         contributions: Contributions = _nobodys,
+        hub_token: str | None = None,
     ) -> None:
         self._services = services
         self._run_id = run_id
@@ -64,6 +65,7 @@ class Backbone:
         self._reached = reached
         self._read_contributions = contributions
         self._contributions: Sequence[Contribution] = ()
+        self._hub_token = hub_token
         self._since = time.time()
         self._task: asyncio.Task[None] | None = None
         self._hubs: dict[str, HubPush] = {}
@@ -83,7 +85,7 @@ class Backbone:
                     run=self._file.name,
                     private=settings.private,
                     every_s=60 * settings.push_every_minutes,
-                    token=find_secret("HF_TOKEN"),
+                    token=self._hub_token,
                 )
             )
         if self._file.forward is not None:

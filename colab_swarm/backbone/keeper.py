@@ -67,7 +67,7 @@ class Keeper:
         self.vault = vault
         self._on_saved = on_saved
         self._on_standing_in = on_standing_in
-        self._saved = vault.history[-1] if vault.history else Checkpoint(0, None, time.time(), 0, "")
+        self._saved_step, self._saved_at = vault.newest_step, time.time()
         self._standing_in: Snapshot | None = None
         self._told_at = float("-inf")
         self._failed_at = float("-inf")
@@ -119,7 +119,7 @@ class Keeper:
             self._saving = asyncio.create_task(self._save(branch), name=f"checkpoint {branch.step}")
 
     def _due(self, step: int) -> bool:
-        ahead, old_s = step - self._saved.step, time.time() - self._saved.at
+        ahead, old_s = step - self._saved_step, time.time() - self._saved_at
         every_steps, every_s = self.settings.every_steps, 60 * self.settings.every_minutes
         enough = (every_steps and ahead >= every_steps) or (every_s and old_s >= every_s)
         return ahead > 0 and bool(enough) and _now() - self._failed_at >= RETRY_S
@@ -134,7 +134,7 @@ class Keeper:
             self._services.events.emit(Fault(_now(), f"checkpoint of step {branch.step}", str(error)))
             self._failed_at = _now()
         else:
-            self._saved = saved
+            self._saved_step, self._saved_at = saved.step, saved.at
             self._on_saved(saved, self.vault.path / saved.file)
 
     async def _download(self, branch: Branch) -> Snapshot:
@@ -158,11 +158,12 @@ class Keeper:
     # --- when nobody trains -------------------------------------------------------------------------------------
 
     async def _stand_in(self, branch: Branch | None) -> None:
-        newest = self._saved.step if self.vault.paths() else 0
+        newest = self._saved_step
         if newest and (branch is None or branch.step < newest or not self.observer.alive):
             if self._standing_in is None:
                 self._on_standing_in()
-                self._standing_in = await asyncio.to_thread(self.vault.latest)
+                found = self._standing_in = await asyncio.to_thread(self.vault.latest)
+                self._saved_step = 0 if found is None else found.manifest.step  # files may be damaged
                 self._told_at = float("-inf")
             if self._standing_in is not None and _now() - self._told_at >= TELL_S:
                 await self._tell(self._standing_in, TTL_S)

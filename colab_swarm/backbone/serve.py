@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from colab_swarm.backbone.backbone import Backbone
 from colab_swarm.backbone.config import RunFile
+from colab_swarm.credentials import find_secret
 from colab_swarm.joining import create
 from colab_swarm.swarm import Swarm
 
@@ -38,14 +39,15 @@ def serve(file: RunFile, *, i_have_read_the_terms: bool = False) -> Iterator[Ser
         options=file.options,
         i_have_read_the_terms=i_have_read_the_terms,
     ) as swarm:
-        backbone = swarm._runtime.call(_start(swarm, file))
+        token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
+        backbone = swarm._runtime.call(_start(swarm, file, token))
         try:
             yield Served(swarm, str(swarm.invite(hours=file.invitation_hours)), backbone.dashboard.url)
         finally:
             swarm._runtime.call(backbone.stop())
 
 
-async def _start(swarm: Swarm, file: RunFile) -> Backbone:
+async def _start(swarm: Swarm, file: RunFile, hub_token: str | None) -> Backbone:
     presence = swarm._presence
     assert presence is not None  # a run that was created is no simulation
     backbone = Backbone(
@@ -54,6 +56,7 @@ async def _start(swarm: Swarm, file: RunFile) -> Backbone:
         file,
         reached=lambda: str(presence.reachability.current),
         contributions=presence.trust.contributions.read,
+        hub_token=hub_token,
     )
     try:
         await backbone.start()

@@ -178,7 +178,12 @@ class StepFiles:
 
     def paths(self) -> list[Path]:
         """The files there are, newest step first, readable or not."""
-        return sorted(self.path.glob("step-*.safetensors"), reverse=True)
+        return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest file; 0 if there is none."""
+        return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
 
     def prune(self, newest: Path) -> None:
         """Delete what is beyond `keep`, ``newest`` never."""

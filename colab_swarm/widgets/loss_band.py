@@ -168,8 +168,9 @@ def render_svg(
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{plot.axes()}{under}<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2" '
-        f'stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title></polyline></svg>'
+        f"{plot.axes()}{under}"
+        f'<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2" stroke-linejoin="round">'
+        f"<title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title></polyline></svg>"
     )
 
 

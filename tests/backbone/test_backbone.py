@@ -9,6 +9,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.backbone.curve import LossCurve
+from colab_swarm.backbone.vault import Vault
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
@@ -78,6 +79,22 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         sim.run(lambda swarm: swarm._runtime.call(keeper.look()))
         assert keeper.observer.trainers == {}
         assert keeper.standing_in == keeper.vault.history[-1].step
+
+
+def test_where_the_newest_file_is_damaged_the_one_before_is_given(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    with cs.simulate(1, seed=6) as sim:
+        sim.join("bob")
+        sim.run(lambda swarm: scene.keep(swarm, 30) and None if swarm.name == "alice" else train(swarm, 12))
+    newest, before = Vault(tmp_path / "model").paths()[:2]
+    newest.write_bytes(b"half")
+    with cs.simulate(1, seed=7) as sim:
+        sim.join("carol", at=20.0)
+        results = sim.run(
+            lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 16)
+        )
+    assert results["carol"][:2] == (int(before.stem.partition("-")[2]), 16)
+    assert scene.backbone is not None and scene.backbone.keepers[PREFIX].standing_in is None
 
 
 def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
