@@ -94,18 +94,25 @@ def albert(
         words = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
     else:
         words = load_tokenizer(tokenizer)
-    mine = peer_seed(seed, swarm.id if swarm else b"")
-    batches: Batches
-    if isinstance(text, Mapping):
-        batches = StreamedBatches(text, words, batch_size=fit.batch_size, sequence_length=length, seed=mine)
-    else:
-        batches = PretrainingBatches(
-            open_text(text), words, batch_size=fit.batch_size, sequence_length=length, seed=mine
-        )
+    batches = _batches(text, words, fit.batch_size, length, peer_seed(seed, swarm.id if swarm else b""))
     model = _build(albert_config(shape, words), seed)
     if fit.checkpointing:
         checkpoint_layers(model)
     return model, batches
+
+
+def _batches(
+    text: TextSource | Mapping[str, float],
+    words: PreTrainedTokenizerFast,
+    batch_size: int,
+    length: int,
+    seed: int,
+) -> Batches:
+    if isinstance(text, Mapping):
+        return StreamedBatches(text, words, batch_size=batch_size, sequence_length=length, seed=seed)
+    return PretrainingBatches(
+        open_text(text), words, batch_size=batch_size, sequence_length=length, seed=seed
+    )
 
 
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
