@@ -3,8 +3,8 @@
 What training of ALBERT keeps in memory, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
 
 - 6 P: parameters, gradient, LAMB's two moments, the swarm's accumulated gradient and its copy under way;
-- per token and layer 28 H for the backward pass: the layer's input, queries, keys, values, attention output, two
-  layer norms with their inputs (12 H), and 16 H of the feed-forward part, of which ``gelu_new`` keeps several stages;
+- per token and layer 28 H for the backward pass: 8 H of the layer's input, queries, keys, values, attention and layer
+  norms, and 20 H of the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
 - per token 3 V: logits, their softmax, and the gradient of it.
 
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is computed again. The count
