@@ -1,4 +1,4 @@
-"""``python -m colab_swarm.bench NAME [--quick] [--json PATH]``: run one benchmark, print its table."""
+"""``python -m colab_swarm.bench NAME [--quick] [--json PATH] [--plot PNG]``: run one benchmark, print its table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import cast
 
 from colab_swarm.bench.report import Report
 
-BENCHMARKS = ("link", "relay", "dht", "averaging", "overhead", "join", "soak")
+BENCHMARKS = ("link", "relay", "dht", "averaging", "groups", "strategy", "albert", "overhead", "join", "soak")
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
+PLOTTED = ("groups", "strategy", "albert")
+"""These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 
 
-def run(name: str, *, quick: bool) -> Report:
-    """Run one benchmark by name."""
-    return cast(Report, importlib.import_module(f"colab_swarm.bench.{name}").run(quick=quick))
+def run(name: str, *, quick: bool, python: str | None = None) -> Report:
+    """Run one benchmark by name; ``python`` has the library that averaging is compared with."""
+    module = importlib.import_module(f"colab_swarm.bench.{name}")
+    return cast(Report, module.run(quick=quick, python=python) if python else module.run(quick=quick))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -23,12 +26,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    parser.add_argument(
+        "--plot", metavar="PNG", help=f"also draw them ({', '.join(PLOTTED)}; needs matplotlib)"
+    )
+    parser.add_argument("--vs", choices=["hivemind"], help="averaging: side by side with it")
+    parser.add_argument("--python", metavar="PATH", help="of an environment that has what --vs names")
     options = parser.parse_args(arguments)
+    if (options.vs is None) != (options.python is None) or (options.vs and options.name != "averaging"):
+        parser.error("say: averaging --vs hivemind --python PATH")
+    if options.plot and options.name not in PLOTTED:
+        parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
     merged = Report(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
-        report = run(name, quick=options.quick)
+        report = run(name, quick=options.quick, python=options.python)
         print(report.table(), flush=True)
         merged.rows += report.rows
+        if options.plot:
+            importlib.import_module(f"colab_swarm.bench.{name}").plot(report, options.plot)
     if options.json:
         merged.save(options.json)
 

@@ -19,6 +19,7 @@ from colab_swarm.averaging.group import (
     equal_shares,
     rank,
 )
+from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.net.peers import Contact, PeerId
 
 ALICE, BOB, CAROL = (PeerId(bytes([i]) * 32) for i in (1, 2, 3))
@@ -129,6 +130,8 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
         {"members": (Member(ALICE, (), 1, 1), Member(ALICE, (), 1, 1))},
         {"members": (Member(ALICE, (), -1, 1),)},
         {"members": (Member(ALICE, (), 1, -1),)},
+        {"explanation": "x" * 1000},
+        {"explanation": "\x1b[2J"},
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
@@ -158,6 +161,16 @@ def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> N
     assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
     g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(BOB))
     assert [member.share for member in g.form(bytes(16), equal_shares).members] == [0, 0, 1]
+
+
+def test_a_group_carries_what_its_strategy_expects_and_why() -> None:
+    g = gathering()
+    for peer, rate_bps in ((ALICE, 1e6), (BOB, 1e6), (CAROL, 1e7)):
+        ticket = msgspec.structs.replace(TICKET, upload_bps=rate_bps, download_bps=rate_bps, numel=100)
+        g.on_join(ticket, contact(peer))
+    group = g.form(bytes(16), adaptive_shares)
+    assert group.predicted_s is not None and "bottleneck" in group.explanation
+    assert [member.share for member in group.members] == pytest.approx([0, 0, 1])
 
 
 @given(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-(1 << 63), (1 << 64) - 1))
