@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         level=logging.INFO if options.verbose else logging.ERROR, format="%(name)s: %(message)s"
     )
     try:
-        options.run(options)
+        options.command(options)
     except (SwarmError, ValueError, OSError) as error:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:
@@ -50,10 +50,10 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="a swarm of processes on this machine trains ALBERT-tiny; 2 minutes"
     )
     demo.add_argument("--steps", type=int, default=60, help="global steps")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(command=_demo)
 
     backbone = commands.add_parser("backbone", help="begin a run and stay: the peer that everybody can reach")
-    backbone.add_argument("name", help="of the run")
+    backbone.add_argument("run", help="its name, or a run.toml that says how to keep it")
     backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
     backbone.add_argument(
         "--access", default="invite", choices=["open", "invite", "allowlist"], help="whom the run takes"
@@ -64,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     backbone.add_argument(
         "--allow-organisation", action="append", default=[], help="of Hugging Face; repeat it"
     )
-    backbone.set_defaults(run=_backbone)
+    backbone.set_defaults(command=_backbone)
 
     relay = commands.add_parser("relay", help="join a run and relay for peers that cannot be dialled")
     relay.add_argument("invite", help="the https://…#… line")
     relay.add_argument("--gb", type=float, default=None, help="relay so much in all, then no more")
     relay.add_argument("--mbit-s", type=float, default=None, help="relay no faster")
-    relay.set_defaults(run=_relay)
+    relay.set_defaults(command=_relay)
 
     doctor = commands.add_parser(
         "doctor", help="can this machine take part? what is missing, and how to mend it"
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--target-batch-size", type=int, default=None, help="samples of all peers for one step"
     )
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(command=_doctor)
 
     peer = commands.add_parser("peer", help="join a run and train, or only reduce for those who do")
     peer.add_argument("invite", help="the https://…#… line")
@@ -101,14 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--local-steps", type=_steps, default=1, help="between two rounds: a number, or auto")
     peer.add_argument("--gb-per-hour", type=float, default=None, help="traffic budget")
     peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget, each direction")
-    peer.set_defaults(run=_peer)
+    peer.set_defaults(command=_peer)
 
     for command in (backbone, relay, peer):
         _add_network(command)
 
     bench = commands.add_parser("bench", help="measure: link, dht, averaging, overhead", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(command=_bench)
     return parser
 
 
@@ -171,9 +171,27 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _backbone(options: argparse.Namespace) -> None:
+    if options.run.endswith(".toml"):
+        _keep(options)
+    else:
+        _found(options)
+
+
+def _keep(options: argparse.Namespace) -> None:
+    """A run with checkpoints, metrics and a web page, as its file says."""
+    from colab_swarm.backbone.config import read_run_file
+    from colab_swarm.backbone.serve import serve
+
+    file = read_run_file(options.run)
+    with serve(file, i_have_read_the_terms=options.i_have_read_the_terms) as served:
+        facts = {"invite": served.invite, "dashboard": served.dashboard}
+        _stay(served.swarm, options, {kind: fact for kind, fact in facts.items() if fact})
+
+
+def _found(options: argparse.Namespace) -> None:
     allow = Allowlist(tuple(options.allow_user), tuple(options.allow_organisation))
     with create(
-        options.name,
+        options.run,
         access=options.access,
         allow=allow if options.access == "allowlist" else None,
         peer_name=options.peer_name or "backbone",
