@@ -104,6 +104,8 @@ class HostOptimizer:
         self._parameters: list[Tensor] = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
+        if not self._parameters:
+            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
         numel = sum(parameter.numel() for parameter in self._parameters)
         # The gradients' sum; samples; the losses' sum, and the samples that it is of.
         self._sum = torch.zeros(numel + 3, device=self._parameters[0].device)

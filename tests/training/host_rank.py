@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,9 +25,9 @@ HALVES = [ROWS["alice"], ROWS["bob"]]  # rows of the batch, per rank
 Net = torch.nn.Module
 
 
-def begin(swarm: Swarm | None, net: Net, **settings: Any) -> HostOptimizer:
+def begin(swarm: Swarm | None, net: Net, timeout_s: float = 40.0, **settings: Any) -> HostOptimizer:
     lamb = Lamb(net.parameters(), lr=0.01)
-    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=40.0, **settings)
+    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=timeout_s, **settings)
 
 
 def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
@@ -95,8 +96,29 @@ def die(swarm: Swarm | None, net: Net, folder: Path) -> None:
         (folder / f"error {dist.get_rank()}").write_text(str(error))
 
 
+def hang(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Rank 1 does not come to the second step, and lives."""
+    optimizer = begin(swarm, net, timeout_s=6.0)
+    optimizer.step(**backward(net, 0, slice(0, BATCH)))
+    told = folder / "error 0"
+    if dist.get_rank():
+        while not told.exists():
+            time.sleep(0.05)
+    else:
+        try:
+            optimizer.step(**backward(net, 1, slice(0, BATCH)))
+        except HostError as error:
+            told.write_text(str(error))
+
+
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
-SCENARIOS: dict[str, Scenario] = {"train": train, "equal": make_equal, "delay": delay, "die": die}
+SCENARIOS: dict[str, Scenario] = {
+    "train": train,
+    "equal": make_equal,
+    "delay": delay,
+    "die": die,
+    "hang": hang,
+}
 
 if __name__ == "__main__":
     scenario, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

@@ -107,6 +107,12 @@ def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: i
     assert f"at rank {1 - victim} a rank was missed that has died" in told
 
 
+def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+    assert run_ranks("hang", tmp_path) == [0, 0]
+    told = (tmp_path / "error 0").read_text()
+    assert "did not come within 6 s" in told and "Rank 1 failed" in told
+
+
 def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do(
     tmp_path: Path,
 ) -> None:
