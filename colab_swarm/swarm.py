@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_LOSSES = 1000
+
 
 class Swarm:
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
@@ -308,7 +310,8 @@ class Swarm:
 
     def _note(self, event: object) -> None:
         if isinstance(event, StepFinished) and event.loss is not None:
-            self._losses = [*self._losses[-999:], (event.step, event.loss)]
+            kept = self._losses if len(self._losses) < MAX_LOSSES else [self._losses[0], *self._losses[2:]]
+            self._losses = [*kept, (event.step, event.loss)]
 
     def snapshot(self) -> SwarmSnapshot:
         """What a panel shows, as one frozen record; safe from any thread."""

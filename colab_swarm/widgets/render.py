@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
+from colab_swarm.widgets import loss_band
 
 MAX_ROWS = 20
 MAX_NAME_CHARS = 40
@@ -43,7 +44,14 @@ def render_text(snapshot: SwarmSnapshot) -> str:
     table = [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     ]
-    lines = [_me(snapshot), summary(snapshot), *(line.rstrip() for line in table), *_more(snapshot)]
+    band = loss_band.render_text(snapshot.loss_history)
+    lines = [
+        _me(snapshot),
+        summary(snapshot),
+        *([band] if band else []),
+        *(line.rstrip() for line in table),
+        *_more(snapshot),
+    ]
     return "\n".join(lines + [f"  {_plain(line, 200)}" for line in snapshot.log])
 
 
@@ -56,10 +64,15 @@ def render_html(snapshot: SwarmSnapshot) -> str:
     return (
         '<div style="font-family:sans-serif;font-size:13px;line-height:1.4">'
         f"<p>{html.escape(_me(snapshot))}<br><b>{html.escape(summary(snapshot))}</b></p>"
-        f"{_progress(snapshot)}{render_svg(snapshot.loss_history)}"
+        f"{_progress(snapshot)}{_loss(snapshot.loss_history)}"
         f"<table><tr>{head}</tr>{rows}</table>{more}"
         f'<p style="font-family:monospace;font-size:11px">{log}</p></div>'
     )
+
+
+def _loss(history: Sequence[tuple[int, float]]) -> str:
+    """Beside the published run's where the two begin alike."""
+    return loss_band.render_html(history) or render_svg(history)
 
 
 def render_svg(history: Sequence[tuple[int, float]]) -> str:
