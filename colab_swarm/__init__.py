@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from colab_swarm.presence import PeerOptions
     from colab_swarm.recipes.albert import albert
     from colab_swarm.recipes.hyperparameters import parameter_groups
+    from colab_swarm.recipes.swav.recipe import swav
     from colab_swarm.simulation import Simulation, simulate
     from colab_swarm.swarm import Swarm
     from colab_swarm.training.checkpoint import CheckpointFolder
+    from colab_swarm.training.host import host_optimizer
     from colab_swarm.training.lamb import Lamb
+    from colab_swarm.training.lars import Lars
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
     from colab_swarm.trust.authority import Allowlist
@@ -45,6 +48,7 @@ _HOMES = {
     "InviteError": "errors",
     "JoinError": "errors",
     "Lamb": "training.lamb",
+    "Lars": "training.lars",
     "PeerError": "errors",
     "PeerOptions": "presence",
     "RelayQuota": "net.relay",
@@ -58,9 +62,11 @@ _HOMES = {
     "albert": "recipes.albert",
     "create": "joining",
     "doctor": "diagnosis.doctor",
+    "host_optimizer": "training.host",
     "join": "joining",
     "parameter_groups": "recipes.hyperparameters",
     "simulate": "simulation",
+    "swav": "recipes.swav.recipe",
 }
 
 __all__ = [  # noqa: RUF022 - by subject
@@ -79,6 +85,9 @@ __all__ = [  # noqa: RUF022 - by subject
     "albert",
     "parameter_groups",
     "Lamb",
+    "Lars",
+    "swav",
+    "host_optimizer",
     "SwarmError",
     "PeerError",
     "InviteError",

@@ -37,6 +37,7 @@ from colab_swarm.net.peers import Contact, PeerId, Role, short
 logger = logging.getLogger(__name__)
 
 REMEMBERED_GROUPS = 4
+REMEMBERED_S = 180.0
 RETRY_S = 0.25
 
 
@@ -67,15 +68,17 @@ class Matchmaker:
         self._on_called = on_called
         self._strategy = strategy
         self._settings = settings or GatheringSettings()
-        self._groups: dict[tuple[int, bytes], Group] = {}
+        self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._leading: dict[tuple[int, bytes], _Leading] = {}
         self._bars = Bars()
         self._answered_at = float("-inf")  # by any organizer but this peer
+        self._stop_listening = self._peers.on_lost(self._on_lost)
         rooms.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
         rooms.serve(prefix, RoundCall, self._serve_call, Role.REDUCER)
 
     def close(self) -> None:
         """Organize nothing more."""
+        self._stop_listening()
         self._rooms.unserve(self._prefix, JoinRound)
         self._rooms.unserve(self._prefix, RoundCall)
         for leading in self._leading.values():
@@ -197,14 +200,25 @@ class Matchmaker:
         return self._bars.barred(peer, now=_now())
 
     def _remember(self, group: Group) -> None:
-        self._groups[group.step, group.lineage] = group
+        self._groups[group.step, group.lineage] = group, _now()
         while len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
+
+    def _remembered(self, terms: Ticket) -> Group | None:
+        """The group of this step, unless it is long over: a run may come back to a step from a checkpoint."""
+        group, since = self._groups.get((terms.step, terms.lineage), (None, 0.0))
+        return group if _now() - since < REMEMBERED_S else None
+
+    def _on_lost(self, peer: PeerId) -> None:
+        """Its link broke: whoever said that it was coming is not waited for; who is here already is in."""
+        for leading in self._leading.values():
+            leading.gathering.on_declined(peer)
+            leading.changed.set()
 
     # --- being asked ----------------------------------------------------------------------------------------
 
     async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
-        if group := self._groups.get((call.terms.step, call.terms.lineage)):
+        if group := self._remembered(call.terms):
             return Coming(None, group)
         return Coming(self._on_called(call.terms, peer))
 
@@ -214,7 +228,7 @@ class Matchmaker:
             return Joined(reason="invalid", text="a ticket is personal")
         if ticket.weight != 0 and self._peers.role_of(peer) < Role.WORKER:
             return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
-        if group := self._groups.get((ticket.step, ticket.lineage)):
+        if group := self._remembered(ticket):
             return _hand_out(group, peer)
         leading = self._leading.get((ticket.step, ticket.lineage))
         if leading is None:

@@ -17,7 +17,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
@@ -111,6 +111,34 @@ def test_who_comes_after_the_group_was_formed_is_told_so() -> None:
             *(t.join() for t in town.trainers if t is not late), late.join(after_s=5), return_exceptions=True
         )
         assert refused(outcome) == "late" and {len(group.members) for group in groups} == {3}
+
+    in_town(4, script)
+
+
+def test_a_run_that_comes_back_to_a_step_is_not_told_of_its_group_for_ever() -> None:
+    async def script(town: Town) -> None:
+        asked, keeper, newcomer = town.trainers
+        await asyncio.gather(asked.join(), keeper.join())
+        keeper.ready_in_s = None  # it has a group in mind, but does not come again
+        town.network.now().crash(asked.peers.name)
+        newcomer.candidates = [keeper.peers.id]
+        outcome = await asyncio.gather(newcomer.join(), return_exceptions=True)
+        assert refused(outcome[0]) == "late"
+        group = await newcomer.join(after_s=REMEMBERED_S)
+        assert [member.id for member in group.members] == [newcomer.peers.id]
+
+    in_town(3, script)
+
+
+def test_who_said_it_was_coming_and_died_is_not_waited_for() -> None:
+    async def script(town: Town) -> None:
+        dying = town.trainers[2]
+        dying.ready_in_s = 50.0
+        town.network.at(1.0).crash(dying.peers.name)
+        groups = await asyncio.gather(*(t.join() for t in town.trainers if t is not dying))
+        assert [fault.name for fault in town.network.fired] == ["crash"]
+        assert len(set(groups)) == 1 and len(groups[0].members) == 3
+        assert asyncio.get_running_loop().time() < 3.0
 
     in_town(4, script)
 
