@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from colab_swarm.events import (
     BatchDropped,
+    BudgetChosen,
     ClockSkewed,
     Event,
     Fault,
@@ -82,6 +83,17 @@ class SwarmSnapshot:
     log: tuple[str, ...]
 
 
+def _round(event: RoundFinished) -> str:
+    text = f"round {event.step}: {event.group_size} peers, {event.seconds:.2f} s"
+    if event.spans_lost:
+        text += f", {event.spans_lost} spans lost"
+    if event.predicted_s is not None:
+        text += (
+            f"; averaging {event.averaging_s:.2f} s, {event.predicted_s:.2f} s expected: {event.explanation}"
+        )
+    return text
+
+
 def describe(event: Event) -> str:
     """The event as a line of the log."""
     match event:
@@ -93,8 +105,10 @@ def describe(event: Event) -> str:
             return f"others reach this peer: {how}"
         case StepFinished(step=step, samples=samples):
             return f"step {step}: {samples:g} samples"
-        case RoundFinished(step=step, group_size=size, spans_lost=lost, seconds=seconds):
-            return f"round {step}: {size} peers, {seconds:.2f} s" + (f", {lost} spans lost" if lost else "")
+        case RoundFinished():
+            return _round(event)
+        case BudgetChosen(choice=choice):
+            return f"budget: {choice}"
         case StateReceived(step=step, size_bytes=size, donors=donors):
             givers = "1 donor" if len(donors) == 1 else f"{len(donors)} donors"
             return f"state of step {step}: {size / 1e6:.1f} MB from {givers}"

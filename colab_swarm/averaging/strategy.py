@@ -257,14 +257,13 @@ def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
     if not len(slowest):
         return "the limit of a pair of them is the bottleneck"
     count, mbit = len({int(index) % peers for index in slowest}), rates[slowest] * 8e-6
-    low, high = f"{mbit.min():.3g}", f"{mbit.max():.3g}"
+    low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
     rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
     if count == peers:
         return f"all finish together ({rate})"
-    ways = " and ".join(
-        ("upload", "download")[way] for way in sorted({int(index) // peers for index in slowest})
-    )
-    return f"{ways} of {count} peer{'s' if count > 1 else ''} ({rate}) are the bottleneck"
+    ways = [("upload", "download")[way] for way in sorted({int(index) // peers for index in slowest})]
+    verb = "is" if len(ways) == 1 else "are"
+    return f"{' and '.join(ways)} of {count} peer{'s' if count > 1 else ''} ({rate}) {verb} the bottleneck"
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
