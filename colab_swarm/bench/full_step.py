@@ -16,6 +16,7 @@ from typing import Any
 from colab_swarm.bench.report import Report
 
 OURS = (sys.executable, "-m", "colab_swarm.bench.full_step_worker")
+CROWD = 16
 THEIRS = Path(__file__).with_name("hivemind_worker.py")
 
 
@@ -117,7 +118,7 @@ def run(report: Report, *, python: str | None) -> None:
     """Measure ours and, with a ``python`` that has hivemind, theirs."""
     plan = QUICK if report.quick else FULL
     for peers in plan.peers:
-        ours = measure(OURS, peers, plan)
+        ours = measure((*OURS, "step"), peers, plan)
         seconds, reduced_s = _add(report, "", ours, peers, plan)
         waits = [whole - part for whole, part in zip(ours.seconds, ours.reduced_s, strict=True)]
         what = "of a step is not the averaging itself"
@@ -131,6 +132,11 @@ def run(report: Report, *, python: str | None) -> None:
             report.add(
                 f"averaging.allreduce_vs_hivemind{suffix}", theirs[1] / reduced_s, "times", "faster in it"
             )
+
+    if not report.quick:
+        crowd = measure((*OURS, "groups"), CROWD, plan)
+        what = f"of {len(crowd.right)} averages of {CROWD} processes in groups of 4, right at all"
+        report.add("averaging.groups_success", sum(crowd.right) / len(crowd.right), "", what)
 
 
 def _add(report: Report, whose: str, steps: Steps, peers: int, plan: Plan) -> tuple[float, float]:

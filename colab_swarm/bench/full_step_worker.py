@@ -1,4 +1,7 @@
-"""One peer of ours of ``bench averaging --vs hivemind``: the same conversation as `hivemind_worker`."""
+"""One peer of ours of ``bench averaging --vs hivemind``: the same conversation as `hivemind_worker`.
+
+``python -m colab_swarm.bench.full_step_worker step|groups NUMEL PEERS [INVITATION]``
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import Snapshot
 
+GROUP = 4
+
 
 def say(**message: object) -> None:
     print(json.dumps(message), flush=True)
@@ -40,6 +45,13 @@ async def begin(swarm: Swarm, numel: int) -> Collaboration:
     return collaboration
 
 
+def average_in_groups(swarm: Swarm, values: Floats) -> int:
+    """The same by `Swarm.average`, in groups of `GROUP`."""
+    mean, result = swarm.average(values, group_size=GROUP)
+    values[:] = mean
+    return len(result.peers) if result.complete else 0
+
+
 async def step(collaboration: Collaboration, values: Floats) -> int:
     """One full step: find the group, average, advance; returns how many took part."""
     await collaboration.report(1.0, None)
@@ -50,7 +62,7 @@ async def step(collaboration: Collaboration, values: Floats) -> int:
     return len(result.contributors) if not result.kept_local else 0
 
 
-def main(numel: int, peers: int, invites: list[str]) -> None:
+def main(mode: str, numel: int, peers: int, invites: list[str]) -> None:
     importlib.import_module("torch")  # a trainer has it, and casts with it
     options = cs.PeerOptions(lan=False, use_relays=False)
     name = f"peer-{time.monotonic_ns()}"
@@ -65,12 +77,15 @@ def main(numel: int, peers: int, invites: list[str]) -> None:
     for number, line in enumerate(sys.stdin):
         values = vectors[number % 2]
         values[:] = json.loads(line)["value"]
-        while len(collaboration.progress.records) < peers:
+        while mode == "step" and len(collaboration.progress.records) < peers:
             swarm._runtime.call(collaboration.refresh())
         say(ready=True)
         sys.stdin.readline()
         began = time.perf_counter()
-        members = swarm._runtime.call(step(collaboration, values))
+        if mode == "groups":
+            members = average_in_groups(swarm, values)
+        else:
+            members = swarm._runtime.call(step(collaboration, values))
         seconds = time.perf_counter() - began
         [last, *_] = reversed(swarm.events.recent(RoundFinished)) or [None]
         reduced_s = last.averaging_s if isinstance(last, RoundFinished) else 0.0
@@ -80,4 +95,4 @@ def main(numel: int, peers: int, invites: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

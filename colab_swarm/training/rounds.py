@@ -151,7 +151,8 @@ class Rounds:
             return self.choice
         now = asyncio.get_running_loop().time()
         self._thrift.on_round(result.sent_bytes, result.received_bytes, progress.local_steps, now=now)
-        choice = self._thrift.choose(self._last)
+        speed = progress.samples_per_s()
+        choice = self._thrift.choose(self._last, progress.target_batch_size / speed) if speed else self.choice
         if choice is not None and not choice.like(self.choice):
             self._services.events.emit(BudgetChosen(now, str(choice), choice.within))
         self.choice = choice

@@ -1,7 +1,8 @@
 """How a peer keeps within its traffic budget: what it can save, in the order of what that costs the swarm.
 
-Pure decisions, looked at after each round: first it reduces nothing for the others (if others do), then it sends
-8 bits a value, then it asks for more local steps between two rounds.
+Pure decisions, looked at after each round: first it reduces nothing for the others (if others do, and the volume is
+bounded; a bound on speed makes its share smaller, see `averaging.strategy`), then it sends 8 bits a value, then it asks
+for more local steps between two rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from colab_swarm.training.progress import MAX_LOCAL_STEPS
 SECONDS_PER_HOUR = 3600
 KEPT = 0.95
 """Part of the budget that rounds may use; the rest is for all that is not a round."""
+ROUND_PART = 0.5
+"""Of the time in which the swarm computes; a round may take that long at the speed of the budget, for all wait."""
 SAVING = "int8"
 
 
@@ -42,14 +45,17 @@ class Budget:
         """The most that links may carry in each direction, bits a second."""
         return None if self.mbit_s is None else self.mbit_s * 1e6
 
-    def times_over(self, sent_bytes: float, received_bytes: float, seconds: float) -> float:
-        """How many times over the budget so much traffic in so much time is; up to 1 is within."""
-        over = 0.0
-        if self.gb_per_hour is not None:
-            over = (sent_bytes + received_bytes) / (self.gb_per_hour * 1e9 * seconds / SECONDS_PER_HOUR)
-        if self.mbit_s is not None:
-            over = max(over, max(sent_bytes, received_bytes) * 8 / (self.mbit_s * 1e6 * seconds))
-        return over / KEPT
+    def times_over_volume(self, sent_bytes: float, received_bytes: float, seconds: float) -> float:
+        """How many times over ``gb_per_hour`` so much traffic in so much time is; up to 1 is within."""
+        if self.gb_per_hour is None:
+            return 0.0
+        return (sent_bytes + received_bytes) / (KEPT * self.gb_per_hour * 1e9 * seconds / SECONDS_PER_HOUR)
+
+    def times_over_pace(self, sent_bytes: float, received_bytes: float, compute_s: float) -> float:
+        """How many times too long a round takes at ``mbit_s``, beside the time in which the swarm computes."""
+        if self.mbit_s is None:
+            return 0.0
+        return max(sent_bytes, received_bytes) * 8 / (self.mbit_s * 1e6 * compute_s * ROUND_PART)
 
 
 @dataclass(frozen=True)
@@ -108,39 +114,44 @@ class Thrift:
         self._step_s = step_s if self._step_s is None else (step_s + self._step_s) / 2
         self._ended_at = now
 
-    def choose(self, group: Group) -> Choice | None:
-        """What to do after a round of ``group``; None while it is not known how long a step takes."""
-        return None if self._step_s is None else self._choose(group, max(self._step_s, 1e-6))
+    def choose(self, group: Group, compute_s: float) -> Choice | None:
+        """What to do after a round of ``group``; None while it is not known how long a step takes.
 
-    def _choose(self, group: Group, step_s: float) -> Choice:
-        narrow = Precision(SAVING).widest.encoded_bytes(group.numel) < self._bytes(self._precision, group)
+        Args:
+            compute_s: that the swarm needs to compute a target batch.
+        """
+        if self._step_s is None:
+            return None
+        reduces, precision, steps = True, self._precision, 1
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
-        tries = [(True, self._precision, 1)]
-        if others_reduce:
-            tries.append((False, self._precision, 1))
-        if narrow:
-            tries.append((not others_reduce, SAVING, 1))
-        choice = self._choice(group, step_s, *tries[0])
-        for attempt in tries[1:]:
-            if not choice.within:
-                choice = self._choice(group, step_s, *attempt)
-        if not choice.within and self._auto_steps:
-            sent, received = self._traffic(group, reduces=choice.reduces, precision=choice.precision)
-            over = self._budget.times_over(sent, received, step_s) * self._overdrawn()
+        if others_reduce and self._volume(group, reduces, precision) > 1:
+            reduces = False  # a slow line gets a smaller share by the strategy; volume is saved by none
+        narrow = self._bytes(SAVING, group) < self._bytes(self._precision, group)
+        if narrow and self._over(group, reduces, precision, compute_s) > 1:
+            precision = SAVING
+        over = self._over(group, reduces, precision, compute_s)
+        if over > 1 and self._auto_steps:
             steps = min(math.ceil(over), MAX_LOCAL_STEPS)
-            choice = self._choice(group, step_s, choice.reduces, choice.precision, steps)
-        return choice
+        sent, received = self._traffic(group, reduces=reduces, precision=precision)
+        mbit_s = max(sent, received) * 8e-6 / (steps * self._step_s)
+        return Choice(reduces, precision, steps, mbit_s, over <= steps)
+
+    def _volume(self, group: Group, reduces: bool, precision: str) -> float:
+        sent, received = self._traffic(group, reduces=reduces, precision=precision)
+        step_s = max(self._step_s or 0.0, 1e-6)
+        return self._budget.times_over_volume(sent, received, step_s) * self._overdrawn()
+
+    def _over(self, group: Group, reduces: bool, precision: str, compute_s: float) -> float:
+        traffic = self._traffic(group, reduces=reduces, precision=precision)
+        pace = self._budget.times_over_pace(*traffic, compute_s)
+        return max(self._volume(group, reduces, precision), pace)
 
     def _overdrawn(self) -> float:
         """How many times over the budget the traffic was until now; at least 1."""
         seconds = self._ended_at - (self._began_at or self._ended_at)
-        return max(1.0, self._budget.times_over(self._sent, self._received, seconds)) if seconds else 1.0
-
-    def _choice(self, group: Group, step_s: float, reduces: bool, precision: str, steps: int) -> Choice:
-        sent, received = self._traffic(group, reduces=reduces, precision=precision)
-        seconds = steps * step_s
-        within = self._budget.times_over(sent, received, seconds) <= 1
-        return Choice(reduces, precision, steps, max(sent, received) * 8e-6 / seconds, within)
+        return (
+            max(1.0, self._budget.times_over_volume(self._sent, self._received, seconds)) if seconds else 1.0
+        )
 
     def _traffic(self, group: Group, *, reduces: bool, precision: str) -> tuple[float, float]:
         """Bytes that a round makes this peer send and receive."""
