@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -54,7 +55,8 @@ def simulate_round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) ->
     """Seconds of a round until the last peer has its means."""
     if sum(host.trains for host in hosts) < 2:
         return 0.0
-    return run_virtual(_round(hosts, strategy, vector))
+    with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
+        return pool.submit(run_virtual, _round(hosts, strategy, vector)).result()
 
 
 async def _round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) -> float:
