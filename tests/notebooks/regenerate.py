@@ -1,16 +1,20 @@
-"""Run the tutorials and store their outputs, which nbval compares: ``python tests/notebooks/regenerate.py``.
+"""Run notebooks and store their outputs: ``python tests/notebooks/regenerate.py [NOTEBOOK …]``, else all tutorials.
 
-The outputs are what readers see on the web and the reference of the tests, so they stay in the files.
+The outputs are what readers see on the web, and those of the tutorials are what nbval compares, so they stay in the
+files.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-TUTORIALS = sorted((Path(__file__).parents[2] / "tutorials").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+REPRODUCED = sorted((ROOT / "notebooks" / "reproduce").glob("*.ipynb"))
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -41,6 +45,6 @@ def clean(notebook: Any) -> Any:
 
 
 if __name__ == "__main__":
-    for tutorial in TUTORIALS:
-        regenerate(tutorial)
-        print(tutorial.name)
+    for notebook in map(Path, sys.argv[1:] or TUTORIALS):
+        regenerate(notebook)
+        print(notebook.name)

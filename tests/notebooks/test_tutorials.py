@@ -1,4 +1,4 @@
-"""What a tutorial may not hold, whatever its cells do; that they run is nbval's business."""
+"""What a notebook that is stored with its outputs may not hold, whatever its cells do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.notebooks.regenerate import METADATA, TUTORIALS, WIDGET
+from tests.notebooks.regenerate import METADATA, REPRODUCED, TUTORIALS, WIDGET
 
 VOLATILE = {
     "the address of a peer": r"\bwss?://|\b\d{1,3}(\.\d{1,3}){3}\b",
@@ -35,13 +35,13 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(params=TUTORIALS, ids=lambda path: path.stem)
+@pytest.fixture(params=[*TUTORIALS, *REPRODUCED], ids=lambda path: path.stem)
 def tutorial(request: pytest.FixtureRequest) -> Any:
     return read(request.param)
 
 
-def test_there_are_tutorials() -> None:
-    assert TUTORIALS
+def test_there_are_tutorials_and_experiments() -> None:
+    assert TUTORIALS and REPRODUCED
 
 
 @pytest.mark.parametrize("name", VOLATILE)
