@@ -285,7 +285,8 @@ class Swarm:
         self.left = True
         if self.assistance is not None:
             self.assistance.stop()
-        self._runtime.call(_close(self._services, self._presence, self._averages))
+        self._runtime.call(self._averages.close())
+        self._runtime.call(_close(self._services, self._presence))
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""
@@ -389,8 +390,7 @@ async def _revoke(trust: Trust, subject: PeerId) -> None:
     trust.revoke(subject)
 
 
-async def _close(services: Services, presence: Presence | None, averages: ArrayAverages) -> None:
-    averages.close()
+async def _close(services: Services, presence: Presence | None) -> None:
     if presence is not None:
         await presence.leave()
     else:

@@ -33,7 +33,7 @@ class ArrayAverages:
         mean, result = await self._averagers[name].average(flat, weight=weight, group_size=group_size)
         return restore(mean), result
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Average no more."""
         for averager in self._averagers.values():
             averager.close()

@@ -61,6 +61,6 @@ def test_peers_average_several_arrays_at_once_by_name() -> None:
             np.testing.assert_allclose(mean, np.full((2, 2), 2.0))
             assert len(result.peers) == 2 and result.complete
         for one in averages:
-            one.close()
+            await one.close()
 
     run_virtual(main())
