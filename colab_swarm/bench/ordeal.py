@@ -145,12 +145,11 @@ class Ordeal:
         return all(process.process.poll() is None for process in self._processes.values())
 
 
-def endure(
-    folder: Path, *, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0
-) -> tuple[Story, str]:
-    """Let it run; returns what happened, and where the dashboard is that the last backbone served."""
+def endure(folder: Path, *, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0) -> Story:
+    """Let it run; returns what happened."""
     ordeal = Ordeal(folder, text)
     try:
+        print(f"  dashboard: {ordeal.dashboard}", flush=True)
         for name in ("reducer", *MBIT_S):
             ordeal.start(name)
         until = time.monotonic() + 60 * minutes
@@ -167,7 +166,7 @@ def endure(
         time.sleep(max(0.0, until - time.monotonic()))
         if not ordeal.alive:
             raise RuntimeError("a process ended that nobody killed")
-        return ordeal.story, ordeal.dashboard
+        return ordeal.story
     finally:
         ordeal.stop()
 
@@ -224,7 +223,7 @@ def run(
     minutes = minutes or (1.5 if quick else 10.0)
     kill_every_s = min(kill_every_s, 60 * minutes / 4)
     with tempfile.TemporaryDirectory() as folder:
-        story, _ = endure(Path(folder), minutes=minutes, kill_every_s=kill_every_s, text=text)
+        story = endure(Path(folder), minutes=minutes, kill_every_s=kill_every_s, text=text)
         kept = check_checkpoints(Path(folder), text)
     curve = story.curve()
     reference = alone(len(curve), text)
