@@ -303,6 +303,8 @@ def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:
     equal = equal_shares(tickets)
     uploads = believed([ticket.upload_bps for ticket in tickets])
     downloads = believed([ticket.download_bps for ticket in tickets])
+    for rates in (uploads, downloads):
+        _raise_assistants(tickets, rates)
     if not any(equal.shares) or not any(uploads) or not any(downloads):
         return equal
     setup = Setup(
@@ -318,6 +320,20 @@ def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:
     planned = plan_round(setup, computing)
     chosen = planned if planned.averaging_s < WORTH * as_equals.averaging_s else as_equals
     return Sharing(chosen.shares, chosen.averaging_s, chosen.explanation)
+
+
+def _raise_assistants(tickets: Sequence[Ticket], rates: list[float | None]) -> None:
+    """An assistant's line counts as one of the better half at least.
+
+    It carries what it is asked to, so what it was seen to carry says little of what it could; and who assists is well
+    linked, or would be of no use.
+    """
+    trainers = [
+        rate for ticket, rate in zip(tickets, rates, strict=True) if rate is not None and not ticket.assists
+    ]
+    for index, ticket in enumerate(tickets):
+        if ticket.assists and trainers:
+            rates[index] = max(rates[index] or 0.0, statistics.median_high(trainers))
 
 
 def _encoded_bytes(precision: str, numel: int) -> int:

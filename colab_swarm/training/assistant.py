@@ -22,6 +22,7 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runs
+from colab_swarm.training.line import Line
 from colab_swarm.training.mirror import Mirror
 from colab_swarm.training.progress import ProgressRecord, branch_of, participants_of
 from colab_swarm.training.records import AssistantRecord, assistants_key, read_assistants, read_progress
@@ -190,6 +191,7 @@ class _Part:
         self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
         self._assistants: Collection[PeerId] = ()
         self._last: Group | None = None  # of the last round here
+        self._line = Line()
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of these rounds
@@ -233,6 +235,7 @@ class _Part:
             group = await self._matchmaker.join(self._ticket(terms), candidates, _now() + ROUND_TIMEOUT_S)
             self._last, formed_at = group, _now()
             result = await self._services.averager.reduce(group)
+            self._line.on_round(result)
         except (PeerError, MemoryError) as error:
             logger.debug("no part in step %d: %s", terms.step, error)
         else:
@@ -249,8 +252,8 @@ class _Part:
             terms,
             weight=0.0,
             reduces=bool(addresses),
-            upload_bps=links.upload_bps,
-            download_bps=links.download_bps,
+            upload_bps=self._line.upload.known(links.upload_bps),
+            download_bps=self._line.download.known(links.download_bps),
             assists=True,
         )
 

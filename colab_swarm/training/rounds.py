@@ -13,33 +13,9 @@ from colab_swarm.events import BudgetChosen
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
 from colab_swarm.training.progress import Progress, ProgressRecord
+from colab_swarm.training.line import Line
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.thrift import Choice, Thrift
-
-KEPT_PER_ROUND = 0.98
-SAYS_SOMETHING_BYTES = 1 << 18
-"""A round that moved less says nothing about a line."""
-
-
-class Rate:
-    """What a line carried in rounds, bits per second: they are often shorter than the second that links measure by.
-
-    A good round is believed for long, but not for ever: lines change.
-    """
-
-    def __init__(self) -> None:
-        self._best_bps = 0.0
-
-    def on_round(self, size_bytes: int, seconds: float) -> None:
-        """A round moved so much."""
-        self._best_bps *= KEPT_PER_ROUND
-        if size_bytes >= SAYS_SOMETHING_BYTES and seconds > 0:
-            self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
-
-    def known(self, measured_bps: float | None, most_bps: float | None) -> float | None:
-        """The best that was seen, by links or in rounds, as far as it may be used; None if nothing was."""
-        best_bps = max(measured_bps or 0.0, self._best_bps)
-        return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 
 class Rounds:
@@ -69,7 +45,7 @@ class Rounds:
         self._services, self._settings, self._schema = services, settings, schema
         self._expected = expected
         self._last: Group | None = None
-        self._upload, self._download = Rate(), Rate()
+        self._line = Line()
         self._thrift: Thrift | None = None
         if settings.budget is not None:
             me, auto_steps = services.peers.id, settings.auto_steps
@@ -121,8 +97,7 @@ class Rounds:
         if sending is not None and self.choice is not None:
             sending.precision = self.choice.precision
         result = await self._services.averager.average(group, values, sending)
-        self._upload.on_round(result.sent_bytes, result.seconds["exchange"])
-        self._download.on_round(result.received_bytes, result.seconds["exchange"])
+        self._line.on_round(result)
         self._services.events.emit(result.event(began_at=started, now=clock()))
         return result
 
@@ -138,8 +113,8 @@ class Rounds:
             numel=self.numel,
             schema=self._schema,
             reduces=bool(peers.contact.addresses) and willing and not own.syncing,
-            upload_bps=self._upload.known(links.upload_bps, most),
-            download_bps=self._download.known(links.download_bps, most),
+            upload_bps=self._line.upload.known(links.upload_bps, most),
+            download_bps=self._line.download.known(links.download_bps, most),
             codec=settings.codec,
             mean_codec=settings.mean_codec,
             samples_per_s=own.samples_per_s,

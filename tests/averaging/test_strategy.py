@@ -277,6 +277,11 @@ def test_an_assistant_sends_no_contribution_and_wants_no_mean() -> None:
     assert found.shares == (0, 0, 0, 1) and found.predicted_s == pytest.approx(1.0)
 
 
+def test_an_assistant_that_was_never_asked_for_much_is_asked() -> None:
+    found = adaptive_shares([ticket(8e6)] * 3 + [ticket(1e4, weight=0, assists=True)])
+    assert found.shares[3] > found.shares[0]  # it sends no contribution, so it has room for more means
+
+
 @pytest.mark.parametrize("claim", [1e12, math.inf, math.nan, -1.0])
 def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     honest = [ticket(8e6)] * 7

@@ -1,21 +1,21 @@
-"""What rounds teach of a line."""
+"""What rounds teach a peer of its own line."""
 
 from __future__ import annotations
 
 import pytest
 
-from colab_swarm.training.rounds import KEPT_PER_ROUND, Rate
+from colab_swarm.training.line import KEPT_PER_ROUND, Rate
 
 MB = 1_000_000
 
 
 def test_a_round_shorter_than_a_second_tells_what_a_line_carries() -> None:
     rate = Rate()
-    assert rate.known(None, None) is None and rate.known(5e6, None) == 5e6
+    assert rate.known(None) is None and rate.known(5e6) == 5e6
     rate.on_round(2 * MB, 0.1)
-    assert rate.known(5e6, None) == 160e6
+    assert rate.known(5e6) == 160e6
     rate.on_round(1000, 1e-6)  # a few bytes say nothing
-    assert rate.known(None, None) == pytest.approx(160e6 * KEPT_PER_ROUND)
+    assert rate.known(None) == pytest.approx(160e6 * KEPT_PER_ROUND)
 
 
 def test_a_line_that_got_slower_is_believed_slower_in_the_end() -> None:
@@ -23,7 +23,7 @@ def test_a_line_that_got_slower_is_believed_slower_in_the_end() -> None:
     rate.on_round(2 * MB, 0.1)
     for _ in range(500):
         rate.on_round(2 * MB, 1.0)
-    assert rate.known(None, None) == 16e6
+    assert rate.known(None) == 16e6
 
 
 def test_a_budget_bounds_what_is_told() -> None:
