@@ -12,8 +12,8 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.events import BudgetChosen
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
-from colab_swarm.training.progress import Progress, ProgressRecord
 from colab_swarm.training.line import Line
+from colab_swarm.training.progress import Progress, ProgressRecord
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.thrift import Choice, Thrift
 
