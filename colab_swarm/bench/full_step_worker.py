@@ -87,7 +87,7 @@ def main(mode: str, numel: int, peers: int, invites: list[str]) -> None:
         else:
             members = swarm._runtime.call(step(collaboration, values))
         seconds = time.perf_counter() - began
-        [last, *_] = reversed(swarm.events.recent(RoundFinished)) or [None]
+        last = next(reversed(swarm.events.recent(RoundFinished)), None)
         reduced_s = last.averaging_s if isinstance(last, RoundFinished) else 0.0
         low, high = float(values.min()), float(values.max())
         say(seconds=seconds, reduced_s=reduced_s, members=members, low=low, high=high)
