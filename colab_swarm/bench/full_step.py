@@ -35,11 +35,13 @@ QUICK = Plan(peers=(4,), numel=400_000, steps=3)
 
 @dataclass(frozen=True)
 class Steps:
-    """Per step: the slowest member's seconds in all and in the all-reduce, and whether the mean was right at all."""
+    """Per step: the slowest member's seconds in all and in the all-reduce, whether the mean was right at all, and the
+    bytes that went over the loopback interface (empty where the system does not count them)."""
 
     seconds: list[float]
     reduced_s: list[float]
     right: list[bool]
+    traffic: list[int]
 
 
 class Worker:
@@ -89,7 +91,7 @@ class Worker:
 
 def measure(command: Sequence[object], peers: int, plan: Plan) -> Steps:
     """Steps of ``peers`` processes, the first of which is not counted."""
-    steps = Steps([], [], [])
+    steps = Steps([], [], [], [])
     with ExitStack() as stack:
         first = stack.enter_context(Worker([*command, plan.numel, peers]))
         entry = first.hear()["contact"]
@@ -102,16 +104,27 @@ def measure(command: Sequence[object], peers: int, plan: Plan) -> Steps:
                 worker.say(value=float(index))
             for worker in workers:
                 worker.hear()
+            before = loopback_bytes()
             for worker in workers:
                 worker.say()
             told = [worker.hear() for worker in workers]
+            steps.traffic.extend([loopback_bytes() - before] if before else [])
             mean = (peers - 1) / 2
             steps.seconds.append(max(one["seconds"] for one in told))
             steps.reduced_s.append(max(one["reduced_s"] for one in told))
             steps.right.append(
                 all(abs(one["low"] - mean) < 0.01 and abs(one["high"] - mean) < 0.01 for one in told)
             )
-    return Steps(steps.seconds[1:], steps.reduced_s[1:], steps.right[1:])
+    return Steps(steps.seconds[1:], steps.reduced_s[1:], steps.right[1:], steps.traffic[1:])
+
+
+def loopback_bytes() -> int:
+    """Sent over the loopback interface since the system began; 0 where it is not told."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def run(report: Report, *, python: str | None) -> None:
@@ -145,4 +158,8 @@ def _add(report: Report, whose: str, steps: Steps, peers: int, plan: Plan) -> tu
     what = f"{peers} processes, {plan.numel / 1e6:g} M values as float16; right at all in {right} of {plan.steps}"
     report.add(f"averaging.{whose}step_s_{peers}", seconds, "s", what)
     report.add(f"averaging.{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
+    if steps.traffic:
+        least_mb = 2 * (peers - 1) * plan.numel * 2 / 1e6
+        what = f"over loopback in a step, headers included; the values alone are {least_mb:.1f}"
+        report.add(f"averaging.{whose}traffic_mb_{peers}", statistics.median(steps.traffic) / 1e6, "MB", what)
     return seconds, reduced_s
