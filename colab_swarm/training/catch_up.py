@@ -25,6 +25,8 @@ from colab_swarm.training.state import Snapshot
 
 Values = NDArray[np.float32]
 ATTEMPTS = 5
+BRANCHES = 4
+"""How many are tried: trainers that died together may each have left a step of its own behind."""
 PAUSE_S = 1.0
 PATIENCE_S = 30.0
 """How long donors may fail before others are asked; `ATTEMPTS` failures are enough as well."""
@@ -91,7 +93,7 @@ class CatchUp:
 
     async def _run(self) -> CaughtUp:
         reasons: dict[str, None] = {}
-        for attempt in range(2 * ATTEMPTS):
+        for attempt in range(BRANCHES * ATTEMPTS):
             donors = self._collaboration.donors(await self._collaboration.refresh())
             if not donors and (self._level or not reasons):
                 return CaughtUp(None)
@@ -132,9 +134,7 @@ class CatchUp:
         branch = await self._collaboration.refresh()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
         if missed or (branch.step == step and branch.lineage != lineage):
-            if (
-                snapshot.manifest.root == self._outdated
-            ):  # the same again: an assistant's, as its donors are gone
+            if snapshot.manifest.root == self._outdated:  # again: an assistant's, as its donors are gone
                 self._on_failure(donors)
             self._outdated = snapshot.manifest.root
             raise StateError("the swarm moved on during the download")
