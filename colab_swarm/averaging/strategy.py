@@ -36,6 +36,7 @@ WORTH = 0.9
 """Shares become unequal where that saves a tenth: measured rates are noisy, and equal shares teach more about them."""
 SMALL = 0.3
 """Of an equal share; less is given only to gain time."""
+LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
 
 
@@ -295,10 +296,14 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
     return [None if claim is None else min(claim, most) for claim in claims]
 
 
-def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:
+def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Sharing:
     """The strategy of a live round: who contributes is settled by what the tickets bring, the shares are planned.
 
     Where it saves less than a tenth of the time, or nothing is known of bandwidths, shares are equal.
+
+    Args:
+        flattery: how many times better the forecast for planned shares looks than that for equal ones, beside what
+            became of both (see `AdaptiveShares`).
     """
     equal = equal_shares(tickets)
     uploads = believed([ticket.upload_bps for ticket in tickets])
@@ -318,8 +323,35 @@ def adaptive_shares(tickets: Sequence[Ticket]) -> Sharing:
     computing = [index for index, ticket in enumerate(tickets) if ticket.weight > 0]
     as_equals = plan_round(setup, computing, equal.shares)
     planned = plan_round(setup, computing)
-    chosen = planned if planned.averaging_s < WORTH * as_equals.averaging_s else as_equals
+    saves = planned.averaging_s * flattery < WORTH * as_equals.averaging_s
+    chosen = planned if saves else as_equals
     return Sharing(chosen.shares, chosen.averaging_s, chosen.explanation)
+
+
+class AdaptiveShares:
+    """`adaptive_shares` that learns from what became of its forecasts.
+
+    A line that is not full shows only what it was asked to carry. So whoever reduces more seems to have the better
+    line, and among equals, or where processors and not lines are slow, unequal shares would confirm themselves.
+    """
+
+    def __init__(self) -> None:
+        self._late = {
+            True: 1.0,
+            False: 1.0,
+        }  # actual time over predicted, with equal shares and with planned ones
+
+    def __call__(self, tickets: Sequence[Ticket]) -> Sharing:
+        """See `Strategy`."""
+        return adaptive_shares(tickets, flattery=self._late[False] / self._late[True])
+
+    def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
+        """A round without faults took ``seconds``; what is known of the other kind is slowly forgotten."""
+        if predicted_s and seconds > 0:
+            equal = len({share for share in shares if share}) == 1
+            late = min(max(seconds / predicted_s, 1 / MOST_LATE), MOST_LATE)
+            self._late[equal] += LEARNT * (late - self._late[equal])
+            self._late[not equal] += FORGOTTEN * (1.0 - self._late[not equal])
 
 
 def _raise_assistants(tickets: Sequence[Ticket], rates: list[float | None]) -> None:

@@ -11,11 +11,11 @@ nobody out.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.errors import StateError
@@ -34,9 +34,7 @@ PATIENCE_S = 30.0
 
 def next_lineage(lineage: bytes, values: Values) -> bytes:
     """Digest of the history after applying ``values``; equal on all peers that got the same mean."""
-    digest = hashlib.sha256(lineage)
-    digest.update(values.data.cast("B"))
-    return digest.digest()[:LINEAGE_BYTES]
+    return blake3(lineage).update(values.data.cast("B")).digest(LINEAGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from colab_swarm.averaging.round import RoundResult
 SAYS_SOMETHING_BYTES = 1 << 18
 """A round that moved less says nothing about a line."""
 KEPT_PER_ROUND = 0.98
+ROUNDS = 4
+"""The best of so many is believed: a single round may have waited for anything."""
 
 
 class Rate:
@@ -17,16 +19,19 @@ class Rate:
 
     def __init__(self) -> None:
         self._best_bps = 0.0
+        self._rounds = 0
 
     def on_round(self, size_bytes: int, seconds: float) -> None:
         """A round moved so much."""
         self._best_bps *= KEPT_PER_ROUND
         if size_bytes >= SAYS_SOMETHING_BYTES and seconds > 0:
             self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
+            self._rounds += 1
 
     def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
         """The best that was seen, by links or in rounds, as far as it may be used; None if nothing was."""
-        best_bps = max(measured_bps or 0.0, self._best_bps)
+        seen_bps = self._best_bps if self._rounds >= ROUNDS else 0.0
+        best_bps = max(measured_bps or 0.0, seen_bps)
         return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 

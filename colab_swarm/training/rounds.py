@@ -9,6 +9,7 @@ from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.events import BudgetChosen
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
@@ -46,6 +47,7 @@ class Rounds:
         self._expected = expected
         self._last: Group | None = None
         self._line = Line()
+        self._shares = AdaptiveShares()
         self._thrift: Thrift | None = None
         if settings.budget is not None:
             me, auto_steps = services.peers.id, settings.auto_steps
@@ -57,6 +59,7 @@ class Rounds:
             settings.prefix,
             expected=expected,
             on_called=on_called,
+            strategy=self._shares,
             settings=GatheringSettings(
                 window_s=settings.matchmaking_s,
                 slack_s=settings.matchmaking_s,
@@ -97,9 +100,15 @@ class Rounds:
         if sending is not None and self.choice is not None:
             sending.precision = self.choice.precision
         result = await self._services.averager.average(group, values, sending)
-        self._line.on_round(result)
+        self._learn(group, result)
         self._services.events.emit(result.event(began_at=started, now=clock()))
         return result
+
+    def _learn(self, group: Group, result: RoundResult) -> None:
+        self._line.on_round(result)
+        if not result.spans_lost and len(result.contributors) > 1:
+            shares = [member.share for member in group.members]
+            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
 
     def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
         peers, settings = self._services.peers, self._settings

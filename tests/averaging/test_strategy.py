@@ -17,6 +17,7 @@ from scipy.optimize import linprog
 from colab_swarm.averaging.group import Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
+    AdaptiveShares,
     Capacity,
     Plan,
     Setup,
@@ -302,3 +303,37 @@ def test_whatever_strangers_claim_shares_come_of_it(claims: list[float | None]) 
 def test_one_liar_of_two_does_not_make_the_median() -> None:
     assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]
     assert believed([None, 0.0]) == [None, None]
+
+
+def loads(shares: Sequence[float]) -> list[float]:
+    """What each of so many peers sends in a round, in vectors."""
+    parts = [share / sum(shares) for share in shares]
+    return [(1 - part) + part * (len(parts) - 1) for part in parts]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_equals_whose_lines_are_never_full_do_not_talk_themselves_into_unequal_shares(learns: bool) -> None:
+    """A fast network: rounds take as long as the most loaded peer's processor takes, rates are what was carried."""
+    strategy = AdaptiveShares()
+    rates, taken = [8e6, 8e6, 8e6, 12e6], []
+    for _ in range(60):
+        tickets = [ticket(rate) for rate in rates]
+        decided = strategy(tickets) if learns else adaptive_shares(tickets)
+        carried = loads(decided.shares)
+        seconds = max(carried)
+        taken.append(seconds)
+        rates = [max(0.98 * rate, 8e6 * load / seconds) for rate, load in zip(rates, carried, strict=True)]
+        if learns:
+            strategy.on_round(decided.shares, decided.predicted_s, seconds)
+    assert (min(taken[30:]) == pytest.approx(1.5)) == learns
+    assert (max(taken[30:]) > 1.6) != learns
+
+
+def test_unequal_lines_keep_their_unequal_shares() -> None:
+    strategy = AdaptiveShares()
+    tickets = [ticket(1.6e6)] * 4 + [ticket(16e6)] * 2
+    for _ in range(60):
+        decided = strategy(tickets)
+        assert decided.shares == adaptive_shares(tickets).shares
+        assert decided.predicted_s is not None
+        strategy.on_round(decided.shares, decided.predicted_s, 1.1 * decided.predicted_s)
