@@ -8,6 +8,7 @@ SwarmError
 │   ├── WrongPeer         somebody else answered at the peer's address
 │   ├── NotAdmitted       a peer of the run, but without a valid membership
 │   ├── CallRefused       the peer answered with an error: unknown message, limit, refusal, fault in its handler
+│   ├── ExpertError       an expert did not answer, or answered what cannot be used
 │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
 ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
 ├── JoinError             no peer named in the invitation could be reached
@@ -15,6 +16,7 @@ SwarmError
 ├── SecretError           a token or password is needed and was found nowhere
 ├── TunnelError           a tunnel could not be opened
 ├── HostError             another process of this peer's host died, failed or fell out of step
+├── NoExpertsError        no expert of the prefix is alive
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
@@ -66,6 +68,18 @@ class ProtocolError(PeerError):
     """The peer broke the protocol; the link is closed."""
 
 
+class ExpertError(PeerError):
+    """An expert did not answer, or answered what cannot be used; the text names it and says why.
+
+    Attributes:
+        retry_s: a busy host's hint when to ask again; None if it is not busy.
+    """
+
+    def __init__(self, text: str, *, retry_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_s = retry_s
+
+
 class InviteError(SwarmError, ValueError):
     """The invitation cannot be used; the text says why and what to do."""
 
@@ -84,6 +98,10 @@ class SecretError(SwarmError, LookupError):
 
 class TunnelError(SwarmError, ConnectionError):
     """A tunnel could not be opened; the text says why and what to do."""
+
+
+class NoExpertsError(SwarmError, LookupError):
+    """No expert of the prefix is alive; the text says how many were ever seen, and when."""
 
 
 class StateError(SwarmError):

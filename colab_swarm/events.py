@@ -155,6 +155,32 @@ class PeersRevoked(Event):
 
 
 @dataclass(frozen=True)
+class ExpertHosted(Event):
+    """This peer hosts ``uid`` from now on, at ``step``; ``taken_over``: from a checkpoint that its dead host left."""
+
+    uid: str
+    step: int
+    taken_over: bool
+
+
+@dataclass(frozen=True)
+class ExpertLost(Event):
+    """This peer no longer hosts ``uid``."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExpertBanned(Event):
+    """An expert failed this trainer, which leaves it out for ``seconds``."""
+
+    uid: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Fault(Event):
     """Something of ours failed and was contained: ``where`` names the door, ``text`` the error."""
 

@@ -14,9 +14,9 @@ import msgspec
 
 from colab_swarm.backbone.journal import Journal
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.tensorfile import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.layout import snapshot_of, tensors_of
 from colab_swarm.training.state import Snapshot
-from colab_swarm.training.tensorfile import StepFiles, read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 MAX_HISTORY = 200

@@ -1,7 +1,7 @@
 """Training state on disk: one safetensors file per checkpoint, whole or not there at all.
 
-A file holds the tensors; its metadata hold the skeleton (`colab_swarm.training.statedict`) and a checksum, see
-`colab_swarm.training.tensorfile`.
+A file holds the tensors; its metadata hold the skeleton (`colab_swarm.tensors.statedict`) and a checksum, see
+`colab_swarm.tensors.tensorfile`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from colab_swarm.errors import StateError
-from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
-from colab_swarm.training.tensorfile import VERSION, StepFiles, TensorBytes, digest, write_tensors
+from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
+from colab_swarm.tensors.tensorfile import VERSION, StepFiles, TensorBytes, digest, write_tensors
 
 logger = logging.getLogger(__name__)
 

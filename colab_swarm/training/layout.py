@@ -12,8 +12,8 @@ import numpy as np
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import UNDECODABLE
+from colab_swarm.tensors.tensorfile import KINDS, TensorBytes
 from colab_swarm.training.state import Snapshot
-from colab_swarm.training.tensorfile import KINDS, TensorBytes
 
 ALIGNMENT_BYTES = 64
 MAX_PARTS = 1_000_000

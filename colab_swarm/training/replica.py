@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.flat import FlatVector
+from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 from colab_swarm.training.catch_up import Values, next_lineage
 from colab_swarm.training.layout import Layout, TensorEntry, decode_layout, room
 from colab_swarm.training.progress import LINEAGE_BYTES
 from colab_swarm.training.state import Snapshot
-from colab_swarm.training.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 
 T = TypeVar("T")
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9

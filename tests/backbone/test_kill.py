@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from colab_swarm.backbone.vault import Vault
-from colab_swarm.training.tensorfile import read_tensors
+from colab_swarm.tensors.tensorfile import read_tensors
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0

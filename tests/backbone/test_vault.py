@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from colab_swarm.backbone.vault import Vault
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.tensorfile import read_tensors
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.lamb import Lamb
 from colab_swarm.training.layout import Layout, TensorEntry, decode_layout, snapshot_of, tensors_of
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import Snapshot
-from colab_swarm.training.tensorfile import read_tensors
-from tests.training.test_statedict import same
+from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 
 

@@ -1,6 +1,6 @@
 """Named tensors and a skeleton in one safetensors file, whole or not there at all. Needs no torch.
 
-The file's metadata hold the skeleton (`colab_swarm.training.statedict`) and a SHA-256 over tensors and skeleton, so
+The file's metadata hold the skeleton (`colab_swarm.tensors.statedict`) and a SHA-256 over tensors and skeleton, so
 that a garbled file is told from a good one. It is written beside its name, synced, and renamed.
 """
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.training.statedict import (
+from colab_swarm.tensors.statedict import (
     DTYPES,
     MAX_DEPTH,
     decode_skeleton,
