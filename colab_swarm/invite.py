@@ -120,8 +120,19 @@ class Invite(Signed, frozen=True):
         return self._signed_again(msgspec.structs.replace(self, entries=tuple(entries)))
 
     def with_settings(self, settings: Mapping[str, Setting]) -> Invite:
-        """The same invitation with these suggestions for training."""
-        return self._signed_again(msgspec.structs.replace(self, settings=dict(settings)))
+        """The same invitation with these suggestions for training.
+
+        Raises:
+            ValueError: nobody could read the invitation: too many settings, too long, or not numbers or texts.
+        """
+        try:
+            checked = msgspec.convert(dict(settings), Settings)
+        except msgspec.ValidationError as error:
+            raise ValueError(
+                f"an invitation carries 16 settings at most, named in 32 characters, with numbers or 64 "
+                f"characters as values: {error}"
+            ) from None
+        return self._signed_again(msgspec.structs.replace(self, settings=checked))
 
     def _signed_again(self, changed: Invite) -> Invite:
         return changed if self.access == "open" else changed.signed(self.key.sign)

@@ -131,6 +131,14 @@ def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> Non
 
 
 @pytest.mark.parametrize(
+    "settings", [{"text": "x" * 65}, {"n" * 33: 1}, dict.fromkeys("abcdefghijklmnopq", 1), {"lr": [1]}]
+)
+def test_settings_that_nobody_could_read_are_refused_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="16 settings at most"):
+        INVITE.with_settings(settings)
+
+
+@pytest.mark.parametrize(
     "change", [{"entries": (OTHER,)}, {"settings": {"lr": 1}}, {"signature": b""}, {"access": "open"}]
 )
 def test_nobody_without_the_invitation_changes_the_rest(change: dict[str, Any]) -> None:
