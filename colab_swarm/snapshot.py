@@ -9,6 +9,9 @@ from colab_swarm.events import (
     BudgetChosen,
     ClockSkewed,
     Event,
+    ExpertBanned,
+    ExpertHosted,
+    ExpertLost,
     Fault,
     MembershipEnding,
     MembershipRenewed,
@@ -128,6 +131,12 @@ def describe(event: Event) -> str:
             return text
         case PeersRevoked(count=count):
             return f"the authority put {count} out"
+        case ExpertHosted(uid=uid, step=step, taken_over=taken_over):
+            return f"hosting {uid}" + (f", taken over at step {step}" if taken_over else "")
+        case ExpertLost(uid=uid, reason=reason):
+            return f"no longer hosting {uid}: {reason}"
+        case ExpertBanned(uid=uid, reason=reason, seconds=seconds):
+            return f"{uid} failed and is left out for {seconds:.0f} s: {reason}"
         case Fault(where=where, text=text):
             return f"fault in {where}: {text}"
         case _:

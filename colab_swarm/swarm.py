@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.arrays import ArrayAverages
 from colab_swarm.errors import PeerError
-from colab_swarm.events import StepFinished
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.ladder import Reachability, Rung
-from colab_swarm.net.peers import Contact, PeerId, Role, short
+from colab_swarm.net.peers import Contact, PeerId, Role
+from colab_swarm.overview import Overview
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
+from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.training.settings import AveragingOptions, Services
 from colab_swarm.trust.contributions import Contribution
 from colab_swarm.trust.service import Trust
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from colab_swarm.widgets.panel import Panel
 
 logger = logging.getLogger(__name__)
-
-MAX_LOSSES = 1000
 
 
 class Swarm:
@@ -58,12 +55,10 @@ class Swarm:
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self.assistance: Assistance | None = None
-        self._losses: list[tuple[int, float]] = []
-        self._joined_at = time.monotonic()
         self.left = False
         self.name = name
         self.events = services.events
-        self.events.listen(self._note)
+        self._overview = Overview(services, run=self.run, name=name)
 
     # --- who and where --------------------------------------------------------------------------------------------
 
@@ -309,53 +304,9 @@ class Swarm:
 
     # --- what it shows --------------------------------------------------------------------------------------------
 
-    def _note(self, event: object) -> None:
-        if isinstance(event, StepFinished) and event.loss is not None:
-            kept = self._losses if len(self._losses) < MAX_LOSSES else [self._losses[0], *self._losses[2:]]
-            self._losses = [*kept, (event.step, event.loss)]
-
     def snapshot(self) -> SwarmSnapshot:
         """What a panel shows, as one frozen record; safe from any thread."""
-        peers, optimizer = self._services.peers, self._optimizer
-        total = peers.statistics()
-        rows: tuple[PeerRow, ...] = ()
-        step, speed, target, samples = 0, 0.0, 0.0, 0.0
-        if optimizer is not None:
-            progress = optimizer.collaboration.progress
-            rows = tuple(
-                _row(peer, record, peer == self.id) for peer, record in sorted(progress.records.items())
-            )
-            rows += tuple(
-                PeerRow(record.name, short(peer), "assistant", 0, 0.0, 0.0, True, peer == self.id)
-                for peer, record in sorted(optimizer.collaboration.assistants.records.items())
-                if peer not in progress.records
-            )
-            step, speed = progress.own.step, progress.samples_per_s()
-            target, samples = progress.target_batch_size, sum(r.samples for r in progress.records.values())
-        return SwarmSnapshot(
-            run=self.run,
-            me=self.name,
-            reached=str(self.reachability),
-            state="left" if self.left else "training" if optimizer is not None else "joined",
-            peers=(*rows, *self._linked_rows({row.id for row in rows})),
-            step=step,
-            samples_per_s=speed,
-            target_batch_size=target,
-            accumulated=samples,
-            loss_history=tuple(self._losses),
-            sent_bytes=total.sent_bytes,
-            received_bytes=total.received_bytes,
-            uptime_s=time.monotonic() - self._joined_at,
-            log=tuple(map(describe, self.events.recent()[-8:])),
-        )
-
-    def _linked_rows(self, shown: set[str]) -> list[PeerRow]:
-        """This peer and those it is linked to, without the trainers that are ``shown`` already."""
-        me, reachable = short(self.id), bool(self._services.peers.contact.addresses)
-        others = (short(peer) for peer in sorted(self._services.peers.linked()))
-        rows = [PeerRow(self.name, me, "peer", 0, 0.0, 0.0, reachable, True)]
-        rows += [PeerRow(f"peer-{peer}", peer, "peer", 0, 0.0, 0.0, None, False) for peer in others]
-        return [row for row in rows if row.id not in shown]
+        return self._overview.snapshot(self._optimizer, reached=str(self.reachability), left=self.left)
 
     def __repr__(self) -> str:
         linked = len(self._services.peers.linked())
@@ -366,19 +317,6 @@ class Swarm:
         from colab_swarm.widgets.render import render_html
 
         return render_html(self.snapshot())
-
-
-def _row(peer: PeerId, record: Any, me: bool) -> PeerRow:
-    return PeerRow(
-        name=record.name,
-        id=short(peer),
-        role="catching up" if record.syncing else "trainer",
-        step=record.step,
-        samples_per_s=record.samples_per_s,
-        samples=record.samples,
-        reachable=bool(record.addresses),
-        me=me,
-    )
 
 
 async def _invite(presence: Presence, role: str | None, hours: float | None, uses: int | None) -> Invite:
