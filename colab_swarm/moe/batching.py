@@ -1,0 +1,167 @@
+"""Which calls the device computes next, and how many may wait. Pure.
+
+State: a queue per `Key` of the calls that wait, oldest first, and the room taken by all calls that were admitted and
+have not left: those still being received, waiting, computed or answered.
+
+- Calls of one key may be merged into a batch; forward and backward, or samples of different shape, never are.
+- The key whose oldest call waits longest comes first. Merging is oldest first, without leaving anybody out.
+- No caller crowds out the others: whoever has calls here already may hold as much as is still free, no more (the
+  dynamic threshold of Choudhury and Hahne, 1998). One caller alone gets half of the room, two a third each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 10.0
+UNKNOWN_RETRY_S = 0.5
+NEWEST = 0.2
+"""Weight of the newest batch in the mean of what a sample costs."""
+
+
+class Key(NamedTuple):
+    """What calls have in common that may be merged."""
+
+    uid: str
+    backward: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A call: ``samples`` of ``key``, which take ``size_bytes`` of memory; ``arrived_at`` is a monotonic time."""
+
+    key: Key
+    caller: bytes
+    samples: int
+    size_bytes: int
+    arrived_at: float
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How much is computed at once and held at all.
+
+    Attributes:
+        max_batch_size: samples of a batch, and so of a call.
+        max_batch_bytes: of a batch's tensors as float32, and so of a call's.
+        max_held_bytes: of all calls here together.
+    """
+
+    max_batch_size: int = 4096
+    max_batch_bytes: int = 128 << 20
+    max_held_bytes: int = 512 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
+            raise ValueError(f"{self}: a batch needs a sample, and the room for all calls must hold a batch")
+
+
+class Batching(Generic[W]):
+    """The calls at one device."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._queues: dict[Key, deque[W]] = {}
+        self._inside: dict[W, None] = {}
+        self._held: Counter[bytes] = Counter()
+        self._held_bytes = 0
+        self._sample_s: dict[tuple[str, bool], float] = {}
+
+    def __repr__(self) -> str:
+        waiting = sum(map(len, self._queues.values()))
+        return f"Batching({waiting} wait, {len(self._inside)} here, {self._held_bytes >> 20} MiB)"
+
+    def admit(self, call: W) -> float | None:
+        """Take room for a call; None if there is, else the seconds after which to ask again.
+
+        Raises:
+            ValueError: the call is larger than any batch.
+        """
+        limits, caller = self.limits, call.caller
+        if not 1 <= call.samples <= limits.max_batch_size or call.size_bytes > limits.max_batch_bytes:
+            most = f"{limits.max_batch_size} samples and {limits.max_batch_bytes >> 20} MiB"
+            size = f"{call.samples} samples of {call.size_bytes >> 20} MiB"
+            raise ValueError(f"a call is 1 to {most} at most, this one is {size}: split it")
+        free = limits.max_held_bytes - self._held_bytes - call.size_bytes
+        if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
+            return self._retry_s()
+        self._inside[call] = None
+        self._held[caller] += call.size_bytes
+        self._held_bytes += call.size_bytes
+        return None
+
+    def enqueue(self, call: W) -> None:
+        """An admitted call is here whole and waits from now on."""
+        self._queues.setdefault(call.key, deque()).append(call)
+
+    def leave(self, call: W) -> None:
+        """The call is answered, or nobody wants the answer: its room is free. Idempotent."""
+        if call not in self._inside:
+            return
+        del self._inside[call]
+        self._held_bytes -= call.size_bytes
+        self._held[call.caller] -= call.size_bytes
+        if not self._held[call.caller]:
+            del self._held[call.caller]
+        queue = self._queues.get(call.key, ())
+        if queue and call in queue:
+            queue.remove(call)
+            self._drop_if_empty(call.key)
+
+    def take(self) -> list[W]:
+        """The next batch; empty if nobody waits."""
+        if not self._queues:
+            return []
+        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
+        queue, batch, samples, size_bytes = self._queues[key], [], 0, 0
+        while queue:
+            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
+            if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
+                break
+            batch.append(queue.popleft())
+        self._drop_if_empty(key)
+        return batch
+
+    def measured(self, key: Key, samples: int, seconds: float) -> None:
+        """A batch of ``samples`` was computed in ``seconds``."""
+        last = self._sample_s.get((key.uid, key.backward), seconds / samples)
+        self._sample_s[key.uid, key.backward] = last + NEWEST * (seconds / samples - last)
+
+    def queued(self, uid: str) -> int:
+        """Samples that wait for an expert."""
+        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
+
+    def forget(self, uid: str) -> None:
+        """The expert is gone: what it costs is no longer known."""
+        for backward in (False, True):
+            self._sample_s.pop((uid, backward), None)
+
+    def _drop_if_empty(self, key: Key) -> None:
+        if not self._queues[key]:
+            del self._queues[key]
+
+    def _retry_s(self) -> float:
+        """How long all that is here will take, by what samples took so far."""
+        costs = [
+            call.samples * self._sample_s[call.key.uid, call.key.backward]
+            for call in self._inside
+            if (call.key.uid, call.key.backward) in self._sample_s
+        ]
+        return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
+
+    def check_invariants(self) -> None:
+        """For tests: the sums are right, and who waits is inside."""
+        assert self._held_bytes == sum(call.size_bytes for call in self._inside) <= self.limits.max_held_bytes
+        assert self._held == Counter(
+            {c: sum(x.size_bytes for x in self._inside if x.caller == c) for c in self._held}
+        )
+        waiting = [call for queue in self._queues.values() for call in queue]
+        assert all(self._queues.values()) and set(waiting) <= self._inside.keys()
+        assert len(set(waiting)) == len(waiting)

@@ -1,0 +1,169 @@
+"""One expert: a module, the optimizer that is its own, and the number of updates in its weights.
+
+Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and takes an optimizer
+step at once: gradients may be stale by as many steps as calls of others came in between (Learning@home, section 3.2).
+A batch merged from several callers is one step, on the sum of their gradients.
+
+The module runs in the mode it was given in. Batch statistics (in training mode) are those of whatever calls were
+merged, so that `BatchNorm` makes callers depend on each other, and dropout draws another mask at backward than it drew
+at forward: experts better have neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from colab_swarm.errors import StateError
+from colab_swarm.moe.device import accelerator
+
+ANY_LENGTH = -1
+DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
+DRY_RUN_LENGTH = 3
+
+
+@dataclass(frozen=True)
+class ExpertRule:
+    """How an expert learns.
+
+    Attributes:
+        optimizer: makes it, of the expert's parameters.
+        scheduler: makes the schedule of its learning rate, which advances with each update; None: no schedule.
+        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
+    """
+
+    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    max_grad_norm: float | None = None
+
+
+class Expert:
+    """A module that learns from whoever calls it. After construction it belongs to the device thread.
+
+    Args:
+        uid: its name in the grid.
+        module: maps (n, *sample) to the same shape, float32; it is moved to the accelerator, if there is one.
+        rule: how it learns.
+        sample: shape of one sample, without the batch; -1: any length.
+
+    Raises:
+        ValueError: the module cannot be an expert of such samples; found by a dry run.
+    """
+
+    def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
+        self.uid, self.shape, self.step = uid, tuple(sample), 0
+        self._rule, self._device = rule, accelerator()
+        self._module = module.to(self._device)
+        self._dry_run()
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        # torch makes no optimizer of nothing
+        self._optimizer = rule.optimizer(self._parameters) if self._parameters else None
+        self._scheduler = rule.scheduler(self._optimizer) if rule.scheduler and self._optimizer else None
+
+    def __repr__(self) -> str:
+        return f"Expert({self.uid}, {type(self._module).__name__}, samples {self.shape}, step {self.step})"
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the module says of ``inputs`` (n, *shape), on the CPU; nothing changes, buffers included.
+
+        Raises:
+            ValueError: it says it in another shape.
+        """
+        return _to_cpu(self._call(inputs.to(self._device))[0])
+
+    def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
+        """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the CPU.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; nothing was changed.
+        """
+        inputs = inputs.detach().to(self._device).requires_grad_()
+        try:
+            with torch.enable_grad():
+                outputs, buffers = self._call(inputs)
+                torch.autograd.backward(outputs, grads.to(self._device))
+            assert inputs.grad is not None  # the dry run saw one
+            norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
+            if not (norm.isfinite() and inputs.grad.isfinite().all()):
+                raise FloatingPointError(f"{self.uid}: these gradients lead to values that are not finite")
+            self._advance(buffers)
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+        return _to_cpu(inputs.grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs. Tensors are the expert's own, not copies."""
+        return {
+            "module": self._module.state_dict(),
+            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Carry on from a `state_dict` of an expert of the same kind.
+
+        Raises:
+            StateError: it is of another kind; this expert may be half changed and is not to be used.
+        """
+        try:
+            self._module.load_state_dict(state["module"])
+            for part, key in ((self._optimizer, "optimizer"), (self._scheduler, "scheduler")):
+                if part is not None:
+                    part.load_state_dict(state[key])
+            self.step = int(state["step"])
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"this state is of no expert like {self!r}: {error}") from error
+
+    def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The module's outputs, and what its buffers have become; the module keeps the old ones."""
+        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
+        if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
+            raise ValueError(f"{self.uid}: {_described(inputs)} became {_described(outputs)}")
+        return outputs, buffers
+
+    def _advance(self, buffers: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(buffers[name])
+        if self._optimizer:
+            self._optimizer.step()
+        if self._scheduler:
+            self._scheduler.step()
+        self.step += 1
+
+    def _dry_run(self) -> None:
+        shape = [DRY_RUN_SAMPLES, *(DRY_RUN_LENGTH if side == ANY_LENGTH else side for side in self.shape)]
+        inputs = torch.linspace(-1, 1, math.prod(shape), device=self._device).reshape(shape)
+        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
+        try:
+            with torch.enable_grad():
+                outputs, _ = self._call(inputs.requires_grad_())
+                (gradient,) = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
+        except Exception as error:  # the user's code may raise anything; nobody else can say what is wrong
+            raise ValueError(f"{self.uid} failed on a batch of shape {shape}: {error}; {wanted}") from error
+        if gradient is None:
+            raise ValueError(f"{self.uid}: its outputs do not depend on its inputs; {wanted}")
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _described(value: object) -> str:
+    return (
+        f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    )

@@ -1,0 +1,236 @@
+"""This peer's experts at work: takes calls of any trainer, merges them into batches, computes, answers.
+
+Who does what. The event loop receives and sends parts, and nothing that grows with their size but copying. The device
+thread decodes, checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task
+for the thread per call: it computes the next batch, whichever call that belongs to, or finds that its own was merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from colab_swarm.errors import PeerLost
+from colab_swarm.events import EventLog, Fault
+from colab_swarm.moe.batching import Batching, BatchLimits, Key
+from colab_swarm.moe.compute import Answer, Call, compute
+from colab_swarm.moe.device import DeviceThread
+from colab_swarm.moe.expert import ANY_LENGTH, Expert
+from colab_swarm.moe.messages import BackwardExpert, CallExpert, ForwardExpert, Part, spans
+from colab_swarm.moe.tally import ExpertStatistics, Tally
+from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
+from colab_swarm.tensors.codecs import codec_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 5.0
+SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How much is computed and held, and how long a call may take in all, seconds."""
+
+    limits: BatchLimits = field(default_factory=BatchLimits)
+    call_timeout_s: float = 60.0
+
+
+class ExpertServer:
+    """Serves experts to the swarm. There is one per peer, and per accelerator; made and used on the event loop.
+
+    Args:
+        peers: this peer's network.
+        events: gets a `Fault` when an expert's own code fails.
+        settings: see there.
+    """
+
+    def __init__(self, peers: Peers, events: EventLog, settings: ServerSettings = ServerSettings()) -> None:
+        self._peers, self._events, self._settings = peers, events, settings
+        self._device = DeviceThread()
+        self._experts: dict[str, Expert] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._lock = threading.Lock()  # of the batching, which loop and thread share
+        self._batching: Batching[Call] = Batching(settings.limits)
+        peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
+        peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
+
+    def __repr__(self) -> str:
+        return f"ExpertServer({len(self._experts)} experts, {self._batching})"
+
+    def add(self, expert: Expert) -> None:
+        """Answer calls of this expert from now on.
+
+        Raises:
+            ValueError: there is one of its name.
+        """
+        if expert.uid in self._experts:
+            raise ValueError(f"{expert.uid} is served already: remove it first")
+        self._experts[expert.uid] = expert
+        self._tallies[expert.uid] = Tally()
+
+    def remove(self, uid: str) -> Expert:
+        """Answer no more calls of this expert; those that wait are refused.
+
+        A batch of it may still run: what must come after goes through `run`.
+
+        Raises:
+            KeyError: it is not here.
+        """
+        expert = self._experts.pop(uid)
+        del self._tallies[uid]
+        with self._lock:
+            self._batching.forget(uid)
+        return expert
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """What ``function()`` returns, called on the device thread between two batches.
+
+        Raises:
+            RuntimeError: the server is closed.
+        """
+        return await self._device.run(function)
+
+    def statistics(self) -> dict[str, ExpertStatistics]:
+        """Of each expert here, by uid."""
+        with self._lock:
+            queued = {uid: self._batching.queued(uid) for uid in self._experts}
+        return {
+            uid: self._tallies[uid].statistics(step=expert.step, queued=queued[uid])
+            for uid, expert in self._experts.items()
+        }
+
+    async def close(self) -> None:
+        """Refuse what waits, finish the batch that runs, take nothing more. Idempotent."""
+        self._peers.unserve(ForwardExpert)
+        self._peers.unserve(BackwardExpert)
+        self._experts.clear()
+        self._tallies.clear()
+        with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.run(lambda: None)
+        self._device.shutdown(wait=False)
+
+    # -- one call, on the loop
+
+    async def _serve(self, opening: CallExpert, stream: Stream, *, backward: bool) -> None:
+        call = self._accepted(opening, stream, backward=backward)
+        try:
+            with self._lock:
+                retry_s = self._batching.admit(call)
+            if retry_s is not None:
+                await stream.send(Part(busy_s=retry_s))
+                return
+            async with asyncio.timeout(self._settings.call_timeout_s):
+                await self._receive(call, stream)
+                for part in await self._answered(call, stream):
+                    await stream.send(Part(), part)
+        except TimeoutError as error:
+            raise Refusal(f"the call took over {self._settings.call_timeout_s:g} s") from error
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        finally:
+            with self._lock:
+                self._batching.leave(call)
+
+    def _accepted(self, opening: CallExpert, stream: Stream, *, backward: bool) -> Call:
+        """The call, if what it announces can be: nothing is set aside for it yet."""
+        uid, shape = opening.uid, opening.shape
+        expert = self._experts.get(uid)
+        if expert is None:
+            raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
+        if len(shape) != len(expert.shape) or not all(
+            side > 0 and expected in (side, ANY_LENGTH)
+            for side, expected in zip(shape, expert.shape, strict=True)
+        ):
+            raise Refusal(f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}")
+        try:
+            codec = codec_of(opening.codec[:SHOWN_CHARS])
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        tensors = 2 if backward else 1
+        size_bytes = tensors * opening.samples * math.prod(shape) * 4
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        now = asyncio.get_running_loop().time()
+        key = Key(uid, backward, shape)
+        return Call(key, stream.peer, opening.samples, size_bytes, now, codec=codec, answer=answer)
+
+    async def _receive(self, call: Call, stream: Stream) -> None:
+        numel = call.samples * math.prod(call.key.shape)
+        for _ in range(call.tensors):
+            for span in spans(numel, call.codec):
+                try:
+                    _, payload = await stream.receive(Part)
+                except StreamEnded as error:
+                    raise PeerLost(f"{short(stream.peer)} takes its call back") from error
+                expected = call.codec.encoded_bytes(span.stop - span.start)
+                if len(payload) != expected:
+                    raise Refusal(f"a part of {len(payload)} bytes came where {expected} are due")
+                call.parts.append(payload)
+
+    async def _answered(self, call: Call, stream: Stream) -> Answer:
+        """Wait for the answer, or until the caller no longer does."""
+        call.arrived_at = asyncio.get_running_loop().time()
+        with self._lock:
+            self._batching.enqueue(call)
+        self._device.run(self._work).add_done_callback(self._deliver)
+        leaving = asyncio.ensure_future(stream.receive(Part))
+        try:
+            await asyncio.wait((call.answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not call.answer.done():
+                leaving.result()  # raises that the stream broke or ended
+                raise Refusal("more came than the call announced")
+            return call.answer.result()
+        finally:
+            call.answer.cancel()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+
+    # -- one batch, on the device thread
+
+    def _work(self) -> list[tuple[Call, Answer | Exception]]:
+        """Compute the next batch, if there is one."""
+        with self._lock:
+            calls = self._batching.take()
+        if not calls:
+            return []
+        key, began = calls[0].key, time.perf_counter()
+        expert = self._experts.get(key.uid)
+        if expert is None:
+            gone = Refusal(f"{key.uid} is no longer hosted here: look it up again")
+            return [(call, gone) for call in calls]
+        answers = compute(expert, calls)
+        with self._lock:
+            samples = sum(call.samples for call in calls)
+            self._batching.measured(key, samples, time.perf_counter() - began)
+        return answers
+
+    def _deliver(self, working: asyncio.Future[list[tuple[Call, Answer | Exception]]]) -> None:
+        if working.cancelled():
+            return
+        now = asyncio.get_running_loop().time()
+        answers = working.result()
+        for call, answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, Refusal):
+                answer = self._contained(call.key.uid, answer, now)
+            if call.answer.done():
+                continue  # nobody waits any more
+            if isinstance(answer, Exception):
+                call.answer.set_exception(answer)
+            else:
+                call.answer.set_result(answer)
+        if answers and (tally := self._tallies.get(answers[0][0].key.uid)):
+            tally.add([call for call, answer in answers if not isinstance(answer, Exception)], now)
+
+    def _contained(self, uid: str, error: Exception, now: float) -> Refusal:
+        text = f"{type(error).__name__}: {error}"
+        logger.error("expert %s failed", uid, exc_info=error)
+        self._events.emit(Fault(now, f"expert {uid}", text))
+        return Refusal(f"{uid} failed: {text}")
