@@ -1,0 +1,318 @@
+"""An expert's saves among the peers: here and at ``copies`` others, named by a signed record in the DHT.
+
+Saving. The chunks go to disk and to the holders, those first that held the expert before; a holder that fails is
+replaced by the next. Then the record is told, and only then may holders drop the save before. So after the loss of
+the host and all holders but one nothing is missing but the steps since the last save.
+
+Finding. Whoever may write in the DHT may claim a save of any step, so a claim is worth what it leads to: claims are
+tried from the highest step down, chunks count only if they match their hashes, and a save that cannot be had whole, or
+that does not fit the expert, is passed over for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from colab_swarm.dht.search import is_sound
+from colab_swarm.errors import PeerError, StateError
+from colab_swarm.moe.checkpoints import MAX_STEP, Manifest, SavedExpert
+from colab_swarm.moe.chunks import DIGEST_BYTES, cut_digests
+from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.holders import (
+    FETCHED_AT_ONCE,
+    HolderRecord,
+    Holders,
+    SaveKept,
+    SettleSave,
+    fetch_pieces,
+    give_save,
+)
+from colab_swarm.moe.services import ExpertServices
+from colab_swarm.net.peers import Contact, Message, PeerId, short
+
+logger = logging.getLogger(__name__)
+MAX_HOLDERS = 8
+RENEWALS = 24
+"""A save that is unchanged is renewed so many times in its life."""
+
+
+class SaveRecord(Message, frozen=True):
+    """Where an expert's save is; signed, under the subkey of the peer that saved it.
+
+    Attributes:
+        step: updates in its weights.
+        manifest: digest of the chunk to begin with.
+        holders: who has it.
+    """
+
+    step: int
+    manifest: bytes
+    holders: tuple[Contact, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < MAX_STEP or len(self.manifest) != DIGEST_BYTES:
+            raise ValueError("record of a save out of range")
+        if len(self.holders) > MAX_HOLDERS + 1 or not all(map(is_sound, self.holders)):
+            raise ValueError("record of a save with too many holders, or holders that cannot be")
+
+
+class SavedIndices(Message, frozen=True):
+    """Which experts of a grid a peer has saved; signed, under its own subkey."""
+
+    indices: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Somebody's word that there is a save of an expert: whose, of which step, and who holds it."""
+
+    owner: PeerId
+    step: int
+    manifest: bytes
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of a save.
+
+    Attributes:
+        step: updates in its weights.
+        holders: other peers that have it.
+        sent_bytes: that the holders lacked.
+        at: swarm time, seconds.
+        fault: why it is not on this peer's disk, or not told; None if all is well.
+    """
+
+    step: int
+    holders: frozenset[PeerId]
+    sent_bytes: int
+    at: float
+    fault: str | None = None
+
+
+class Copies:
+    """Saves this peer's experts and finds saves of any."""
+
+    def __init__(self, services: ExpertServices, holders: Holders, *, copies: int) -> None:
+        """``copies``: at so many other peers, if there are as many."""
+        if not 0 <= copies <= MAX_HOLDERS:
+            raise ValueError(f"copies={copies}: an expert is kept by 0 to {MAX_HOLDERS} other peers")
+        self.kept: dict[str, Kept] = {}
+        self._services, self._peers = services, services.peers
+        self._holders, self._shelf = holders, holders.shelf
+        self._copies = copies
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._holders.settings.timeout_s
+
+    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord]) -> bool:
+        """Whether a save would add anything: steps, copies or life."""
+        last = self.kept.get(uid)
+        if last is None or last.step != step or last.fault:
+            return True
+        lacking = len(last.holders) < min(self._copies, len(others))
+        age_s = self._peers.time() - last.at
+        return (
+            lacking or not last.holders <= others.keys() or age_s > self._holders.settings.kept_s / RENEWALS
+        )
+
+    async def save(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> Kept:
+        """Keep a save here and at holders among ``others``, and tell the DHT; a fault is part of the result."""
+        uid, step = saved.manifest.uid, saved.manifest.step
+        fault = await self._write(saved)
+        holders, sent_bytes = await self._spread(saved, others)
+        kept = Kept(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        if not await self._tell(
+            saved, kept
+        ):  # the former record names the save before, so nobody may drop it
+            return replace(kept, fault=kept.fault or f"no peer took the record of the save of {uid}")
+        self.kept[uid] = kept
+        if len(holders) >= min(self._copies, len(others)):
+            await self._settle(saved, holders)
+        return kept
+
+    async def _write(self, saved: SavedExpert) -> str | None:
+        """Keep it on this disk; returns what went wrong."""
+        save = saved.save_of(self._peers.id, at=self._peers.time())
+        try:
+            with self._shelf.receiving(save):
+                await asyncio.to_thread(lambda: [*map(self._shelf.chunks.put, saved.pieces.values())])
+                self._shelf.add(save)
+        except StateError as error:
+            logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
+            return str(error)
+        return None
+
+    async def _spread(
+        self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]
+    ) -> tuple[list[PeerId], int]:
+        """Give it to holders until enough have it; who they are, and what they lacked."""
+        holders: list[PeerId] = []
+        total_bytes = 0
+        for holder in self._candidates(saved, others):
+            if len(holders) == self._copies:
+                break
+            try:
+                total_bytes += await give_save(self._peers, holder, saved, timeout_s=self._timeout_s)
+                holders.append(holder)
+            except PeerError as error:
+                logger.info("%s does not keep %s: %s", short(holder), saved.manifest.uid, error)
+        return holders, total_bytes
+
+    def _candidates(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> list[PeerId]:
+        """Who holds it already, then the others, in an order of the expert's own: so all are burdened alike."""
+        last = self.kept.get(saved.manifest.uid)
+        known = last.holders if last else frozenset()
+        uid, size_bytes = saved.manifest.uid.encode(), saved.manifest.size_bytes
+        roomy = (peer for peer, record in others.items() if peer in known or record.room_bytes >= size_bytes)
+        return sorted(roomy, key=lambda peer: (peer not in known, blake3(uid + peer).digest()))
+
+    async def _tell(self, saved: SavedExpert, kept: Kept) -> bool:
+        here = [] if kept.fault else [self._peers.contact]
+        contacts = (*here, *map(self._peers.contact_of, sorted(kept.holders)))
+        uid, (manifest, *_) = saved.manifest.uid, saved.pieces
+        record = SaveRecord(kept.step, manifest, tuple(contacts))
+        return await self._store(self._key(uid), record)
+
+    async def _settle(self, saved: SavedExpert, holders: Iterable[PeerId]) -> None:
+        """It is safe: let everybody drop the one before."""
+        uid, (manifest, *_) = saved.manifest.uid, saved.pieces
+        self._shelf.settle(self._peers.id, uid, manifest)
+        message = SettleSave(uid, manifest)
+        calls = (self._peers.call(peer, message, SaveKept, timeout_s=self._timeout_s) for peer in holders)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # -- which experts there are saves of
+
+    async def tell_saved(self, grid: Grid, uids: Iterable[str]) -> None:
+        """Tell the run of which experts of a grid this peer has saves, so that somebody takes them over."""
+        await self._store(self._grid_key(grid), SavedIndices(tuple(sorted(map(grid.index, uids)))))
+
+    async def saved(self, grid: Grid) -> set[str]:
+        """The experts of a grid that somebody has saves of."""
+        uids: set[str] = set()
+        for entry in (await self._services.dht.get(self._grid_key(grid))).values():
+            try:
+                told = msgspec.convert(entry.value, SavedIndices).indices
+                uids |= {uid for index in told if grid.index(uid := grid.uid(index)) == index}
+            except (msgspec.ValidationError, ValueError) as error:
+                logger.info("a record of saved experts was ignored: %s", error)
+        return uids
+
+    async def claims(self, uid: str) -> list[Claim]:
+        """All saves of an expert that the DHT or this disk know of; the highest step first."""
+        claims: dict[bytes, Claim] = {}
+        for save in self._shelf.saves(uid):
+            claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
+        for subkey, entry in (await self._services.dht.get(self._key(uid))).items():
+            try:
+                record = msgspec.convert(entry.value, SaveRecord, strict=False)
+            except (msgspec.ValidationError, ValueError) as error:
+                logger.info("record of a save of %s ignored: %s", uid, error)
+                continue
+            for contact in record.holders:
+                self._peers.learn(contact)
+            holders = tuple(contact.id for contact in record.holders if contact.id != self._peers.id)
+            claims[record.manifest] = Claim(PeerId(subkey), record.step, record.manifest, holders)
+        return sorted(claims.values(), key=lambda claim: claim.step, reverse=True)
+
+    # -- getting a save back
+
+    async def fetch(self, uid: str, claim: Claim, *, limit_bytes: int) -> SavedExpert:
+        """A save, from this disk and from its holders, several at once; every chunk matches its hash.
+
+        Raises:
+            StateError: it is not what the claim says, larger than ``limit_bytes``, or cannot be had whole.
+        """
+        manifest = Manifest.decode(await self._head(uid, claim))
+        if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
+            raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
+        fetch = _Fetch(manifest)
+        await asyncio.to_thread(fetch.take, fetch.next_batch(len(fetch.queue)), self._shelf.chunks.get)
+        holders = claim.holders
+        while fetch.queue and holders:  # what a lost holder owed goes to those that are left
+            alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
+            holders = tuple(holder for holder, kept in zip(holders, alive, strict=True) if kept)
+        if fetch.queue:
+            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {claim.step} cannot be had")
+        return SavedExpert(manifest, fetch.blob)
+
+    async def _head(self, uid: str, claim: Claim) -> bytes:
+        if (head := await asyncio.to_thread(self._shelf.chunks.get, claim.manifest)) is not None:
+            return head
+        for holder in claim.holders:
+            try:
+                found = await self._pieces(holder, [claim.manifest])
+                return found[claim.manifest]
+            except PeerError as error:
+                logger.info("no save of %s: %s", uid, error)
+        raise StateError(f"none of {len(claim.holders)} holders has {uid} at step {claim.step}")
+
+    async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
+        """Fetch until nothing is left; False if the holder failed: what it did not give is back in the queue."""
+        while batch := fetch.next_batch(FETCHED_AT_ONCE):
+            try:
+                found = await self._pieces(holder, batch)
+            except PeerError as error:
+                logger.info("%s", error)
+                found = {}
+            fetch.take(batch, found.get)
+            if len(found) < len(batch):
+                return False
+        return True
+
+    async def _pieces(self, holder: PeerId, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        return await fetch_pieces(self._peers, holder, digests, timeout_s=self._timeout_s)
+
+    async def _store(self, key: str, record: Message) -> bool:
+        """Whether anybody took it."""
+        dht, kept_s = self._services.dht, self._holders.settings.kept_s
+        return await dht.store(key, record, subkey=self._peers.id, ttl_s=kept_s, signed=True) > 0
+
+    def _key(self, uid: str) -> str:
+        return f"{self._services.run_id}/experts/{uid}/save"
+
+    def _grid_key(self, grid: Grid) -> str:
+        return f"{self._services.run_id}/experts/{grid.prefix}/saves"
+
+
+class _Fetch:
+    """Chunks still to come; ``queue`` are those that nobody is asked for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.blob: NDArray[np.uint8] = np.zeros(manifest.size_bytes, np.uint8)
+        self._spans: dict[bytes, list[slice]] = {}
+        for chunk, digest in enumerate(cut_digests(manifest.digests)):
+            self._spans.setdefault(digest, []).append(manifest.span(chunk))
+        self.queue = list(self._spans)
+
+    def next_batch(self, count: int) -> list[bytes]:
+        """The next chunks to look for in one place."""
+        batch, self.queue = self.queue[:count], self.queue[count:]
+        return batch
+
+    def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
+        """Put in those that ``get`` has, which match their hashes; the rest goes back to the queue.
+
+        Raises:
+            StateError: a chunk is not as long as it has to be, so the manifest is wrong.
+        """
+        for digest in batch:
+            piece = get(digest)
+            if piece is None:
+                self.queue.append(digest)
+                continue
+            for span in self._spans[digest]:
+                if len(piece) != span.stop - span.start:
+                    raise StateError("a saved expert's manifest is wrong about the length of a chunk")
+                self.blob[span] = np.frombuffer(piece, np.uint8)
