@@ -95,8 +95,8 @@ class Expert:
                 torch.autograd.backward(outputs, grads.to(self._device))
             assert inputs.grad is not None  # the dry run saw one
             norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
-            if not (norm.isfinite() and inputs.grad.isfinite().all()):
-                raise FloatingPointError(f"{self.uid}: these gradients lead to values that are not finite")
+            if not (norm.isfinite() and inputs.grad.isfinite().all() and self._is_sound(buffers)):
+                raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
             self._advance(buffers)
         finally:
             for parameter in self._parameters:
@@ -134,6 +134,13 @@ class Expert:
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
             raise ValueError(f"{self.uid}: {_described(inputs)} became {_described(outputs)}")
         return outputs, buffers
+
+    def _is_sound(self, buffers: dict[str, Tensor]) -> bool:
+        """Whether what changed in the buffers is finite; a mask may hold infinities from the beginning."""
+        return all(
+            bool((buffers[name].isfinite() | (buffers[name] == old)).all())
+            for name, old in self._module.named_buffers()
+        )
 
     def _advance(self, buffers: dict[str, Tensor]) -> None:
         with torch.no_grad():

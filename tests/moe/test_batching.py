@@ -1,0 +1,150 @@
+"""Which calls are computed together, and who may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.moe.batching import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    UNKNOWN_RETRY_S,
+    Batching,
+    BatchLimits,
+    Key,
+    Waiting,
+)
+
+LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
+FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
+
+
+def call(
+    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
+) -> Waiting:
+    return Waiting(key, caller.encode(), samples, size_bytes, at)
+
+
+@pytest.fixture
+def batching() -> Iterator[Batching[Waiting]]:
+    batching: Batching[Waiting] = Batching(LIMITS)
+    yield batching
+    batching.check_invariants()
+
+
+def enqueue(batching: Batching[Waiting], *calls: Waiting) -> None:
+    for one in calls:
+        assert batching.admit(one) is None
+        batching.enqueue(one)
+
+
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching[Waiting]) -> None:
+    calls = [call(samples=3, at=at) for at in range(4)]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
+
+
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching[Waiting]) -> None:
+    calls = [call(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+
+
+def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_comes_first(
+    batching: Batching[Waiting],
+) -> None:
+    keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
+    calls = [call(key=key, at=-at) for at, key in enumerate(keys)]
+    late = call(key=FORWARD, at=1)
+    enqueue(batching, *calls, late)
+    assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
+
+
+@pytest.mark.parametrize(("samples", "size_bytes"), [(9, 1), (0, 0), (-1, -1), (1, 81), (10**12, 10**15)])
+def test_a_call_larger_than_any_batch_is_refused_at_the_door(
+    batching: Batching[Waiting], samples: int, size_bytes: int
+) -> None:
+    with pytest.raises(ValueError, match="1 to 8 samples and 0 MiB at most"):
+        batching.admit(call(samples=samples, size_bytes=size_bytes))
+
+
+def test_one_caller_gets_half_of_the_room_and_leaves_the_rest_to_others(batching: Batching[Waiting]) -> None:
+    enqueue(batching, *(call("alice", size_bytes=20) for _ in range(3)))
+    assert batching.admit(call("alice", size_bytes=20)) is not None
+    enqueue(batching, call("bob", size_bytes=20), call("carol", size_bytes=20))
+    assert batching.admit(call("bob", size_bytes=20)) is not None
+
+
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[Waiting]) -> None:
+    large = call(size_bytes=80)
+    enqueue(batching, large)
+    assert batching.admit(call("bob", size_bytes=80)) is not None
+    batching.leave(large)
+    batching.leave(large)
+    assert batching.admit(call("bob", size_bytes=80)) is None
+
+
+def test_whoever_leaves_is_not_computed(batching: Batching[Waiting]) -> None:
+    calls = [call(at=at) for at in range(3)]
+    enqueue(batching, *calls)
+    batching.leave(calls[1])
+    assert batching.queued("ffn.0") == 2
+    assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
+
+
+def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[Waiting]) -> None:
+    enqueue(batching, *(call(name, 5, size_bytes=40) for name in "abc"))
+    more = call(size_bytes=40)
+    assert batching.admit(more) == UNKNOWN_RETRY_S
+    batching.measured(FORWARD, 10, 1.0)
+    assert batching.admit(more) == pytest.approx(1.5)
+    for _ in range(50):
+        batching.measured(FORWARD, 10, 1e6)
+    assert batching.admit(more) == MAX_RETRY_S
+    batching.forget("ffn.0")
+    batching.measured(FORWARD, 10, 1e-9)
+    assert batching.admit(more) == MIN_RETRY_S
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 8), st.integers(1, 80), st.booleans()
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_happens_the_sums_are_right_and_all_that_was_admitted_comes_out(
+    steps: list[tuple[int, str, int, int, bool]],
+) -> None:
+    batching: Batching[Waiting] = Batching(LIMITS)
+    waiting: list[Waiting] = []
+    for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
+        if verb < 4:
+            new = call(caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at)
+            if batching.admit(new) is None:
+                batching.enqueue(new)
+                waiting.append(new)
+        elif verb == 4 and waiting:
+            batching.leave(waiting.pop(0))
+        else:
+            for done in batching.take():
+                waiting.remove(done)
+                batching.leave(done)
+        batching.check_invariants()
+    while batch := batching.take():
+        assert len({one.key for one in batch}) == 1 and sum(one.samples for one in batch) <= 8
+        assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
+        for one in batch:
+            waiting.remove(one)
+            batching.leave(one)
+        batching.check_invariants()
+    assert not waiting and batching.admit(call(size_bytes=80)) is None
+
+
+def test_limits_that_hold_no_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="must hold a batch"):
+        BatchLimits(max_batch_bytes=2, max_held_bytes=1)

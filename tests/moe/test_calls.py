@@ -1,0 +1,196 @@
+"""The caller's side: whatever a host does, the caller gets finite values of the right shape or an `ExpertError`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from colab_swarm.errors import ExpertError
+from colab_swarm.events import EventLog
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.messages import BackwardExpert, ForwardExpert, Part
+from colab_swarm.moe.server import ExpertServer
+from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.net.identity import id_of
+from colab_swarm.net.peers import Contact, Message, Stream
+from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
+from tests.net.swarm import peers, run
+
+INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
+Answering = Callable[[ForwardExpert, Stream], Awaitable[None]]
+
+
+def info(host: Contact) -> ExpertInfo:
+    return ExpertInfo("ffn.0", host, (4,), 0, 0.0)
+
+
+def pair() -> tuple[SimNetwork, SimPeers, SimPeers]:
+    network = SimNetwork(LAN, seed=1)
+    return network, network.peer("alice"), network.peer("bob")
+
+
+async def takes(stream: Stream) -> None:
+    await stream.receive(Part)
+
+
+async def truncates(opening: ForwardExpert, stream: Stream) -> None:
+    await takes(stream)
+
+
+async def breaks_off(opening: ForwardExpert, stream: Stream) -> None:
+    await takes(stream)
+    stream.reset("no more")
+
+
+async def gives(payload: bytes, opening: ForwardExpert, stream: Stream) -> None:
+    await takes(stream)
+    await stream.send(Part(), payload)
+
+
+async def is_busy(seconds: float, opening: ForwardExpert, stream: Stream) -> None:
+    await stream.send(Part(busy_s=seconds))
+
+
+async def garbles(opening: ForwardExpert, stream: Stream) -> None:
+    class Other(Message, frozen=True):
+        word: str
+
+    await stream.send(Other("not a part"), b"")
+
+
+async def crashes(opening: ForwardExpert, stream: Stream) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+FAULTY: dict[str, tuple[Answering, str]] = {
+    "truncated": (truncates, "gave 0 of 12 values"),
+    "reset": (breaks_off, "no more"),
+    "short": (partial(gives, bytes(44)), "44 encoded bytes, 48 expected"),
+    "long": (partial(gives, bytes(1 << 20)), "48 expected"),
+    "not a number": (partial(gives, np.full(12, np.nan, np.float32).tobytes()), "not finite"),
+    "infinite": (partial(gives, np.full(12, -np.inf, np.float32).tobytes()), "not finite"),
+    "garbled": (garbles, "no Part"),
+    "crashed": (crashes, "ZeroDivisionError: a bug"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_what_cannot_be_used_is_an_error_that_names_the_expert(case: str) -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob):
+            answer, text = FAULTY[case]
+            bob.serve_stream(ForwardExpert, answer)
+            with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
+                await ExpertCalls(alice).forward(info(bob.contact), INPUTS)
+            assert caught.value.retry_s is None
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
+)
+def test_a_busy_hosts_hint_is_passed_on_within_bounds(said: float, heard: float) -> None:
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob):
+            bob.serve_stream(ForwardExpert, partial(is_busy, said))
+            calls, large = ExpertCalls(alice), np.zeros((1000, 10_000), np.float32)
+            with pytest.raises(ExpertError, match="busy") as caught:
+                await calls.forward(info(bob.contact), large)
+            assert caught.value.retry_s == heard
+            assert calls.sent_bytes < large.nbytes / 2, "who is told busy stops sending"
+
+    run(main())
+
+
+def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
+    async def echo(opening: ForwardExpert, stream: Stream) -> None:
+        await stream.send(Part(), (await stream.receive(Part))[1])
+
+    async def main() -> None:
+        async with peers("alice", "bob") as (alice, bob):
+            bob.serve_stream(ForwardExpert, echo)
+            calls = ExpertCalls(alice, codec="float16")
+            assert np.array_equal(await calls.forward(info(bob.contact), INPUTS), INPUTS)
+            assert (calls.sent_bytes, calls.received_bytes) == (24, 24)
+
+    run(main())
+
+
+def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
+    async def silent(opening: ForwardExpert, stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def main() -> float:
+        _, alice, bob = pair()
+        bob.serve_stream(ForwardExpert, silent)
+        with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
+            await ExpertCalls(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
+        return virtual_time()
+
+    assert run_virtual(main()) == pytest.approx(7.0)
+
+
+def test_a_host_nobody_can_reach_is_an_error_too() -> None:
+    async def main() -> None:
+        async with peers("alice") as (alice,):
+            nobody = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
+            with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+                await ExpertCalls(alice).forward(info(nobody), INPUTS)
+
+    run(main())
+
+
+def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
+    async def main() -> None:
+        network, alice, bob = pair()
+        rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
+        server = ExpertServer(bob, EventLog())
+        expert = Expert("ffn.0", FeedForward(4), rule, (4,))
+        server.add(expert)
+        calls, there = ExpertCalls(alice), info(bob.contact)
+        await calls.forward(there, INPUTS)
+        network.now().crash("bob")
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+            await calls.backward(there, INPUTS, INPUTS)
+        assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
+        network.now().restart("bob")
+        await calls.backward(there, INPUTS, INPUTS)
+        assert expert.step == 1
+        await server.close()
+
+    run_virtual(main())
+
+
+def test_a_host_killed_while_it_answers_is_an_error() -> None:
+    async def main() -> None:
+        network, alice, bob = pair()
+        large = np.ones((1000, 1000), np.float32)
+
+        async def half(opening: BackwardExpert, stream: Stream) -> None:
+            await stream.receive(Part)
+            await stream.send(Part(), large.tobytes()[: 28 * 4096])
+            network.now().crash("bob")
+
+        bob.serve_stream(BackwardExpert, half)
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+            await ExpertCalls(alice).backward(info(bob.contact), large, large)
+        assert [fault.name for fault in network.fired] == ["crash"]
+
+    run_virtual(main())
+
+
+def test_there_is_no_such_codec() -> None:
+    async def main() -> None:
+        _, alice, _ = pair()
+        with pytest.raises(ValueError, match="unknown codec 'zip'"):
+            ExpertCalls(alice, codec="zip")
+
+    run_virtual(main())

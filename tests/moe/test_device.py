@@ -1,0 +1,70 @@
+"""The thread that computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from colab_swarm.moe.device import DeviceThread
+from colab_swarm.sim import run_virtual
+from tests.net.swarm import run
+
+
+def quit_python() -> None:
+    raise SystemExit("a user's module wants to end the program")
+
+
+def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -> None:
+    async def main() -> None:
+        device, order = DeviceThread(), []
+        threads = await asyncio.gather(
+            *(device.run(lambda i=i: order.append(i) or threading.current_thread()) for i in range(100))  # type: ignore[misc]
+        )
+        assert order == list(range(100)) and len(set(threads)) == 1
+        assert threads[0] is not threading.current_thread() and threads[0].daemon
+        device.shutdown()
+        assert not threads[0].is_alive()
+
+    run(main())
+
+
+def test_a_fault_is_its_givers_and_the_thread_goes_on() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        with pytest.raises(ZeroDivisionError):
+            await device.run(lambda: 1 / 0)
+        with pytest.raises(SystemExit):
+            await device.run(quit_python)
+        assert await device.run(lambda: 7) == 7
+        device.shutdown()
+
+    run(main())
+
+
+def test_what_was_given_before_the_end_is_still_computed() -> None:
+    device = DeviceThread()
+    given = [device.submit(pow, 2, power) for power in range(5)]
+    device.shutdown()
+    device.shutdown()
+    assert [future.result() for future in given] == [1, 2, 4, 8, 16]
+    with pytest.raises(RuntimeError, match="server is closed"):
+        device.submit(pow, 2, 2)
+
+
+def test_what_nobody_wants_any_more_is_not_computed() -> None:
+    device, gate, computed = DeviceThread(), threading.Event(), []
+    device.submit(gate.wait)
+    unwanted = device.submit(computed.append, 1)
+    assert unwanted.cancel()
+    gate.set()
+    device.shutdown()
+    assert not computed
+
+
+def test_on_virtual_time_the_loop_computes_itself() -> None:
+    async def main() -> threading.Thread:
+        return await DeviceThread().run(threading.current_thread)
+
+    assert run_virtual(main()) is threading.current_thread()

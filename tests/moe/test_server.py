@@ -1,0 +1,400 @@
+"""Calls of experts over encrypted links on loopback: what the host does with honest and other callers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colab_swarm.errors import CallRefused, ExpertError
+from colab_swarm.events import EventLog, Fault
+from colab_swarm.moe.batching import BatchLimits
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.messages import BackwardExpert, CallExpert, ForwardExpert, Part
+from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.net.admission import OpenAdmission
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Role
+from colab_swarm.tensors.codecs import Floats
+from tests.net.swarm import peers, run, start, until
+
+RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
+DIM = 8
+
+
+def expert(uid: str = "ffn.0", module: nn.Module | None = None, sample: tuple[int, ...] = (DIM,)) -> Expert:
+    torch.manual_seed(0)
+    return Expert(uid, module or FeedForward(DIM, 16), RULE, sample)
+
+
+def samples(n: int, *shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((n, *(shape or (DIM,))), np.float32)
+
+
+def info(host: Node, uid: str = "ffn.0", shape: tuple[int, ...] = (DIM,)) -> ExpertInfo:
+    return ExpertInfo(uid, host.contact, shape, 0, 0.0)
+
+
+def here(one: Expert, *tensors: Floats) -> Floats:
+    """What an expert of this process answers."""
+    function = one.backward if len(tensors) == 2 else one.forward
+    return function(*map(torch.from_numpy, tensors)).numpy()
+
+
+@asynccontextmanager
+async def hosting(
+    *experts: Expert, events: EventLog | None = None, **settings: Any
+) -> AsyncIterator[tuple[ExpertServer, Node, Node]]:
+    """Bob hosts experts, alice knows him."""
+    async with peers("alice", "bob") as (alice, bob):
+        server = ExpertServer(bob, events or EventLog(), ServerSettings(**settings))
+        for one in experts or (expert(),):
+            server.add(one)
+        try:
+            yield server, alice, bob
+        finally:
+            await server.close()
+            server._batching.check_invariants()
+            assert not server._batching._inside, "room was not given back"
+
+
+class Gate(nn.Module):
+    """Doubles its inputs, but only while it is open; remembers its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.open.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        self.open.wait(10)
+        self.batches.append(len(x))
+        return 2 * x
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        self.batches.clear()
+        self.entered.clear()
+        self.open.clear()
+        try:
+            yield
+        finally:
+            self.open.set()
+
+
+async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
+    """A call that the device is stuck with."""
+    task = asyncio.create_task(call)
+    await until(gate.entered.is_set)
+    return task
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
+def test_an_expert_far_away_computes_as_one_here(codec: str) -> None:
+    async def main() -> None:
+        local, inputs, grads = expert(), samples(50), samples(50, seed=1)
+        near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
+        async with hosting() as (server, alice, bob):
+            calls = ExpertCalls(alice, codec=codec)
+            outputs = await calls.forward(info(bob), inputs)
+            assert np.abs(outputs - here(local, inputs)).mean() < near
+            back = await calls.backward(info(bob), inputs, grads)
+            assert np.abs(back - here(local, inputs, grads)).mean() < near
+            told = server.statistics()["ffn.0"]
+            assert (told.forward_samples, told.backward_samples, told.calls, told.step) == (50, 50, 2, 1)
+            assert told.p50_s is not None and told.p99_s is not None and told.queued == 0
+
+    run(main())
+
+
+def test_after_many_backward_calls_the_weights_are_a_local_replicas() -> None:
+    async def main() -> None:
+        local, remote = expert(), expert()
+        async with hosting(remote) as (_, alice, bob):
+            calls = ExpertCalls(alice)
+            for step in range(20):
+                tensors = samples(4, seed=step), samples(4, seed=1000 + step)
+                assert np.allclose(
+                    await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6
+                )
+            for name, value in local.state_dict()["module"].items():
+                assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
+            assert remote.step == 20
+
+    run(main())
+
+
+def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
+    async def main() -> None:
+        block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
+        async with hosting(block, gate) as (_, alice, bob):
+            calls = ExpertCalls(alice)
+            for length in (1, 3, 10):
+                inputs = samples(2, length, DIM)
+                outputs = await calls.forward(info(bob, "text.0"), inputs)
+                assert np.allclose(outputs, here(block, inputs), atol=1e-6)
+            large = samples(1500, 1000)
+            assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
+
+    run(main())
+
+
+def test_calls_that_wait_are_merged_and_equal_one_by_one_and_kinds_never_mix() -> None:
+    async def main() -> None:
+        gate, local = Gate(), expert()
+        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+            calls = ExpertCalls(alice)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+                inputs = [samples(n, seed=n) for n in range(1, 9)]
+                forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
+                await until(lambda: server.statistics()["ffn.0"].queued == 36)
+                backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
+                await until(lambda: server.statistics()["ffn.0"].queued == 72)
+            for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
+                assert np.allclose(outputs, here(local, x), atol=1e-6)
+            together = np.concatenate(inputs)
+            expected = here(local, together, together)
+            assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
+            told = server.statistics()["ffn.0"]
+            assert (told.calls, told.batches, told.step) == (16, 2, 1)
+            await first
+
+    run(main())
+
+
+def test_one_callers_fault_in_a_batch_is_not_the_others() -> None:
+    async def main() -> None:
+        gate, learner = Gate(), expert()
+        async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
+            calls, fine = ExpertCalls(alice), samples(2)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+                tasks = [
+                    asyncio.create_task(calls.backward(info(bob), x, grads))
+                    for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
+                ]
+                await until(lambda: server.statistics()["ffn.0"].queued == 6)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
+            assert "lead to values that are not finite" in str(outcomes[1])
+            assert "your tensors hold values that are not finite" in str(outcomes[2])
+            assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
+            await first
+
+    run(main())
+
+
+def test_a_fault_in_the_experts_code_is_an_event_here_and_an_error_there_and_the_next_call_is_served() -> (
+    None
+):
+    class Fragile(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 3:
+                raise KeyError("three")
+            return x
+
+    async def main() -> None:
+        events = EventLog()
+        async with hosting(expert(module=Fragile()), events=events) as (_, alice, bob):
+            calls = ExpertCalls(alice)
+            with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
+                await calls.forward(info(bob), samples(3))
+            (fault,) = events.recent(Fault)
+            assert isinstance(fault, Fault) and fault.where == "expert ffn.0"
+            assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
+
+    run(main())
+
+
+REFUSED: dict[str, tuple[CallExpert, str]] = {
+    "not hosted": (ForwardExpert("ffn.1", 1, (DIM,), "float32"), "ffn.1 is not hosted here"),
+    "10 GB": (ForwardExpert("ffn.0", 312_500_000, (DIM,), "float32"), "split it"),
+    "10 GB a sample": (ForwardExpert("text.0", 1, (1 << 30, DIM), "float32"), "split it"),
+    "shape": (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
+    "more shape": (ForwardExpert("ffn.0", 1, (8,) * 999, "float32"), r"takes samples of shape"),
+    "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "1 to 4096 samples"),
+    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "1 to 4096 samples"),
+    "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
+    "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
+    "codec": (BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused_before_anything_is_received(case: str) -> None:
+    async def main() -> None:
+        opening, text = REFUSED[case]
+        async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
+            _,
+            alice,
+            bob,
+        ):
+            stream = await alice.stream(bob.id, opening, timeout_s=5)
+            with pytest.raises(CallRefused, match=text):
+                await stream.receive(Part)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([31], "a part of 31 bytes came where 32 are due"),
+        ([64], "a part of 64 bytes"),
+        ([0], "a part of 0 bytes"),
+        ([32, 32], "more came"),
+    ],
+)
+def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with hosting(expert(module=gate)) as (_, alice, bob):
+            with gate.closed():
+                stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+                for size in sizes:
+                    await stream.send(Part(), bytes(size))
+                with pytest.raises(CallRefused, match=text):
+                    await stream.receive(Part)
+
+    run(main())
+
+
+def test_values_that_are_not_finite_never_reach_an_expert() -> None:
+    async def main() -> None:
+        gate = Gate()
+        one = expert(module=gate)
+        async with hosting(one) as (_, alice, bob):
+            gate.batches.clear()
+            for codec in ("float32", "float16", "bfloat16", "int8"):
+                bad = samples(2)
+                bad[1, 3] = np.nan
+                with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
+                    await ExpertCalls(alice, codec=codec).backward(info(bob), samples(2), bad)
+            assert not gate.batches and one.step == 0
+
+    run(main())
+
+
+def test_a_full_server_says_busy_and_when_to_ask_again() -> None:
+    async def main() -> None:
+        gate = Gate()
+        limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+        async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
+            calls = ExpertCalls(alice)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob), samples(2)))
+                with pytest.raises(ExpertError, match="busy: ask again in") as caught:
+                    await calls.forward(info(bob), samples(1))
+                assert caught.value.retry_s is not None and caught.value.retry_s > 0
+            await first
+            await calls.forward(info(bob), samples(1))
+
+    run(main())
+
+
+def test_a_caller_that_gives_up_frees_its_place_and_is_not_computed() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+            calls = ExpertCalls(alice)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+                waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
+                await until(lambda: server.statistics()["ffn.0"].queued == 3)
+                waiting.cancel()
+                await until(lambda: server.statistics()["ffn.0"].queued == 0)
+            await first
+            await calls.forward(info(bob), samples(1))
+            assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
+
+    run(main())
+
+
+def test_a_caller_that_never_sends_what_it_announced_loses_its_place() -> None:
+    async def main() -> None:
+        async with hosting(call_timeout_s=0.05) as (server, alice, bob):
+            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
+            await until(lambda: bool(server._batching._inside))
+            with pytest.raises(CallRefused, match=r"took over 0\.05 s"):
+                await stream.receive(Part)
+
+    run(main())
+
+
+def test_calls_of_an_expert_that_left_are_refused_and_it_can_be_served_anew() -> None:
+    async def main() -> None:
+        gate, one = Gate(), expert()
+        async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
+            calls = ExpertCalls(alice)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+                await until(lambda: server.statistics()["ffn.0"].queued == 3)
+                assert server.remove("ffn.0") is one
+            with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
+                await waiting
+            await first
+            assert await server.run(lambda: one.step) == 0
+            server.add(one)
+            with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
+                server.add(one)
+            await calls.forward(info(bob), samples(3))
+
+    run(main())
+
+
+def test_a_server_that_closes_answers_what_runs_and_refuses_what_waits() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with hosting(expert(module=gate)) as (server, alice, bob):
+            calls = ExpertCalls(alice)
+            with gate.closed():
+                first = await occupied(gate, calls.forward(info(bob), samples(1)))
+                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+                await until(lambda: server.statistics()["ffn.0"].queued == 3)
+                closing = asyncio.create_task(server.close())
+                await asyncio.sleep(0)
+            assert np.array_equal(await first, 2 * samples(1))
+            with pytest.raises(ExpertError, match="no longer hosted"):
+                await waiting
+            await closing
+            with pytest.raises(ExpertError, match="ForwardExpert is not served"):
+                await calls.forward(info(bob), samples(1))
+
+    run(main())
+
+
+def test_only_workers_may_teach_an_expert() -> None:
+    class Watching(OpenAdmission):
+        def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+            return Role.VIEWER
+
+    async def main() -> None:
+        bob = await start("bob", admission=Watching())
+        server = ExpertServer(bob, EventLog())
+        one = expert()
+        server.add(one)
+        async with peers("alice") as (alice,):
+            calls = ExpertCalls(alice)
+            await calls.forward(info(bob), samples(1))
+            with pytest.raises(ExpertError, match="needs the role worker"):
+                await calls.backward(info(bob), samples(1), samples(1))
+            assert one.step == 0
+        await server.close()
+        await bob.close()
+
+    run(main())
