@@ -1,0 +1,366 @@
+"""Which experts live, and where: what hosts announce and trainers look up.
+
+What is held in the DHT is described in `colab_swarm.moe.records`, how the best are found in `colab_swarm.moe.beam`.
+Look-ups are cached for `DirectorySettings.cache_s`, never past the end of a record; a prefix without anything alive is
+asked for again soon. Lives are counted on this peer's own monotonic clock from what is left of them, so wrong clocks do
+no harm; only the order of two claims is told by their hosts' clocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from colab_swarm.errors import NoExpertsError
+from colab_swarm.events import ExpertBanned
+from colab_swarm.moe.bans import Bans, BanSettings
+from colab_swarm.moe.beam import Beams, Mask, beam_search
+from colab_swarm.moe.cache import Cache
+from colab_swarm.moe.grid import Grid, Index, parents
+from colab_swarm.moe.listing import Listing
+from colab_swarm.moe.records import (
+    CLAIMED,
+    Branch,
+    Holding,
+    Place,
+    Row,
+    by_page,
+    holdings,
+    is_row,
+    keys,
+    short_addresses,
+)
+from colab_swarm.moe.services import ExpertInfo, ExpertServices
+from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.tensors.codecs import Floats
+
+logger = logging.getLogger(__name__)
+
+WITNESSES = 2
+"""Hosts that tell of an index above the rows; the others are silent there."""
+EXTRA_WAITS = 3
+"""Rounds of look-ups of one search beyond one for each dimension; then what is unknown counts as dead."""
+ROWS_AT_ONCE = 16
+MAX_ROWS = 4096
+"""Rows that a search for vacant places looks at."""
+
+
+@dataclass(frozen=True)
+class DirectorySettings:
+    """How experts are announced and found.
+
+    Attributes:
+        ttl_s: life of what is announced; announce about three times as often.
+        cache_s: how long what was looked up is believed.
+        absent_s: how long it is believed that nothing lives under a prefix.
+        settle_s: least wait between claiming places and looking who else did.
+        width: prefixes kept by a search, if more than experts are asked for.
+        bans: how long who failed is left out.
+    """
+
+    ttl_s: float = 60.0
+    cache_s: float = 30.0
+    absent_s: float = 3.0
+    settle_s: float = 2.0
+    width: int = 1
+    bans: BanSettings = field(default_factory=BanSettings)
+
+
+class Directory:
+    """One peer's view of all experts of a run."""
+
+    def __init__(self, services: ExpertServices, settings: DirectorySettings = DirectorySettings()) -> None:
+        self.settings = settings
+        self._peers, self._dht, self._events = services.peers, services.dht, services.events
+        self._rng, self._run_id = services.rng, services.run_id
+        self._loop = asyncio.get_running_loop()
+        self._bans = Bans(settings.bans)
+        self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
+        self._mine: dict[Grid, dict[Index, Place]] = {}
+        self._told: set[str] = set()  # keys under which a record of ours is
+        self._hosts: dict[str, PeerId] = {}  # whom `find` and `best` named last
+        self._seen: dict[Grid, tuple[set[Index], float]] = {}  # all experts ever, and when last, swarm time
+
+    async def close(self) -> None:
+        """End the look-ups that are under way."""
+        await self._cache.close()
+
+    # -- hosts
+
+    async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
+        """Tell everybody that this peer serves ``experts``, by uid their sample shape and step.
+
+        It holds for ``ttl_s``. Whatever else this peer has announced or claimed in the grid holds as long.
+        """
+        mine = self._mine.setdefault(grid, {})
+        for uid, (shape, step) in experts.items():
+            index = grid.index(uid)
+            claimed_ms = mine[index].claimed_ms if index in mine else self._now_ms()
+            mine[index] = Place(index[-1], claimed_ms, step, shape)
+        await self._tell(grid, mine)
+
+    async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
+        """Tell everybody at once that this peer no longer has these."""
+        mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}
+        for index in gone:
+            mine.pop(index, None)
+        await self._tell(grid, gone)
+
+    async def claim(self, grid: Grid, count: int, *, wanted: Sequence[str] | None = None) -> list[str]:
+        """Take ``count`` vacant places, of ``wanted`` or anywhere; fewer if there are no more.
+
+        Claims are told, then read again: of several peers that want one place, one gets it. What is claimed must be
+        announced within ``ttl_s``.
+        """
+        held: list[str] = []
+        while count > len(held):
+            chosen = await self._vacant(grid, count - len(held), wanted)
+            if not chosen:
+                break
+            uids = [grid.uid(index) for index in chosen]
+            mine, began = self._mine.setdefault(grid, {}), self._loop.time()
+            mine.update({index: Place(index[-1], self._now_ms(), CLAIMED, ()) for index in chosen})
+            await self._tell(grid, chosen)
+            await asyncio.sleep(max(self.settings.settle_s, 2 * (self._loop.time() - began)))
+            lost = set(await self.rivals(grid, uids))
+            await self.withdraw(grid, lost)
+            held += [uid for uid in uids if uid not in lost]
+        return held
+
+    async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
+        """Those of this peer's places that are rightfully another's: give them up. Ask now and then.
+
+        After a partition or a race two peers may hold one place. It belongs to who claimed it first by its clock.
+        """
+        mine = self._mine.get(grid, {})
+        asked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
+        listings = await self._listings(grid, {index[:-1] for index in asked}, anew=True)
+        now, lost = self._loop.time(), []
+        for index, uid in asked.items():
+            claim = (mine[index].claimed_ms, self._peers.id)
+            others = (word for word in listings[index[:-1]].live(index[-1], now) if word.host.id != claim[1])
+            if any(word.claim < claim for word in others):
+                lost.append(uid)
+        return lost
+
+    async def _vacant(self, grid: Grid, count: int, wanted: Sequence[str] | None) -> list[Index]:
+        """Places that nobody holds or claims: as many as asked for, or all there are."""
+        if wanted is None:
+            some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
+            prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
+        else:
+            prefixes = sorted({grid.index(uid)[:-1] for uid in wanted})
+        chosen: list[Index] = []
+        for begin in range(0, len(prefixes), ROWS_AT_ONCE):
+            batch = prefixes[begin : begin + ROWS_AT_ONCE]
+            listings = await self._listings(grid, batch, anew=True)
+            for prefix in batch:
+                places = [(*prefix, j) for j in self._rng.sample(range(grid.sides[-1]), grid.sides[-1])]
+                chosen += [p for p in places if self._is_vacant(grid, p, listings[prefix], wanted)]
+            if len(chosen) >= count:
+                break
+        return chosen[:count]
+
+    def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Sequence[str] | None) -> bool:
+        if place in self._mine.get(grid, {}) or (wanted is not None and grid.uid(place) not in wanted):
+            return False
+        return not any(word.host.id != self._peers.id for word in row.live(place[-1], self._loop.time()))
+
+    # -- telling
+
+    async def _tell(self, grid: Grid, places: Iterable[Index]) -> None:
+        """Store all records that speak of these places anew, each prefix's next indices before what they lead to."""
+        prefixes = {prefix for place in places for prefix in parents(place)}
+        await asyncio.gather(*(self._tell_of(grid, prefix) for prefix in sorted(prefixes)))
+
+    async def _tell_of(self, grid: Grid, prefix: Index) -> None:
+        mine = self._mine[grid]
+        below = {place[len(prefix)]: place for place in mine if place[: len(prefix)] == prefix}
+        if is_row(grid, prefix):
+            indices = by_page(below)
+        else:
+            served = {place[len(prefix)] for place in below.values() if mine[place].step != CLAIMED}
+            indices = by_page(await self._unwitnessed(grid, prefix, served))
+        stores = []
+        for page, key in enumerate(keys(self._run_id, grid, prefix)):
+            on_page = indices.get(page, [])
+            if on_page:
+                self._told.add(key)
+            elif key not in self._told:
+                continue
+            else:  # told no more, and nothing to tell from now on
+                self._told.discard(key)
+            record: Message = Branch(tuple(on_page))
+            if is_row(grid, prefix):
+                addresses = short_addresses(self._peers.contact)
+                record = Row(addresses, tuple(mine[below[index]] for index in on_page))
+            stores.append(self._store(key, record))
+        if stores:
+            await asyncio.gather(*stores)
+            self._cache.forget((grid, prefix))
+
+    async def _unwitnessed(self, grid: Grid, prefix: Index, indices: set[int]) -> list[int]:
+        """Those that fewer than `WITNESSES` hosts of smaller id keep telling of: this peer's word is needed."""
+        if not indices:
+            return []
+        listing = (await self._listings(grid, [prefix]))[prefix]
+        fresh_at = (
+            self._loop.time() + self.settings.ttl_s / 2
+        )  # who tells no more is replaced before its word ends
+        smaller = [words for host, words in listing.words.items() if host < self._peers.id]
+        told = [word.index for words in smaller for word in words if word.until > fresh_at]
+        return [index for index in indices if told.count(index) < WITNESSES]
+
+    async def _store(self, key: str, record: Message) -> None:
+        ttl_s = self.settings.ttl_s
+        if not await self._dht.store(key, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True):
+            logger.info("nobody took the record under %s; it is told again with the next announcement", key)
+
+    def _now_ms(self) -> int:
+        return int(self._peers.time() * 1000)
+
+    # -- finding
+
+    async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
+        """Where the expert runs; None if it does not live or is left out for its failures."""
+        index = grid.index(uid)
+        row = (await self._listings(grid, [index[:-1]]))[index[:-1]]
+        infos = self._infos(grid, index[:-1], row)
+        return infos.get(index)
+
+    async def live(self, grid: Grid) -> list[ExpertInfo]:
+        """All experts that can be called, in the order of the grid."""
+        prefixes: list[Index] = [()]
+        for _ in grid.sides[:-1]:
+            listings = await self._listings(grid, prefixes)
+            masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
+            prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
+        rows = await self._listings(grid, prefixes)
+        infos = {
+            i: info for prefix, row in rows.items() for i, info in self._infos(grid, prefix, row).items()
+        }
+        return [infos[index] for index in sorted(infos)]
+
+    async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
+        """For each sample the ``k`` best experts that can be called, best first; fewer if fewer live.
+
+        Args:
+            scores: for each dimension i an array (samples, sides[i]); an expert's score is the sum over its indices.
+
+        Raises:
+            NoExpertsError: none lives.
+            ValueError: the scores do not fit the grid.
+        """
+        if [s.shape[1:] for s in scores] != [(side,) for side in grid.sides] or len(
+            {len(s) for s in scores}
+        ) > 1:
+            shapes = [s.shape for s in scores]
+            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
+        found, rows = await self._search(grid, scores, k)
+        infos: dict[Index, ExpertInfo] = {}
+        for prefix in {index[:-1] for sample in found.best for index in sample}:
+            infos |= self._infos(grid, prefix, rows[prefix])
+        chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
+        if chosen and not any(chosen):
+            raise NoExpertsError(self._nobody(grid))
+        return chosen
+
+    async def _search(
+        self, grid: Grid, scores: Sequence[Floats], k: int
+    ) -> tuple[Beams, dict[Index, Listing]]:
+        """Search, look up what was unknown, search again; returns also the listings that were used."""
+        known: dict[Index, Listing] = {}
+
+        def children(prefix: Index) -> Mask | None:
+            listing = known.get(prefix) or self._cache.peek((grid, prefix))
+            if listing is None:
+                return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
+            known[prefix] = listing
+            return self._mask(grid, prefix, listing)
+
+        patient = True
+        for _ in range(len(grid.sides) + EXTRA_WAITS):
+            found = beam_search(scores, k, children, width=self.settings.width)
+            if not found.unknown:
+                return found, known
+            known |= await self._listings(grid, found.unknown)
+        patient = False
+        return beam_search(scores, k, children, width=self.settings.width), known
+
+    def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
+        return listing.mask(grid.sides[len(prefix)], self._loop.time(), grid.uid(prefix), self._bans)
+
+    def _infos(self, grid: Grid, prefix: Index, row: Listing) -> dict[Index, ExpertInfo]:
+        """The experts of a row that can be called; their hosts' addresses are learned."""
+        infos: dict[Index, ExpertInfo] = {}
+        ahead_s = self._peers.time() - self._loop.time()
+        for word in row.usable(self._loop.time(), grid.uid(prefix), self._bans):
+            if word.place is not None:
+                index = (*prefix, word.index)
+                uid = grid.uid(index)
+                infos[index] = ExpertInfo(
+                    uid, word.host, word.place.shape, word.place.step, word.until + ahead_s
+                )
+                self._hosts[uid] = word.host.id
+                self._peers.learn(word.host)
+        return infos
+
+    def _nobody(self, grid: Grid) -> str:
+        seen, at = self._seen.get(grid, (set(), 0.0))
+        if not seen:
+            return (
+                f"no expert of {grid} lives, and none was ever seen from here: host some, or check the prefix"
+            )
+        past = f"{len(seen)} were seen from here, the last {self._peers.time() - at:.0f} s ago"
+        return f"no expert of {grid} can be called: {past}; host some, or wait until their hosts are back"
+
+    # -- failures
+
+    def on_failure(self, uid: str, reason: str) -> None:
+        """The expert failed this peer: leave it out for a while, longer each time, unless another peer hosts it."""
+        seconds = self._bans.fail((uid, self._hosts.get(uid)), self._loop.time())
+        if seconds is not None:
+            self._events.emit(ExpertBanned(self._loop.time(), uid, reason, seconds))
+
+    def on_success(self, uid: str) -> None:
+        """The expert did well: its failures are forgiven."""
+        self._bans.succeed((uid, self._hosts.get(uid)))
+
+    # -- reading
+
+    async def _listings(
+        self, grid: Grid, prefixes: Iterable[Index], *, anew: bool = False
+    ) -> dict[Index, Listing]:
+        found = await self._cache.get([(grid, prefix) for prefix in prefixes], anew=anew)
+        return {prefix: listing for (_, prefix), listing in found.items()}
+
+    async def _read(self, key: tuple[Grid, Index], old: Listing | None) -> tuple[Listing, float]:
+        """Read a prefix; who was there before and is not there now is believed until its word ends."""
+        grid, prefix = key
+        began = self._loop.time()
+        pages = await asyncio.gather(*(self._dht.get(name) for name in keys(self._run_id, grid, prefix)))
+        now, swarm_time = self._loop.time(), self._peers.time()
+        words = dict(old.words) if old else {}
+        ends = {host: {word.until for word in told} for host, told in words.items()}
+        for host in [host for host, until in ends.items() if max(until, default=0.0) <= now]:
+            del words[host]
+        fresh: dict[PeerId, list[Holding]] = {}
+        for page in pages:
+            for host, told in holdings(grid, prefix, page, now=now, swarm_time=swarm_time).items():
+                fresh.setdefault(host, []).extend(told)
+        listing = Listing(words | fresh)
+        logger.debug("read %s in %.0f ms", grid.uid(prefix), (now - began) * 1e3)
+        if is_row(grid, prefix):
+            self._note_seen(grid, prefix, listing)
+        alive = any(word.served for told in listing.words.values() for word in told)
+        return listing, self.settings.cache_s if alive else self.settings.absent_s
+
+    def _note_seen(self, grid: Grid, prefix: Index, listing: Listing) -> None:
+        served = {(*prefix, w.index) for told in listing.words.values() for w in told if w.served}
+        if served:
+            seen, _ = self._seen.get(grid, (set(), 0.0))
+            self._seen[grid] = (seen | served, self._peers.time())

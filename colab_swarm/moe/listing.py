@@ -1,0 +1,48 @@
+"""What was read of one prefix, made ready for searches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from colab_swarm.moe.bans import Bans
+from colab_swarm.moe.beam import Mask
+from colab_swarm.moe.records import Holding
+from colab_swarm.net.peers import PeerId
+
+
+class Listing:
+    """What was read under one prefix: each host's words, and who is believed for each index."""
+
+    def __init__(self, words: dict[PeerId, list[Holding]]) -> None:
+        self.words = words
+        self._by_index: dict[int, list[Holding]] = {}
+        for word in sorted(itertools.chain(*words.values()), key=lambda word: word.claim):
+            self._by_index.setdefault(word.index, []).append(word)
+        self._mask: Mask | None = None
+        self._mask_version, self._mask_until = -1, 0.0
+
+    def live(self, index: int, now: float) -> Iterator[Holding]:
+        """Hosts' words for an index that still hold, the rightful one's first."""
+        return (word for word in self._by_index.get(index, ()) if word.until > now)
+
+    def usable(self, now: float, uid: str, bans: Bans) -> Iterator[Holding]:
+        """Who can be called for each index, the rightful one of those that are not banned."""
+        for index in self._by_index:
+            for word in self.live(index, now):
+                if word.served and not (word.place and bans.banned((f"{uid}.{index}", word.host.id), now)):
+                    yield word
+                    break
+
+    def mask(self, side: int, now: float, uid: str, bans: Bans) -> Mask:
+        """The indices that `usable` yields; worked out anew only when something has changed."""
+        if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
+            self._mask = np.zeros(side, np.bool_)
+            self._mask[[word.index for word in self.usable(now, uid, bans)]] = True
+            ends = (word.until for word in itertools.chain(*self._by_index.values()) if word.until > now)
+            self._mask_version = bans.version
+            self._mask_until = min([bans.next_end(now), *ends], default=math.inf)
+        return self._mask

@@ -1,0 +1,157 @@
+"""What hosts tell the DHT about their experts.
+
+One key per prefix of the grid, the empty one included; under it each host has one record, signed, under its own id.
+Under a *row*, a prefix that lacks only the last index, the record names the host's addresses and all its experts there:
+whoever has read the row can call them. Under a shorter prefix it only names the next indices that lead to live experts,
+and there two hosts' word for an index is enough. So what is held under one key grows with the side of the grid, never
+with the size of the swarm. Sides over `PAGE` spread over several keys: what is under one must fit in one message.
+
+A peer that wants to host what nobody does says so by a place without updates (`CLAIMED`). Of several hosts of one place
+it belongs to who claimed first; see `Place.claim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from colab_swarm.dht.search import is_sound
+from colab_swarm.dht.service import Found
+from colab_swarm.moe.grid import MAX_SIDE, Grid, Index
+from colab_swarm.net.peers import Contact, Message, PeerId
+
+PAGE = 256
+"""Indices of one prefix that share a key."""
+MAX_ADDRESS_CHARS = 256
+"""Of all addresses in a row's record: 256 hosts must fit under one key."""
+CLAIMED = -1
+"""The step of a place that its host does not serve yet."""
+
+NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
+
+
+class Place(Message, frozen=True):
+    """One expert of a row.
+
+    Attributes:
+        index: its last index.
+        claimed_ms: the host's swarm time when it claimed the place, milliseconds.
+        step: updates in its weights; `CLAIMED`: not served yet.
+        shape: of one sample; -1: any length.
+    """
+
+    index: NextIndex
+    claimed_ms: Count
+    step: Step
+    shape: Shape
+
+
+class Row(Message, frozen=True):
+    """A host's experts under a prefix that lacks only the last index, and where the host can be dialled."""
+
+    addresses: tuple[str, ...]
+    places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=PAGE)]
+
+
+class Branch(Message, frozen=True):
+    """Next indices under a shorter prefix that lead to experts of this host."""
+
+    indices: Annotated[tuple[NextIndex, ...], msgspec.Meta(max_length=PAGE)]
+
+
+R = TypeVar("R", Row, Branch)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One host's word for one next index.
+
+    Attributes:
+        host: who said so; without addresses above the rows.
+        index: the next index.
+        until: when the word ends, on the reader's monotonic clock, seconds.
+        place: in a row, the expert.
+    """
+
+    host: Contact
+    index: int
+    until: float
+    place: Place | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether there is something to call, not only a claim."""
+        return self.place is None or self.place.step != CLAIMED
+
+    @property
+    def claim(self) -> tuple[int, PeerId]:
+        """The least of all claims of a place is the rightful one: the first and, told at once, the smaller id's."""
+        return (self.place.claimed_ms if self.place else 0, self.host.id)
+
+
+def is_row(grid: Grid, prefix: Index) -> bool:
+    """Whether the experts themselves are the children of this prefix."""
+    return len(prefix) == len(grid.sides) - 1
+
+
+def keys(run_id: str, grid: Grid, prefix: Index) -> list[str]:
+    """The keys whose records together tell of all children of a prefix: one per `PAGE` of them."""
+    pages = -(-grid.sides[len(prefix)] // PAGE)
+    return [f"{run_id}/experts/{grid.uid(prefix)}/{page}" for page in range(pages)]
+
+
+def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
+    """Indices by the page they are on, in order."""
+    pages: dict[int, list[int]] = {}
+    for index in sorted(indices):
+        pages.setdefault(index // PAGE, []).append(index)
+    return pages
+
+
+def short_addresses(contact: Contact) -> tuple[str, ...]:
+    """The best addresses that fit in a row's record."""
+    chosen: list[str] = []
+    for address in contact.addresses:
+        if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
+            chosen.append(address)
+    return tuple(chosen)
+
+
+def holdings(
+    grid: Grid, prefix: Index, found: Mapping[bytes, Found], *, now: float, swarm_time: float
+) -> dict[PeerId, list[Holding]]:
+    """What the records under a prefix say, host by host; strangers' nonsense is left out.
+
+    A host that has withdrawn all is there with an empty list. ``now`` is the reader's monotonic clock when it read at
+    ``swarm_time``: what skewed clocks say of the end of a record is not believed, only how long it has left.
+    """
+    side, in_row = grid.sides[len(prefix)], is_row(grid, prefix)
+    told: dict[PeerId, list[Holding]] = {}
+    for subkey, record in found.items():
+        said = _decode(record.value, Row) if in_row else _decode(record.value, Branch)
+        contact = Contact(PeerId(subkey), said.addresses if isinstance(said, Row) else ())
+        if said is None or record.owner != subkey or not is_sound(contact):
+            continue
+        until = now + record.expires_at - swarm_time
+        words = (
+            [Holding(contact, place.index, until, place) for place in said.places]
+            if isinstance(said, Row)
+            else [Holding(contact, index, until) for index in said.indices]
+        )
+        told[contact.id] = [word for word in words if word.index < side]
+    return told
+
+
+def _decode(value: Any, kind: type[R]) -> R | None:
+    """A stranger's record; None if it is none."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return None
