@@ -1,0 +1,287 @@
+"""A layer of a torch model whose experts live on other peers (Learning@home, section 3.1).
+
+Rules. Samples are grouped: one call per expert and direction, all in parallel. Once every sample has ``k_min`` answers
+the others have ``grace_s`` left; weights are renormalised over those that answered. A sample that nobody answered is
+tried once more with other experts, then passes unchanged: the experts that ship are residual, so it skips the layer.
+In backward an expert that fails counts as zero gradient for its part, and the gating still gets its gradient.
+
+Inside, everything is float32. Do not scale the loss (`GradScaler`): experts step on the gradients they are sent.
+
+Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, S the shape of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.moe.balance import MixtureStatistics, Usage, balance_loss
+from colab_swarm.moe.dispatch import (
+    ExpertAccess,
+    Flags,
+    Group,
+    Places,
+    as_floats,
+    end,
+    group,
+    through,
+    wait_for_answers,
+)
+from colab_swarm.moe.gating import Gating, mixing_weights, priorities
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.tensors.codecs import Floats, all_finite
+
+logger = logging.getLogger(__name__)
+ATTEMPTS = 2
+MIN_WITNESSES = 3
+"""With fewer answers nobody can say which of them is the outlier."""
+
+
+@dataclass(frozen=True)
+class MixtureSettings:
+    """How a layer uses its experts.
+
+    Attributes:
+        k: experts asked per sample.
+        k_min: answers per sample that are waited for as long as they can come.
+        grace_s: how long the other answers are waited for after that; who is later counts as failed.
+        sequences: a sample is a sequence (length, dim), sent to experts as one and chosen for by its mean;
+            False: a sample is a single vector (dim).
+        reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
+            from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
+    """
+
+    k: int = 4
+    k_min: int = 1
+    grace_s: float = 5.0
+    sequences: bool = False
+    reject_outliers: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k_min <= self.k:
+            raise ValueError(
+                f"k={self.k}, k_min={self.k_min}: ask at least one expert and wait for at most k"
+            )
+        if not self.grace_s >= 0:
+            raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
+        if self.reject_outliers is not None and not self.reject_outliers > 1:
+            raise ValueError(
+                f"reject_outliers={self.reject_outliers}: half of all answers are within 1; try 5"
+            )
+
+
+class MixtureOfExperts(nn.Module):
+    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
+
+    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
+    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share access to
+    the experts and the statistics.
+
+    Args:
+        access: reaches the experts.
+        grid: where they are.
+        dim: size of the last dimension.
+        settings: see there.
+    """
+
+    def __init__(
+        self, access: ExpertAccess, grid: Grid, dim: int, settings: MixtureSettings = MixtureSettings()
+    ) -> None:
+        super().__init__()
+        self.gating = Gating(dim, grid.sides)
+        self.grid, self.dim, self.settings = grid, dim, settings
+        self.balance_loss: Tensor = torch.zeros(())
+        """Of the last forward pass: add a small multiple of it to your loss and work spreads over the experts."""
+        self._access, self._usage = access, Usage()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
+
+    def extra_repr(self) -> str:
+        """Where and how many."""
+        return f"{self.grid}, k={self.settings.k}"
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Each known expert's part of the recent work; they sum to 1."""
+        return self._usage.shares
+
+    def statistics(self) -> MixtureStatistics:
+        """What happened so far."""
+        return self._usage.statistics()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Of the same shape and dtype.
+
+        Raises:
+            NoExpertsError: no expert of the grid is alive.
+            ValueError: the inputs do not fit or are not finite.
+        """
+        sample = self._sample_shape(inputs)
+        if not inputs.numel():
+            return inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            mixed = self._mix(inputs.reshape(-1, *sample).float())
+        return mixed.reshape(inputs.shape).to(inputs.dtype)
+
+    def _sample_shape(self, inputs: Tensor) -> torch.Size:
+        needed = 3 if self.settings.sequences else 1
+        if inputs.ndim < needed or inputs.shape[-1] != self.dim:
+            wanted = f"(batch, length, {self.dim})" if self.settings.sequences else f"(..., {self.dim})"
+            raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
+        return inputs.shape[-2:] if self.settings.sequences else inputs.shape[-1:]
+
+    def _mix(self, samples_BS: Tensor) -> Tensor:
+        features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
+        gate_dtype = self.gating.maps.weight.dtype
+        scores = [score_BM.float() for score_BM in self.gating(features_BD.to(gate_dtype))]
+        batch = _Batch(self._access, self.grid, self.settings, as_floats(samples_BS))
+        self._access.run(batch.forward([as_floats(score_BM) for score_BM in scores]))
+        self._usage.count(batches=1, **batch.counts)
+
+        outputs_BKS = through(samples_BS, batch.outputs_BKS, lambda grads: self._backward(batch, grads))
+        device = samples_BS.device
+        answered_BK = torch.from_numpy(batch.answered_BK).to(device)
+        indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
+        weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
+        self._balance(batch, weights_BK)
+        ones = (1,) * (samples_BS.ndim - 1)
+        mixed_BS = (outputs_BKS * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
+        return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
+
+    def _backward(self, batch: _Batch, grads_BKS: Floats) -> Floats:
+        grads_BS, lost = self._access.run(batch.backward(grads_BKS))
+        self._usage.count(lost_gradients=lost)
+        return grads_BS
+
+    def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
+        experts_BK, uids = batch.experts()
+        importance_E = weights_BK.new_zeros(len(uids) + 1)  # the last: of nobody, 0
+        places = torch.from_numpy(experts_BK.ravel()).to(weights_BK.device)
+        importance_E = importance_E.index_add(0, places, weights_BK.ravel())[:-1]
+        idle = self._usage.on_batch(dict(zip(uids, importance_E.tolist(), strict=True)))
+        self.balance_loss = balance_loss(importance_E, idle)
+
+
+class _Batch:
+    """One batch on its way through the experts and back. Sizes do not depend on who answers (checkpointing asks so)."""
+
+    def __init__(
+        self, access: ExpertAccess, grid: Grid, settings: MixtureSettings, inputs_BS: Floats
+    ) -> None:
+        if not all_finite(inputs_BS):
+            raise ValueError(
+                f"inputs of {grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
+            )
+        self._access, self._grid, self._settings = access, grid, settings
+        self._inputs_BS = inputs_BS
+        batch, k = len(inputs_BS), min(settings.k, grid.size)
+        self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
+        self.answered_BK: Flags = np.zeros((batch, k), np.bool_)
+        self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
+        self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
+        self._groups: dict[str, Group] = {}
+
+    async def forward(self, scores: Sequence[Floats]) -> None:
+        rows = np.arange(len(self._inputs_BS))
+        for attempt in range(ATTEMPTS):
+            try:
+                chosen = await self._choose([score_BM[rows] for score_BM in scores])
+            except NoExpertsError:
+                if attempt == 0:
+                    raise
+                break  # those that failed are all there were
+            await self._ask(group(chosen, rows.tolist()), rows)
+            rows = np.flatnonzero(~self.answered_BK.any(1))
+            if not len(rows):
+                break
+        self.counts["unanswered"] = len(rows)
+        if self._settings.reject_outliers is not None:
+            self._reject(self._settings.reject_outliers)
+
+    async def _choose(self, scores: Sequence[Floats]) -> list[list[ExpertInfo]]:
+        k = self.answered_BK.shape[1]
+        try:
+            async with asyncio.timeout(self._access.timeout_s):
+                return await self._access.directory.best(self._grid, scores, k)
+        except TimeoutError:
+            logger.warning("no experts of %s found in %g s", self._grid, self._access.timeout_s)
+            return [[] for _ in scores[0]]
+
+    async def _ask(self, groups: list[Group], rows: Places) -> None:
+        access, settings = self._access, self._settings
+        tasks = {
+            asyncio.create_task(access.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
+        }
+        needed = np.zeros(len(self._inputs_BS), np.intp)
+        needed[rows] = settings.k_min
+        try:
+            await wait_for_answers(tasks, needed, settings.grace_s)
+        finally:
+            await end(tasks)
+        for task, one in tasks.items():
+            if task.cancelled():
+                access.directory.on_failure(one.info.uid, f"{settings.grace_s:g} s later than others")
+            if task.cancelled() or isinstance(task.exception(), ExpertError):
+                self.counts["failures"] += 1
+                continue
+            self.outputs_BKS[one.rows, one.slots] = task.result()
+            self.answered_BK[one.rows, one.slots] = True
+            self.indices_BKG[one.rows, one.slots] = self._grid.index(one.info.uid)
+            self.counts["answers"] += 1
+            known = self._groups.get(one.info.uid)  # it answered other samples at the first attempt
+            self._groups[one.info.uid] = one if known is None else known.joined(one)
+
+    def _reject(self, factor: float) -> None:
+        judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
+        answered_BK = self.answered_BK[judged]
+        outputs_BKV = self.outputs_BKS[judged].reshape(*answered_BK.shape, -1)
+        outputs_BKV = np.where(answered_BK[:, :, None], outputs_BKV, np.nan)
+        centre_BV = np.nanmedian(outputs_BKV, axis=1, keepdims=True)
+        distances_BK = np.sqrt(np.square(outputs_BKV - centre_BV).mean(2))
+        limit_B = factor * np.nanmedian(distances_BK, axis=1, keepdims=True)
+        outliers_BK = answered_BK & (distances_BK > limit_B)
+        self.answered_BK[judged] &= ~outliers_BK
+        self.counts["outliers"] = int(outliers_BK.sum())
+
+    async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
+        """The inputs' gradient, and how many experts failed and count as zero in it."""
+        if not all_finite(grads_BKS):  # the experts must not see it, the caller's optimizer may
+            return np.full_like(self._inputs_BS, np.nan), len(self._groups)
+        groups = [kept for one in self._groups.values() if len((kept := self._kept(one)).rows)]
+        results = await asyncio.gather(
+            *(
+                self._access.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
+                for one in groups
+            ),
+            return_exceptions=True,
+        )
+        grads_BS, lost = np.zeros_like(self._inputs_BS), 0
+        for one, result in zip(groups, results, strict=True):
+            if isinstance(result, ExpertError):
+                lost += 1
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
+        return grads_BS, lost
+
+    def _kept(self, one: Group) -> Group:
+        kept = self.answered_BK[one.rows, one.slots]
+        return Group(one.info, one.rows[kept], one.slots[kept])
+
+    def experts(self) -> tuple[Places, list[str]]:
+        """Which expert is in which place, as an index into the names that follow; one too large: nobody."""
+        experts_BK = np.full(self.answered_BK.shape, len(self._groups), np.intp)
+        for index, one in enumerate(self._groups.values()):
+            experts_BK[one.rows, one.slots] = index
+        return experts_BK, list(self._groups)

@@ -1,0 +1,127 @@
+"""Experts in this process, behind the faces of the directory and of the calls; and how they can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.moe.dispatch import ExpertAccess
+from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.net.peers import Contact
+from colab_swarm.tensors.codecs import Floats
+
+T = TypeVar("T")
+HOST = Contact(bytes(32), ())
+LR = 0.05
+
+
+class LocalExperts:
+    """Modules that step by plain SGD, as a directory and as calls. ``dead`` ones fail, ``late`` ones wait."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        make: Callable[[], nn.Module],
+        *,
+        living: Sequence[Index] | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        self.grid, self._shape = grid, shape
+        self.modules = {grid.uid(index): make() for index in living or grid}
+        self.dead: set[str] = set()
+        self.dead_backward: set[str] = set()
+        self.late: set[str] = set()
+        self.busy: dict[str, int] = {}
+        self.forwards: list[str] = []
+        self.backwards: list[str] = []
+        self.failures: list[tuple[str, str]] = []
+        self.gone: set[str] = set()
+        """Out of the directory: those that failed."""
+
+    async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
+        return self._info(uid) if uid in self.modules else None
+
+    async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
+        if not self.modules.keys() - self.gone:
+            raise NoExpertsError(f"no expert of {grid} is alive")
+        living = {uid: grid.index(uid) for uid in self.modules if uid not in self.gone}
+
+        def order(row: int) -> list[str]:
+            return sorted(
+                living,
+                key=lambda uid: -sum(score[row, u] for score, u in zip(scores, living[uid], strict=True)),
+            )
+
+        return [[self._info(uid) for uid in order(row)[:k]] for row in range(len(scores[0]))]
+
+    def _info(self, uid: str) -> ExpertInfo:
+        return ExpertInfo(uid, HOST, self._shape, 0, 1e9)
+
+    def on_failure(self, uid: str, reason: str) -> None:
+        self.failures.append((uid, reason))
+        self.gone.add(uid)
+
+    def on_success(self, uid: str) -> None:
+        pass
+
+    async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
+        self.forwards.append(info.uid)
+        await self._mishap(info.uid, self.dead)
+        with torch.no_grad():
+            return np.asarray(self.modules[info.uid](torch.from_numpy(inputs)).numpy())
+
+    async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
+        self.backwards.append(info.uid)
+        await self._mishap(info.uid, self.dead_backward)
+        module, x = self.modules[info.uid], torch.from_numpy(inputs).requires_grad_()
+        with torch.enable_grad():
+            found = torch.autograd.grad(module(x), [x, *module.parameters()], torch.from_numpy(grads))
+        with torch.no_grad():
+            for parameter, grad in zip(module.parameters(), found[1:], strict=True):
+                parameter -= LR * grad
+        return np.asarray(found[0].numpy())
+
+    async def _mishap(self, uid: str, dead: set[str]) -> None:
+        await asyncio.sleep(0)
+        if self.busy.get(uid):
+            self.busy[uid] -= 1
+            raise ExpertError(f"{uid} is busy", retry_s=0.001)
+        if uid in dead:
+            raise ExpertError(f"{uid} is dead")
+        if uid in self.late:
+            await asyncio.Event().wait()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """As the runtime does, on a loop of its own; from any thread."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(asyncio.run(coroutine))
+        except BaseException as error:  # it is raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def access(experts: LocalExperts, *, timeout_s: float = 5.0) -> ExpertAccess:
+    return ExpertAccess(run, experts, experts, timeout_s)
+
+
+def tanh_expert(dim: int = 4) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(dim, dim), nn.Tanh())

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from colab_swarm.errors import NoExpertsError
+from colab_swarm.moe.gating import priorities
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
+from tests.moe.local import LR, LocalExperts, access, tanh_expert
+
+GRID = Grid("ffn", (2, 3))
+DIM = 4
+TWO = MixtureSettings(k=2)
+
+
+def make(
+    settings: MixtureSettings = TWO, *, living: Sequence[tuple[int, int]] | None = None
+) -> tuple[MixtureOfExperts, LocalExperts]:
+    experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
+    return MixtureOfExperts(access(experts), GRID, DIM, settings), experts
+
+
+def locally(layer: MixtureOfExperts, modules: dict[str, nn.Module], x: Tensor, k: int) -> Tensor:
+    """Equation 1 as it is written, sample by sample."""
+    rows = []
+    for sample in x:
+        scores = layer.gating(sample[None])
+        logits = {uid: priorities(scores, torch.tensor([[GRID.index(uid)]]))[0, 0] for uid in sorted(modules)}
+        top = sorted(logits, key=lambda uid: -logits[uid].item())[:k]
+        weights = torch.stack([logits[uid] for uid in top]).softmax(0)
+        rows.append(
+            sum(weight * modules[uid](sample[None])[0] for weight, uid in zip(weights, top, strict=True))
+        )
+    return torch.stack(rows)
+
+
+def test_values_and_all_gradients_are_those_of_local_modules() -> None:
+    layer, experts = make()
+    replica = {uid: copy.deepcopy(module) for uid, module in experts.modules.items()}
+    x, target = torch.randn(7, DIM, requires_grad=True), torch.randn(7, DIM)
+    expected = locally(layer, replica, x, k=2)
+    (expected * target).sum().backward()
+    wanted = [x.grad, *(p.grad for p in layer.gating.parameters())]
+    x.grad = None
+    layer.zero_grad()
+
+    mixed = layer(x)
+    (mixed * target).sum().backward()
+    torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=0)
+    for found, want in zip([x.grad, *(p.grad for p in layer.gating.parameters())], wanted, strict=True):
+        assert want is not None and want.any()
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=0)
+    for uid, module in replica.items():  # each has taken the step of its own gradient
+        for there, here in zip(experts.modules[uid].parameters(), module.parameters(), strict=True):
+            step = here - LR * here.grad if here.grad is not None else here
+            torch.testing.assert_close(there, step, atol=1e-5, rtol=0)
+
+
+def test_an_expert_is_called_once_per_direction_however_many_samples_choose_it() -> None:
+    layer, experts = make(MixtureSettings(k=6))
+    layer(torch.randn(50, DIM)).sum().backward()
+    assert sorted(experts.forwards) == sorted(experts.backwards) == sorted(experts.modules)
+
+
+@pytest.mark.parametrize("shape", [(DIM,), (3, DIM), (2, 3, DIM), (2, 1, 3, DIM), (0, DIM)])
+def test_any_leading_shape_comes_back(shape: tuple[int, ...]) -> None:
+    layer, _ = make()
+    x = torch.randn(shape)
+    assert layer(x).shape == shape
+    torch.testing.assert_close(layer(x).reshape(-1, DIM), layer(x.reshape(-1, DIM)))
+
+
+def test_without_gradients_no_expert_learns() -> None:
+    layer, experts = make()
+    with torch.no_grad():
+        assert not layer(torch.randn(3, DIM)).requires_grad
+    assert experts.forwards and not experts.backwards
+
+
+def test_experts_learn_although_nobody_wants_the_inputs_gradient() -> None:
+    layer, experts = make()
+    nn.Sequential(layer, nn.Linear(DIM, 1))(torch.randn(3, DIM)).sum().backward()
+    assert experts.backwards
+
+
+def test_autocast_keeps_the_outer_dtype_and_float32_inside() -> None:
+    layer, _ = make()
+    x = torch.randn(3, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = layer(x.bfloat16())
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed, layer(x.bfloat16().float()).bfloat16())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+    def grads(forward: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            layer, _ = make()
+            first, x = nn.Linear(DIM, DIM), torch.randn(5, DIM)
+        model = nn.Sequential(first, layer)
+        forward(model, x.requires_grad_()).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = grads(lambda model, x: model(x))
+    saved = grads(lambda model, x: checkpoint(model, x, use_reentrant=reentrant))
+    assert len(plain) == 4
+    torch.testing.assert_close(saved, plain)
+
+
+def test_checkpointing_survives_that_other_experts_answer_the_second_time() -> None:
+    layer, experts = make()
+    x = torch.randn(5, DIM, requires_grad=True)
+    loss = checkpoint(layer, x, use_reentrant=False).sum()
+    experts.dead = set(list(experts.modules)[:4])
+    loss.backward()
+    assert layer.statistics().failures > 0 and x.grad is not None
+
+
+def test_a_layer_may_be_used_twice_in_one_graph() -> None:
+    layer, experts = make(MixtureSettings(k=6))
+    x = torch.randn(3, DIM, requires_grad=True)
+    layer(layer(x)).sum().backward()
+    assert len(experts.backwards) == 12 and x.grad is not None and x.grad.any()
+
+
+def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
+    layer, experts = make(MixtureSettings(k=6))
+    experts.dead = set(list(experts.modules)[:3])
+    x = torch.randn(4, DIM)
+    living = {uid: module for uid, module in experts.modules.items() if uid not in experts.dead}
+    torch.testing.assert_close(layer(x), locally(layer, living, x, k=3), atol=1e-5, rtol=0)
+    assert {uid for uid, _ in experts.failures} == experts.dead
+    assert layer.statistics().failures == 3
+
+
+def test_a_late_expert_is_left_behind_after_the_grace_and_reported() -> None:
+    layer, experts = make(MixtureSettings(k=6, k_min=2, grace_s=0.02))
+    experts.late = {"ffn.0.0"}
+    layer(torch.randn(4, DIM)).sum().backward()
+    assert experts.failures == [("ffn.0.0", "0.02 s later than others")]
+    assert "ffn.0.0" not in experts.backwards and layer.statistics().failures == 1
+
+
+def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
+    layer, experts = make(MixtureSettings(k=6, k_min=6, grace_s=0.0))
+    object.__setattr__(layer._access, "timeout_s", 0.05)
+    experts.late = {"ffn.0.0"}
+    layer(torch.randn(4, DIM))
+    assert experts.failures == [("ffn.0.0", "no answer in 0.05 s")]
+
+
+def test_a_busy_expert_is_asked_again() -> None:
+    layer, experts = make(MixtureSettings(k=6))
+    experts.busy = dict.fromkeys(experts.modules, 2)
+    layer(torch.randn(4, DIM))
+    assert not experts.failures and layer.statistics().answers == 6
+    assert len(experts.forwards) == 18
+
+
+def test_an_expert_that_fails_in_backward_counts_as_zero_and_the_gating_still_learns() -> None:
+    layer, experts = make(MixtureSettings(k=6))
+    x = torch.randn(4, DIM, requires_grad=True)
+    experts.dead_backward = set(experts.modules)
+    layer(x).square().sum().backward()
+    assert len(experts.backwards) == 6 == layer.statistics().lost_gradients
+    assert x.grad is not None and layer.gating.maps.weight.grad is not None
+    through_gating = torch.autograd.grad(
+        locally(layer, {u: _frozen(m) for u, m in experts.modules.items()}, x, 6).square().sum(), x
+    )
+    torch.testing.assert_close(x.grad, through_gating[0], atol=1e-5, rtol=0)
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    class Frozen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return module(x).detach()  # type: ignore[no-any-return]
+
+    return Frozen()
+
+
+def test_samples_that_nobody_answers_are_tried_with_others_then_pass_unchanged() -> None:
+    layer, experts = make(MixtureSettings(k=3))
+    x = torch.randn(8, DIM)
+    experts.dead = set(experts.modules)
+    assert torch.equal(layer(x), x)
+    assert set(experts.forwards) == experts.dead, "after the first three, the other three were tried"
+    assert layer.statistics().unanswered == 8
+
+    experts.gone.clear()
+    experts.forwards.clear()
+    layer(x)
+    first = experts.forwards[:1]
+    experts.gone.clear()
+    experts.dead = set(first)
+    assert not torch.equal(layer(x), x)
+    assert layer.statistics().unanswered == 16, "the third batch was answered"
+
+
+def test_an_unanswered_sample_still_has_a_gradient() -> None:
+    layer, experts = make()
+    experts.dead = set(experts.modules)
+    x = torch.randn(3, DIM, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3, DIM))
+
+
+def test_no_living_expert_is_an_error() -> None:
+    layer, experts = make()
+    experts.gone = set(experts.modules)
+    with pytest.raises(NoExpertsError, match="ffn"):
+        layer(torch.randn(3, DIM))
+
+
+def test_fewer_living_experts_than_k_are_enough() -> None:
+    layer, experts = make(MixtureSettings(k=4), living=[(0, 1)])
+    x = torch.randn(3, DIM)
+    torch.testing.assert_close(layer(x), experts.modules["ffn.0.1"](x))
+
+
+def test_values_that_are_not_finite_never_reach_an_expert() -> None:
+    layer, experts = make()
+    with pytest.raises(ValueError, match="not finite"):
+        layer(torch.full((3, DIM), torch.nan))
+    x = torch.randn(3, DIM, requires_grad=True)
+    (layer(x) * torch.inf).sum().backward()
+    assert not experts.backwards and x.grad is not None and x.grad.isnan().all()
+    assert not experts.failures
+
+
+def test_inputs_of_another_size_are_refused() -> None:
+    layer, _ = make()
+    with pytest.raises(ValueError, match=r"\(\.\.\., 4\)"):
+        layer(torch.randn(3, DIM + 1))
+
+
+def test_an_answer_far_from_the_others_is_dropped() -> None:
+    layer, experts = make(MixtureSettings(k=6, reject_outliers=5.0))
+    experts.modules["ffn.1.2"] = _Far()
+    x = torch.randn(4, DIM)
+    honest = {uid: module for uid, module in experts.modules.items() if uid != "ffn.1.2"}
+    torch.testing.assert_close(layer(x), locally(layer, honest, x, k=6), atol=1e-5, rtol=0)
+    assert layer.statistics().outliers == 4 and not experts.failures
+    layer(x).sum().backward()
+    assert "ffn.1.2" not in experts.backwards
+
+
+class _Far(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e4
+
+
+def test_sequences_travel_whole_and_are_judged_by_their_mean() -> None:
+    layer, experts = make(MixtureSettings(k=2, sequences=True))
+    x = torch.randn(3, 5, DIM)
+    mixed = layer(x)
+    assert mixed.shape == x.shape
+    for sequence, out in zip(x, mixed, strict=True):
+        scores = [score.detach() for score in layer.gating(sequence.mean(0, keepdim=True))]
+        logits = {
+            u: sum(s[0, i] for s, i in zip(scores, GRID.index(u), strict=True)) for u in experts.modules
+        }
+        top = sorted(logits, key=lambda uid: -float(logits[uid]))[:2]
+        weights = torch.stack([torch.as_tensor(logits[uid]) for uid in top]).softmax(0)
+        expected = sum(w * experts.modules[uid](sequence) for w, uid in zip(weights, top, strict=True))
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+def test_the_balance_loss_reaches_the_gating_and_use_is_told() -> None:
+    layer, experts = make()
+    layer(torch.randn(20, DIM))
+    layer.balance_loss.backward()
+    assert layer.balance_loss > 0 and layer.gating.maps.weight.grad is not None
+    assert not experts.backwards, "the experts have no part in it"
+    assert sum(layer.utilisation.values()) == pytest.approx(1)
+    assert layer.utilisation.keys() <= experts.modules.keys()
+
+
+def test_copies_have_their_own_gating_and_share_the_experts() -> None:
+    layer, experts = make()
+    layer(torch.randn(2, DIM))
+    twin = copy.deepcopy(layer)
+    twin(torch.randn(2, DIM)).sum().backward()
+    assert twin.gating.maps.weight.data_ptr() != layer.gating.maps.weight.data_ptr()
+    assert layer.gating.maps.weight.grad is None and experts.backwards
+    assert layer.statistics().batches == 2
+    assert repr(layer).startswith("MixtureOfExperts(\n  ffn[2 x 3], k=2")
+
+
+def test_half_precision_models_work() -> None:
+    layer, _ = make()
+    x = torch.randn(3, DIM)
+    expected = layer(x)
+    mixed = layer.bfloat16()(x.bfloat16())
+    assert mixed.dtype == torch.bfloat16
+    assert np.isfinite(mixed.float().detach().numpy()).all() and mixed.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"k": 0}, {"k": 2, "k_min": 3}, {"grace_s": -1.0}, {"reject_outliers": 0.5}]
+)
+def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        MixtureSettings(**wrong)  # type: ignore[arg-type]
