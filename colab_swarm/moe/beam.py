@@ -81,7 +81,7 @@ class _Descent:
             last = i == len(scores) - 1
             alive_UM = self._alive(prefixes, scores_NM.shape[1])
             sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
-            flat = sums_NBM.reshape(samples, -1)
+            flat = sums_NBM.reshape(samples, beam_NB.shape[1] * scores_NM.shape[1])
             chosen = _best(flat, k if last else width)
             if not last:  # ties go to the smaller index, so the columns of the next turn must be in order
                 chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.dht.records import Limits
+from colab_swarm.dht.service import Found
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.records import (
+    CLAIMED,
+    MAX_ADDRESS_CHARS,
+    PAGE,
+    Branch,
+    Place,
+    Row,
+    by_page,
+    holdings,
+    keys,
+    short_addresses,
+)
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
+
+GRID = Grid("ffn", (4, 300))
+ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
+
+
+def received(record: Any, owner: PeerId | None = ALICE) -> Found:
+    """A record as the DHT hands it out at swarm time 1000, with a minute to go."""
+    return Found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)), 1060.0, owner)
+
+
+def read(prefix: tuple[int, ...], found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
+    told = holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
+    assert all(word.until == 65.0 for words in told.values() for word in words)
+    return {host: [word.index for word in words] for host, words in told.items()}
+
+
+def test_a_row_tells_all_about_its_experts() -> None:
+    row = Row(("ws://203.0.113.7:4500",), (Place(7, 123, 5, (16, -1)), Place(9, 124, CLAIMED, ())))
+    told = holdings(GRID, (3,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    (seven, nine) = told[ALICE]
+    assert seven.host == Contact(ALICE, row.addresses) and seven.place == row.places[0]
+    assert seven.served and not nine.served and seven.claim == (123, ALICE)
+
+
+def test_a_branch_tells_next_indices_and_an_empty_one_that_its_host_left() -> None:
+    found = {ALICE: received(Branch((0, 3))), BOB: received(Branch(()), BOB)}
+    assert read((), found) == {ALICE: [0, 3], BOB: []}
+
+
+ROW = Row((), (Place(1, 2, 3, ()),))
+
+
+@pytest.mark.parametrize(
+    ("subkey", "record", "owner"),
+    [
+        (ALICE, ROW, BOB),
+        (ALICE, ROW, None),
+        (b"", ROW, ALICE),
+        (ALICE, Branch((1,)), ALICE),
+        (ALICE, None, ALICE),
+        (ALICE, [[], [[-1, 2, 3, []]]], ALICE),
+        (ALICE, [[], [[1, 2, -2, []]]], ALICE),
+        (ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE),
+        (ALICE, [["a" * 1000], []], ALICE),
+        (ALICE, [["a"] * 17, []], ALICE),
+    ],
+)
+def test_what_is_not_a_hosts_own_sound_word_is_left_out(
+    subkey: bytes, record: Any, owner: PeerId | None
+) -> None:
+    assert read((3,), {subkey: received(record, owner)}) == {}
+
+
+def test_indices_beyond_the_grid_are_left_out() -> None:
+    assert read((), {ALICE: received(Branch((3, 4)))}) == {ALICE: [3]}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
+)
+
+
+@settings(max_examples=50)
+@given(VALUES, st.sampled_from([(), (3,)]), st.binary(max_size=40))
+def test_no_strangers_record_does_harm(value: Any, prefix: tuple[int, ...], subkey: bytes) -> None:
+    found = {subkey: Found(value, 1060.0, PeerId(subkey)), ALICE: Found(value, 1060.0, ALICE)}
+    holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
+
+
+def test_a_wide_prefix_has_several_keys() -> None:
+    assert keys("run", GRID, ()) == ["run/experts/ffn/0"]
+    assert keys("run", GRID, (3,)) == ["run/experts/ffn.3/0", "run/experts/ffn.3/1"]
+    assert by_page([299, 0, 256, 255]) == {0: [0, 255], 1: [256, 299]}
+
+
+def test_addresses_that_do_not_fit_are_left_out() -> None:
+    chosen = short_addresses(Contact(ALICE, ("a" * 100, "b" * 200, "c" * 100)))
+    assert chosen == ("a" * 100, "c" * 100) and sum(map(len, chosen)) <= MAX_ADDRESS_CHARS
+
+
+def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
+    row = Row(("a" * MAX_ADDRESS_CHARS,), (Place(PAGE, 1 << 45, 1 << 40, (512, 1024)),))
+    record_bytes = len(msgspec.msgpack.encode(row)) + 32
+    assert PAGE * (record_bytes + 256) <= Limits().key_bytes  # as a holder counts
+    assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
