@@ -8,7 +8,19 @@ from typing import cast
 
 from colab_swarm.bench.report import Report
 
-BENCHMARKS = ("link", "relay", "dht", "averaging", "groups", "strategy", "albert", "overhead", "join", "soak")
+BENCHMARKS = (
+    "link",
+    "relay",
+    "dht",
+    "averaging",
+    "groups",
+    "strategy",
+    "albert",
+    "overhead",
+    "join",
+    "soak",
+    "experts",
+)
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert")
 """These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
