@@ -43,6 +43,7 @@ class LocalExperts:
         self.forwards: list[str] = []
         self.backwards: list[str] = []
         self.failures: list[tuple[str, str]] = []
+        self._device = threading.Lock()  # callers may be on loops of their own
         self.gone: set[str] = set()
         """Out of the directory: those that failed."""
 
@@ -75,18 +76,19 @@ class LocalExperts:
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         self.forwards.append(info.uid)
         await self._mishap(info.uid, self.dead)
-        with torch.no_grad():
+        with self._device, torch.no_grad():
             return np.asarray(self.modules[info.uid](torch.from_numpy(inputs)).numpy())
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         self.backwards.append(info.uid)
         await self._mishap(info.uid, self.dead_backward)
         module, x = self.modules[info.uid], torch.from_numpy(inputs).requires_grad_()
-        with torch.enable_grad():
-            found = torch.autograd.grad(module(x), [x, *module.parameters()], torch.from_numpy(grads))
-        with torch.no_grad():
-            for parameter, grad in zip(module.parameters(), found[1:], strict=True):
-                parameter -= LR * grad
+        with self._device:
+            with torch.enable_grad():
+                found = torch.autograd.grad(module(x), [x, *module.parameters()], torch.from_numpy(grads))
+            with torch.no_grad():
+                for parameter, grad in zip(module.parameters(), found[1:], strict=True):
+                    parameter -= LR * grad
         return np.asarray(found[0].numpy())
 
     async def _mishap(self, uid: str, dead: set[str]) -> None:

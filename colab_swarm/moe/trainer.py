@@ -1,0 +1,286 @@
+"""Trains one model with many batches in flight, so that nobody waits while experts and networks take their time.
+
+Each thread takes a batch, copies the shared parameters, computes its gradients with that copy and applies them to the
+shared parameters as soon as it has them. Other batches have moved those meanwhile: the gradient is *stale* by as many
+updates as came in between, about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). Copies and updates take
+turns under one lock, so that nobody ever sees half an update.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from colab_swarm.errors import NoExpertsError, PeerError
+
+logger = logging.getLogger(__name__)
+Batch = TypeVar("Batch")
+POLL_S = 0.2
+PAUSE_S = 1.0
+"""Between two tries of a batch that peers failed."""
+SHOWN_LOSSES = 100
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How the trainer works.
+
+    Attributes:
+        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
+            To hide delays: time of a batch, all its waiting included, over the time of its computations.
+        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
+        patience_s: how long no batch at all may come through because of failing peers before their error is raised.
+        progress: whether to print a line on how it goes, every second.
+    """
+
+    concurrency: int = 8
+    max_grad_norm: float | None = None
+    patience_s: float = 300.0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency={self.concurrency}: at least one batch must be in flight")
+
+
+@dataclass(frozen=True)
+class TrainerResult:
+    """What came of the training so far.
+
+    Attributes:
+        updates: of the model's own parameters.
+        samples: in the batches they came from.
+        loss: mean of the last hundred batches; NaN before the first.
+        mean_staleness: updates by others between taking the parameters and applying a gradient, per update.
+        max_staleness: the most of these.
+        retries: times that a batch was tried again because peers failed.
+        dropped: batches whose gradient was not finite; it was not applied.
+        seconds: since `fit` began.
+    """
+
+    updates: int = 0
+    samples: int = 0
+    loss: float = math.nan
+    mean_staleness: float = 0.0
+    max_staleness: int = 0
+    retries: int = 0
+    dropped: int = 0
+    seconds: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """So far."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.updates} updates", f"loss {self.loss:.4g}", f"{self.samples_per_s:.3g} samples/s"]
+        parts.append(f"staleness {self.mean_staleness:.1f}")
+        parts += [f"{self.retries} retries"] * bool(self.retries)
+        parts += [f"{self.dropped} dropped"] * bool(self.dropped)
+        return " · ".join(parts)
+
+
+class _Run(Generic[Batch]):
+    """One `fit`: hands out batches, counts, and ends once."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._taking = threading.Lock()  # an iterator serves one thread at a time
+        self.stopped = threading.Event()
+        self.error: BaseException | None = None
+        self.updates = self.samples = self.staleness = self.max_staleness = self.retries = self.dropped = 0
+        self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
+        self.began = self.last_success = time.monotonic()
+
+    def take(self) -> Iterator[Batch]:
+        """The next batches, shared with the other threads, until the end."""
+        while not self.stopped.is_set():
+            with self._taking:
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def fail(self, error: BaseException) -> None:
+        """The caller shall see this; the first one counts."""
+        self.error = self.error or error
+        self.stopped.set()
+
+    def result(self) -> TrainerResult:
+        """So far."""
+        return TrainerResult(
+            self.updates,
+            self.samples,
+            sum(self.losses) / len(self.losses) if self.losses else math.nan,
+            self.staleness / max(1, self.updates),
+            self.max_staleness,
+            self.retries,
+            self.dropped,
+            time.monotonic() - self.began,
+        )
+
+
+class AsyncTrainer(Generic[Batch]):
+    """Applies gradients of many batches to one model, each as soon as it is there.
+
+    Peers' faults never raise unless nothing comes through for ``patience_s``: a batch is tried again. Exceptions of
+    your own code are raised by `fit`.
+
+    Args:
+        model: holds the parameters and, somewhere inside, the remote experts.
+        loss: of a copy of the model and a batch, the mean over its samples: ``lambda model, batch: …``. It runs on
+            many threads; what else it touches must stand that.
+        optimizer: of the model's own parameters; a `SwarmOptimizer` too, which keeps several trainers together.
+        settings: see there.
+        on_update: called after each update, when nobody else touches model and optimizer: a place for
+            ``scheduler.step()`` or to save.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        optimizer: Optimizer,
+        settings: TrainerSettings = TrainerSettings(),
+        *,
+        on_update: Callable[[TrainerResult], object] | None = None,
+    ) -> None:
+        self._model, self._loss, self._optimizer, self._settings = model, loss, optimizer, settings
+        self._on_update = on_update
+        self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
+        self._lock = threading.Lock()  # of model, optimizer and the run's counters
+        self.result = TrainerResult()
+        """Of the last `fit`, even if it was interrupted."""
+
+    def __repr__(self) -> str:
+        return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
+
+    def fit(self, batches: Iterable[Batch]) -> TrainerResult:
+        """Train on every batch once.
+
+        Ctrl-C drops the batches in flight and leaves the model as after its last whole update, in `result` too.
+
+        Raises:
+            KeyboardInterrupt: the user interrupted.
+            SwarmError: no batch came through for ``patience_s``; the text says why.
+            Exception: whatever the loss, the batches, the optimizer or ``on_update`` raised.
+        """
+        run = _Run(iter(batches))
+        replicas = [copy.deepcopy(self._model) for _ in range(self._settings.concurrency)]
+        threads = [
+            threading.Thread(target=self._work, args=(run, replica), name=f"trainer-{index}", daemon=True)
+            for index, replica in enumerate(replicas)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._watch(run, threads)
+        finally:
+            with self._lock:  # whoever applies an update finishes it, nobody begins another
+                run.stopped.set()
+                self.result = run.result()
+        if run.error is not None:
+            raise run.error
+        return self.result
+
+    def _watch(self, run: _Run[Batch], threads: Sequence[threading.Thread]) -> None:
+        shown_at = run.began
+        for thread in threads:
+            while thread.is_alive() and run.error is None:
+                thread.join(POLL_S)
+                if self._settings.progress and time.monotonic() - shown_at >= 1:
+                    shown_at = time.monotonic()
+                    print(f"\r{run.result()}", end=" ", flush=True)
+        if self._settings.progress:
+            print(f"\r{run.result()} ")
+
+    def _work(self, run: _Run[Batch], replica: nn.Module) -> None:
+        try:
+            for batch in run.take():
+                self._learn(run, replica, batch)
+        except BaseException as error:  # raised by `fit`
+            run.fail(error)
+
+    def _learn(self, run: _Run[Batch], replica: nn.Module, batch: Batch) -> None:
+        """One batch; again if peers failed."""
+        tried_at = time.monotonic()
+        while not run.stopped.is_set():
+            version = self._copy_to(replica, run)
+            try:
+                loss = self._loss(replica, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            except (PeerError, NoExpertsError) as error:
+                if time.monotonic() - max(tried_at, run.last_success) > self._settings.patience_s:
+                    raise
+                logger.info("a batch is tried again: %s", error)
+                with self._lock:
+                    run.retries += 1
+                run.stopped.wait(PAUSE_S)
+                continue
+            self._apply(run, replica, version, samples_in(batch), loss.item())
+            return
+
+    def _copy_to(self, replica: nn.Module, run: _Run[Batch]) -> int:
+        replica.zero_grad(set_to_none=True)
+        with self._lock, torch.no_grad():
+            for there, here in zip(_tensors(replica), _tensors(self._model), strict=True):
+                there.copy_(here)
+            return run.updates
+
+    def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
+        limit = self._settings.max_grad_norm
+        norm = clip_grad_norm_(replica.parameters(), math.inf if limit is None else limit)
+        with self._lock:
+            if run.stopped.is_set():
+                return
+            if not math.isfinite(norm):
+                run.dropped += 1
+                return
+            for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
+                here.grad, there.grad = there.grad, None
+            with torch.no_grad():
+                for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
+                    buffer.copy_(newer)
+            self._step(samples, loss)
+            run.staleness += run.updates - version
+            run.max_staleness = max(run.max_staleness, run.updates - version)
+            run.updates += 1
+            run.samples += samples
+            run.losses.append(loss)
+            run.last_success = time.monotonic()
+            if self._on_update is not None:
+                self._on_update(run.result())
+
+    def _step(self, samples: int, loss: float) -> None:
+        if self._counts_samples:
+            self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
+        else:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor found in a tensor, mapping or sequence; 1 if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((samples_in(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), 1)

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import _thread
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.moe import trainer as module
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
+from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings, samples_in
+from tests.moe.local import LocalExperts, access, tanh_expert
+
+QUIET = TrainerSettings(concurrency=4, progress=False)
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def batches(count: int) -> list[Tensor]:
+    return list(torch.randn(count, 8, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def test_with_one_batch_in_flight_it_is_plain_training() -> None:
+    model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+    twin.load_state_dict(model.state_dict())
+    optimizer = sgd(twin)
+    for batch in batches(5):
+        optimizer.zero_grad()
+        square(twin, batch).backward()
+        optimizer.step()
+    result = AsyncTrainer(model, square, sgd(model), TrainerSettings(1, progress=False)).fit(batches(5))
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    assert (result.updates, result.samples, result.max_staleness) == (5, 40, 0)
+
+
+def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() -> None:
+    model, together = nn.Linear(4, 2), threading.Barrier(4)
+    seen: list[Tensor] = []
+
+    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
+        together.wait(10)
+        seen.append(next(replica.parameters()).detach().clone())
+        together.wait(10)
+        return square(replica, batch)
+
+    before = copy.deepcopy(model)
+    result = AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(4))
+    assert len(seen) == 4 and all(torch.equal(weight, before.weight) for weight in seen)
+    assert (result.max_staleness, result.mean_staleness) == (3, 1.5)
+    for batch in batches(4):
+        square(before, batch).backward()  # gradients add up
+    sgd(before).step()
+    torch.testing.assert_close(model.state_dict(), before.state_dict())
+
+
+def test_it_trains_through_experts() -> None:
+    grid = Grid("ffn", (4,))
+    experts = LocalExperts(grid, tanh_expert())
+    layer = MixtureOfExperts(access(experts), grid, 4, MixtureSettings(k=2))
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1))
+    result = AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
+    first = square(model, torch.cat(batches(60)))
+    assert result.updates == 60 and experts.backwards
+    AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
+    assert square(model, torch.cat(batches(60))) < first
+
+
+@pytest.mark.parametrize("error", [ExpertError("it is dead"), NoExpertsError("no expert is alive")])
+def test_peers_faults_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.001)
+    model, faults = nn.Linear(4, 2), [error] * 5
+
+    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
+        if faults:
+            raise faults.pop()
+        return square(replica, batch)
+
+    result = AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(6))
+    assert (result.updates, result.retries) == (6, 5) and not faults
+
+
+def test_after_its_patience_the_peers_fault_is_raised() -> None:
+    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
+        raise NoExpertsError("no expert of ffn is alive")
+
+    model = nn.Linear(4, 2)
+    settings = TrainerSettings(2, patience_s=-1.0, progress=False)
+    with pytest.raises(NoExpertsError, match="ffn"):
+        AsyncTrainer(model, loss, sgd(model), settings).fit(batches(6))
+
+
+def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
+    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the loss")
+
+    def feed() -> Iterator[Tensor]:
+        yield from batches(2)
+        raise ZeroDivisionError("in the batches")
+
+    def on_update(result: object) -> None:
+        raise ZeroDivisionError("in on_update")
+
+    model = nn.Linear(4, 2)
+    with pytest.raises(ZeroDivisionError, match="loss"):
+        AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(6))
+    with pytest.raises(ZeroDivisionError, match="batches"):
+        AsyncTrainer(model, square, sgd(model), QUIET).fit(feed())
+    with pytest.raises(ZeroDivisionError, match="on_update"):
+        AsyncTrainer(model, square, sgd(model), QUIET, on_update=on_update).fit(batches(6))
+
+
+def test_an_interrupt_leaves_whole_updates_and_drops_what_is_in_flight() -> None:
+    model, release, steps = nn.Linear(4, 2), threading.Event(), 0
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                _thread.interrupt_main()  # in the midst of an update
+            super().step(closure)
+
+    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
+        if steps >= 3:
+            release.wait(10)
+        return square(replica, batch)
+
+    trainer = AsyncTrainer(model, loss, Interrupted(model.parameters(), lr=0.05), QUIET)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches(1000))
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    applied = trainer.result.updates
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("trainer-"):
+            thread.join(10)
+    assert steps == applied < 1000, "nothing was applied after the interrupt, and nothing half"
+    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_dropped() -> None:
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    result = AsyncTrainer(model, lambda m, b: square(m, b) * torch.nan, sgd(model), QUIET).fit(batches(3))
+    assert (result.updates, result.dropped) == (0, 3) and torch.equal(model.weight, before)
+
+
+def test_gradients_are_cut_and_buffers_follow() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    settings = TrainerSettings(1, max_grad_norm=0.01, progress=False)
+    AsyncTrainer(model, square, torch.optim.SGD(model.parameters(), lr=1.0), settings).fit(batches(1))
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert model.state_dict()["0.num_batches_tracked"] == 1
+
+
+def test_an_optimizer_that_counts_samples_is_told_them() -> None:
+    told: list[tuple[int, float]] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None, *, samples: int, loss: float) -> None:  # type: ignore[override]
+            told.append((samples, loss))
+
+    model = nn.Linear(4, 2)
+    AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), QUIET).fit(batches(3))
+    assert [samples for samples, _ in told] == [8, 8, 8] and all(loss > 0 for _, loss in told)
+
+
+def test_a_scheduler_fits_into_on_update() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trainer = AsyncTrainer(model, square, optimizer, QUIET, on_update=lambda _: scheduler.step())
+    trainer.fit(batches(3))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
+    assert "3 updates" in repr(trainer)
+
+
+def test_progress_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 2)
+    AsyncTrainer(model, square, sgd(model), TrainerSettings(2)).fit(batches(3))
+    assert "3 updates · loss" in capsys.readouterr().out
+
+
+def test_no_batch_at_once_is_refused() -> None:
+    with pytest.raises(ValueError, match="concurrency=0"):
+        TrainerSettings(concurrency=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(3, 2), 3),
+        ((torch.zeros(4), torch.zeros(4, 2)), 4),
+        ({"ids": torch.zeros(5, 2)}, 5),
+        ([{"ids": torch.zeros(6)}], 6),
+        ("text", 1),
+        (torch.tensor(1.0), 1),
+    ],
+)
+def test_samples_are_counted_by_the_first_tensor(batch: object, samples: int) -> None:
+    assert samples_in(batch) == samples
