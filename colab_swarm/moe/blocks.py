@@ -20,6 +20,7 @@ class FeedForward(nn.Module):
     def __init__(self, dim: int, hidden: int | None = None) -> None:
         super().__init__()
         hidden = 4 * dim if hidden is None else hidden
+        self.sample = (dim,)
         self.layers = nn.Sequential(
             nn.Linear(dim, hidden),
             nn.LayerNorm(hidden),
@@ -47,6 +48,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
         super().__init__()
+        self.sample = (-1, dim)  # of any length
         self.layer = nn.TransformerEncoderLayer(
             dim,
             heads,

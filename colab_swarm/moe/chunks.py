@@ -72,7 +72,7 @@ class ChunkStore:
         if digest_of(data) == digest:
             return data
         logger.warning("dropped %s: its contents do not match their hash", path)
-        path.unlink(missing_ok=True)
+        _delete(path)
         return None
 
     def hold(self, digests: Collection[bytes]) -> None:
@@ -87,14 +87,14 @@ class ChunkStore:
             for digest in digests:
                 if self._holds[digest] <= 0:
                     del self._holds[digest]
-                    self._path(digest).unlink(missing_ok=True)
+                    _delete(self._path(digest))
 
     def sweep(self) -> None:
         """Delete every chunk that nobody holds, and what a killed process left half-written."""
         with self._lock:
             for path in [*self._folder.glob("??/*")]:
                 if path.name not in {digest.hex() for digest in self._holds}:
-                    path.unlink(missing_ok=True)
+                    _delete(path)
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
@@ -151,7 +151,7 @@ class Shelf:
             missing = sum(digest not in self.chunks for digest in save.digests)
         except (OSError, *UNDECODABLE) as error:
             logger.warning("dropped %s, which cannot be read: %s", path, error)
-            path.unlink(missing_ok=True)
+            _delete(path)
             return
         if missing:  # those that are left may still help, together with other holders
             logger.warning("%d chunks of %s at step %d are missing here", missing, save.uid, save.step)
@@ -223,7 +223,7 @@ class Shelf:
 
     def _drop(self, entries: list[tuple[Path, Save]]) -> None:
         for path, save in entries:
-            path.unlink(missing_ok=True)
+            _delete(path)
             del self._saves[path]
             self.chunks.release(save.digests)
 
@@ -240,8 +240,12 @@ def write_whole(path: Path, data: Buffer) -> None:
         partial.write_bytes(data)
         os.replace(partial, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        _delete(partial)
         raise StateError(
             f"cannot write {path}: {error.strerror}; free some space or name another folder"
         ) from error
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or a disk that failed: it is told where it matters
+        path.unlink()

@@ -99,19 +99,9 @@ def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequ
 
 
 def experts_that_fit(footprint: Footprint, free_bytes: int, *, max_batch_size: int) -> int:
-    """How many experts a host of so much free memory takes, 1 to `MOST`.
-
-    Raises:
-        ValueError: not even one fits.
-    """
+    """How many experts a host of so much free memory takes, 0 to `MOST`."""
     room = USABLE * free_bytes - footprint.once(max_batch_size)
-    count = min(MOST, int(room // max(1, footprint.expert)))
-    if count < 1:
-        raise ValueError(
-            f"not one expert fits: {explain(footprint, free_bytes, max_batch_size=max_batch_size)}; "
-            "take smaller experts or a smaller max_batch_size"
-        )
-    return count
+    return min(MOST, max(0, int(room // max(1, footprint.expert))))
 
 
 def explain(footprint: Footprint, free_bytes: int, *, max_batch_size: int) -> str:

@@ -1,0 +1,214 @@
+"""The face of hosting: what `Swarm.host_experts` gives back, and how many experts that is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import torch
+from torch import nn
+
+from colab_swarm.moe.batching import BatchLimits
+from colab_swarm.moe.checkpoints import freeze
+from colab_swarm.moe.expert import ANY_LENGTH, ExpertRule
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
+from colab_swarm.moe.memory import (
+    USUAL_LENGTH,
+    Model,
+    experts_that_fit,
+    explain,
+    free_bytes,
+    measure,
+)
+from colab_swarm.moe.tally import ExpertStatistics
+from colab_swarm.runtime import Runs
+
+ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)
+"""How experts learn if nothing else is said."""
+USUAL_LIMITS = BatchLimits()
+FILLED = 0.75
+"""Share of the experts that fit which is hosted at first: the rest of the memory is for experts whose hosts die."""
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What to host: see `plan_host`. ``arithmetic`` says in a sentence how many experts and why."""
+
+    kind: ExpertKind
+    wanted: Wanted
+    model: Model
+    arithmetic: str
+
+
+def plan_host(
+    grid: Grid,
+    make_expert: Callable[[], nn.Module],
+    *,
+    sample: Sequence[int] | None = None,
+    rule: ExpertRule = ADAM,
+    count: int | None = None,
+    uids: Sequence[str] | None = None,
+    spare: int = HostSettings.spare,
+    limits: BatchLimits = USUAL_LIMITS,
+) -> HostPlan:
+    """Build one expert, let it take a step, and see how many this device can host.
+
+    Args:
+        grid: where they have their names.
+        make_expert: makes a module that maps (n, *sample) to the same shape.
+        sample: shape of one sample; -1: any length; None: what the module's ``sample`` says.
+        rule: how each learns.
+        count: how many; None: as many as three quarters of the free memory hold.
+        uids: exactly these.
+        spare: more experts that may be taken over when their hosts die.
+        limits: of the server's batches.
+
+    Raises:
+        ValueError: the module cannot be an expert, none fits, or ``count`` or ``uids`` are not usable.
+        TypeError: the optimizer's state cannot be saved.
+    """
+    if count is not None and uids is not None:
+        raise ValueError("say either count= or uids=, not both")
+    shape = tuple(sample_of(make_expert()) if sample is None else sample)
+    model = measure(make_expert, rule, shape)
+    freeze(model.state)
+    free, footprint = free_bytes(), model.footprint
+    sample_bytes = 4 * torch.Size(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape).numel()
+    most = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
+    fit = min(experts_that_fit(footprint, free, max_batch_size=most), grid.size)
+    kind = ExpertKind(grid, make_expert, rule, shape)
+    told = f"{fit} of {grid} fit: {explain(footprint, free, max_batch_size=most)}"
+    if uids is not None:
+        for uid in uids:
+            grid.index(uid)
+        names = tuple(dict.fromkeys(uids))
+        return HostPlan(kind, Wanted(len(names), len(names), names), model, told)
+    if count is None and not fit:
+        raise ValueError(f"{told}. Take smaller experts or a smaller max_batch_size, or say count=1 to try")
+    number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
+    if number < 1:
+        raise ValueError(f"count={count}: host one expert at least")
+    return HostPlan(kind, Wanted(number, max(number, min(number + spare, fit))), model, told)
+
+
+def sample_of(module: nn.Module) -> tuple[int, ...]:
+    """The shape of one sample, as the module tells it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    sample = getattr(module, "sample", None)
+    if not isinstance(sample, tuple):
+        raise ValueError(
+            f"what samples does {type(module).__name__} take? Say sample=(512,), or sample=(-1, 512) for any length"
+        )
+    return sample
+
+
+@dataclass(frozen=True)
+class HostedExpert:
+    """One expert of this peer.
+
+    Attributes:
+        uid: its name.
+        step: updates in its weights.
+        saved_step: updates in its last save; None: not saved yet.
+        copies: other peers that have that save.
+    """
+
+    uid: str
+    step: int
+    saved_step: int | None
+    copies: int
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """What a panel shows of a host.
+
+    Attributes:
+        grid: names its experts' kind.
+        experts: in the order of their names.
+        kept_bytes: saves that this peer keeps for others.
+        fault: why the last save went wrong somewhere; None if none did.
+    """
+
+    grid: str
+    experts: tuple[HostedExpert, ...]
+    kept_bytes: int
+    fault: str | None
+
+
+class ExpertHost:
+    """Experts on this peer; they are served in the background until `stop`. Made by `Swarm.host_experts`."""
+
+    def __init__(self, runtime: Runs, premises: Premises, plan: HostPlan, settings: HostSettings) -> None:
+        """Claims names and serves from then on."""
+        self.arithmetic = plan.arithmetic
+        self._runtime, self._premises = runtime, premises
+        self._stopped = False
+        self._hosting = Hosting(premises, plan.kind, plan.wanted, plan.model, settings)
+        runtime.call(self._hosting.start())
+
+    @property
+    def uids(self) -> list[str]:
+        """The experts hosted now."""
+        return sorted(self._hosting.experts)
+
+    def statistics(self) -> dict[str, ExpertStatistics]:
+        """What each expert did lately, by uid."""
+        return self._runtime.call(self._hosting.statistics())
+
+    def snapshot(self) -> HostSnapshot:
+        """As it stands; safe from any thread."""
+        kept = dict(self._hosting.copies.kept)
+        faults = [kept[uid].fault for uid in self.uids if uid in kept]
+        return HostSnapshot(
+            str(self._hosting.kind.grid),
+            tuple(
+                HostedExpert(
+                    uid,
+                    expert.step,
+                    kept[uid].step if uid in kept else None,
+                    len(kept[uid].holders) if uid in kept else 0,
+                )
+                for uid, expert in sorted(dict(self._hosting.experts).items())
+            ),
+            self._premises.holders.shelf.kept_bytes,
+            next(filter(None, faults), None),
+        )
+
+    def save(self) -> None:
+        """Save now what changed, here and at the holders."""
+        self._runtime.call(self._hosting.save())
+
+    def wait(self, seconds: float) -> None:
+        """Serve for so long; an interrupt ends the waiting, not the serving."""
+        self._runtime.call(asyncio.sleep(seconds))
+
+    def stop(self) -> None:
+        """Withdraw the experts, save them a last time and serve them no more. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            self._runtime.call(self._hosting.stop())
+
+    def vanish(self) -> None:
+        """End like a process that is killed. For simulated crashes, on the runtime's loop."""
+        self._stopped = True
+        self._hosting.vanish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        snapshot = self.snapshot()
+        steps = sum(expert.step for expert in snapshot.experts)
+        state = "stopped" if self._stopped else f"{len(snapshot.experts)} of {self._hosting.wanted.count}"
+        return f"ExpertHost({snapshot.grid}, {state} experts, {steps:,} steps)"

@@ -1,0 +1,307 @@
+"""A peer hosts experts: claims their names, serves them, tells of them, saves them, and takes over those of the dead.
+
+Which. At first as many as wanted: those whose saves lie on this disk, then those that somebody saved and nobody
+hosts now, then vacant names. Later, with room left, those whose hosts died: an expert goes on from its newest save that
+can be had and fits, whoever made it. Names that turn out to be rightfully another's are given up.
+
+When it goes, a host withdraws its experts first, so that nobody calls them any more, and saves them a last time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from colab_swarm.errors import PeerError, StateError
+from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.moe.checkpoints import check_fit, cut, freeze, thaw
+from colab_swarm.moe.chunks import Shelf
+from colab_swarm.moe.copies import Claim, Copies
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.holders import HolderRecord, Holders, KeepingSettings
+from colab_swarm.moe.memory import Model
+from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.tally import ExpertStatistics
+from colab_swarm.net.peers import PeerId
+
+logger = logging.getLogger(__name__)
+ANNOUNCEMENTS = 3
+"""In the life of a record."""
+
+
+@dataclass(frozen=True)
+class PremisesSettings:
+    """Of the server that all experts of a peer share, and of the saves that it keeps."""
+
+    server: ServerSettings = field(default_factory=ServerSettings)
+    keeping: KeepingSettings = field(default_factory=KeepingSettings)
+
+
+@dataclass(frozen=True)
+class Premises:
+    """What all hosts of one peer share: one accelerator, one disk."""
+
+    services: ExpertServices
+    directory: Directory
+    server: ExpertServer
+    holders: Holders
+
+    @classmethod
+    def open(
+        cls,
+        services: ExpertServices,
+        directory: Directory,
+        folder: Path,
+        settings: PremisesSettings = PremisesSettings(),
+    ) -> Premises:
+        """Make them, on the event loop; saves lie in ``folder``, which belongs to this process."""
+        shelf = Shelf(folder, me=services.peers.id, quota_bytes=settings.keeping.quota_bytes)
+        server = ExpertServer(services.peers, services.events, settings.server)
+        return cls(services, directory, server, Holders(services, shelf, settings.keeping))
+
+    async def close(self) -> None:
+        """Serve and keep nothing any more."""
+        await self.server.close()
+        await self.holders.stop()
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """What is hosted: experts made by ``make`` that learn by ``rule`` from samples of shape ``sample``."""
+
+    grid: Grid
+    make: Callable[[], nn.Module]
+    rule: ExpertRule
+    sample: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """How experts are hosted.
+
+    Attributes:
+        copies: other peers that keep each expert's saves.
+        spare: experts of dead hosts that are taken over beyond those wanted, where memory allows.
+        save_s: between two saves.
+        takeover_s: between two looks for experts whose hosts died.
+    """
+
+    copies: int = 2
+    spare: int = 4
+    save_s: float = 60.0
+    takeover_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which experts: ``count`` of them, of ``uids`` if given, and up to ``capacity`` after others died."""
+
+    count: int
+    capacity: int
+    uids: tuple[str, ...] | None = None
+
+
+class Hosting:
+    """The experts of one kind on this peer; made and used on the event loop.
+
+    Attributes:
+        experts: those hosted now, by uid.
+        copies: what became of their saves.
+    """
+
+    def __init__(
+        self, premises: Premises, kind: ExpertKind, wanted: Wanted, model: Model, settings: HostSettings
+    ) -> None:
+        """``model``: an expert as all of this kind are built; what is loaded must be built like it."""
+        self.experts: dict[str, Expert] = {}
+        self.copies = Copies(premises.services, premises.holders, copies=settings.copies)
+        self.kind, self.wanted = kind, wanted
+        self._premises, self._services = premises, premises.services
+        self._directory, self._server = premises.directory, premises.server
+        self._model, self._settings = model, settings
+        self._saving = asyncio.Lock()
+        self._save_fault: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Host what is wanted, as far as it is vacant, and go on until `stop`.
+
+        Raises:
+            Exception: whatever ``make`` raises.
+        """
+        settings = self._settings
+        await self._premises.holders.start()
+        self._go_on(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # of what is claimed, too
+        try:
+            await self._take(self.wanted.count, self._own())
+            await self._fill(self.wanted.count)
+        except BaseException:
+            await self.stop()
+            raise
+        self._go_on(settings.save_s, self.save)
+        self._go_on(settings.takeover_s, lambda: self._fill(self.wanted.capacity))
+
+    async def stop(self) -> None:
+        """Withdraw the experts, save them a last time and serve them no more. Idempotent."""
+        tasks = self.vanish()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        uids = [*self.experts]
+        await self._directory.withdraw(self.kind.grid, uids)
+        for uid in uids:
+            self._server.remove(uid)
+        await self.save()
+        self.experts.clear()
+        for uid in uids:
+            self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
+
+    def vanish(self) -> list[asyncio.Task[None]]:
+        """End the upkeep without a word, as a crash would; returns the tasks that are ending."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def statistics(self) -> dict[str, ExpertStatistics]:
+        """What the experts did lately, by uid."""
+        return {uid: told for uid, told in self._server.statistics().items() if uid in self.experts}
+
+    # -- which experts
+
+    async def _fill(self, count: int) -> None:
+        """Host up to ``count``: those with saves and no host, then, if fewer than wanted are here, vacant names."""
+        if len(self.experts) < count:
+            await self._take(count, await self._dead())
+        if len(self.experts) < self.wanted.count:
+            await self._take(self.wanted.count, self.wanted.uids)
+
+    def _own(self) -> list[str]:
+        """Experts that an earlier process of this peer saved on this disk."""
+        mine = self._services.peers.id
+        return [save.uid for save in self._premises.holders.shelf.saves() if save.owner == mine]
+
+    async def _dead(self) -> set[str]:
+        """Experts that somebody saved and nobody hosts."""
+        saved = await self.copies.saved(self.kind.grid)
+        return saved - {info.uid for info in await self._directory.live(self.kind.grid)} if saved else set()
+
+    async def _take(self, count: int, uids: Iterable[str] | None) -> None:
+        """Claim some of ``uids``, or any names, until ``count`` experts are here, and host them."""
+        grid, wanted = self.kind.grid, None if uids is None else sorted(filter(self._may_host, set(uids)))
+        if wanted == []:
+            return
+        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
+        try:
+            for uid in claimed:
+                await self._open(uid)
+        finally:
+            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
+            if claimed:
+                await self._announce()
+
+    def _may_host(self, uid: str) -> bool:
+        """Whether it is of this grid, wanted, and not here yet."""
+        if uid in self.experts or (self.wanted.uids is not None and uid not in self.wanted.uids):
+            return False
+        with contextlib.suppress(ValueError):
+            return bool(self.kind.grid.index(uid))
+        return False
+
+    async def _open(self, uid: str) -> None:
+        """Host a claimed expert, from its newest save or as it is made."""
+        expert, claim = await self._restored(uid)
+        if expert is None:
+            expert = await self._server.run(lambda: self._build(uid))
+        self._server.add(expert)
+        self.experts[uid] = expert
+        taken_over = claim is not None and claim.owner != self._services.peers.id
+        self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
+
+    def _build(self, uid: str) -> Expert:
+        return Expert(uid, self.kind.make(), self.kind.rule, self.kind.sample)
+
+    async def _restored(self, uid: str) -> tuple[Expert, Claim] | tuple[None, None]:
+        """The expert from the newest save that can be had and fits; None if there is none."""
+        for claim in await self.copies.claims(uid):
+            try:
+                return await self._load(uid, claim), claim
+            except StateError as error:
+                logger.warning("passed over the save of %s at step %d: %s", uid, claim.step, error)
+        return None, None
+
+    async def _load(self, uid: str, claim: Claim) -> Expert:
+        saved = await self.copies.fetch(uid, claim, limit_bytes=self._model.state_bytes)
+        state = await asyncio.to_thread(thaw, saved)
+        check_fit(state, self._model.state)
+        if state.get("step") != claim.step:
+            raise StateError("the state is not of the step that was claimed")
+
+        def build() -> Expert:
+            expert = self._build(uid)
+            expert.load_state_dict(state)
+            return expert
+
+        return await self._server.run(build)
+
+    # -- upkeep
+
+    async def _announce(self) -> None:
+        """Give up what is another's, tell of the rest."""
+        grid = self.kind.grid
+        lost = await self._directory.rivals(grid, self.experts)
+        for uid in lost:
+            del self.experts[uid]
+            self._server.remove(uid)
+            self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
+        if lost:
+            await self._directory.withdraw(grid, lost)
+        experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
+        await self._directory.announce(grid, experts)
+
+    async def save(self) -> None:
+        """Save the experts that changed, or whose holders were lost, and tell of which there are saves."""
+        async with self._saving:
+            others = await self._premises.holders.others()
+            for expert in [*self.experts.values()]:
+                await self._save(expert, others)
+            if saved := self.experts.keys() & self.copies.kept.keys():
+                await self.copies.tell_saved(self.kind.grid, saved)
+
+    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord]) -> None:
+        uid = expert.uid
+        if not expert.step or not self.copies.due(uid, expert.step, others):
+            return  # before its first step an expert is as good as a new one
+        step, frozen = await self._server.run(lambda: (expert.step, freeze(expert.state_dict())))
+        kept = await self.copies.save(await asyncio.to_thread(cut, uid, step, frozen), others)
+        if kept.fault and not self._save_fault:
+            self._fault(f"save of {uid}", kept.fault)
+        self._save_fault = kept.fault
+
+    def _go_on(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.append(asyncio.create_task(self._every(period_s, work), name="host experts"))
+
+    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(period_s * self._services.rng.uniform(0.8, 1.0))
+            try:
+                await work()
+            except PeerError as error:
+                logger.info("the next try will do better: %s", error)
+            except Exception as error:  # the experts go on being served
+                logger.exception("upkeep of the experts failed")
+                self._fault("host experts", f"{type(error).__name__}: {error}")
+
+    def _fault(self, where: str, text: str) -> None:
+        self._services.events.emit(Fault(_now(), where, text))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,90 @@
+"""A simulated run whose peers host small experts, for these tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.events import Event, EventLog
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.checkpoints import SavedExpert, cut, freeze
+from colab_swarm.moe.chunks import Shelf
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.expert import ExpertRule
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
+from colab_swarm.moe.memory import measure
+from colab_swarm.moe.services import ExpertServices
+from colab_swarm.sim import LAN, SimNetwork, SimPeers
+
+GRID = Grid("ffn", (2, 3))
+KIND = ExpertKind(
+    GRID, lambda: FeedForward(4, 8), ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1)), (4,)
+)
+MODEL = measure(KIND.make, KIND.rule, KIND.sample)
+SETTINGS = HostSettings(save_s=30.0, takeover_s=10.0, spare=0)
+
+
+@dataclass
+class Member:
+    """One peer of the run; ``log`` has what it told."""
+
+    peers: SimPeers
+    services: ExpertServices
+    premises: Premises
+
+    def events(self, kind: type[Event]) -> list[Event]:
+        return self.services.events.recent(kind)
+
+
+class Run:
+    """Peers that join through alice, each with a folder of its own."""
+
+    def __init__(self, folder: Path, *, seed: int = 0) -> None:
+        self.network = SimNetwork(LAN, seed=seed)
+        self._folder = folder
+        self._entry: SimPeers | None = None
+
+    async def join(self, name: str, *, folder: Path | None = None) -> Member:
+        peers = self.network.peer(name)
+        dht = DHT(peers, DHTSettings(), random.Random(name))
+        if self._entry is not None:
+            await dht.bootstrap([self._entry.contact])
+        self._entry = self._entry or peers
+        dht.start()
+        services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
+        peers.when_down(lambda: [*dht.vanish()])
+        premises = Premises.open(services, Directory(services), folder or self._folder / name)
+        return Member(peers, services, premises)
+
+    async def host(
+        self, name: str, count: int = 1, *, capacity: int | None = None, uids: tuple[str, ...] | None = None
+    ) -> tuple[Member, Hosting]:
+        """A new peer that hosts ``count`` experts, and may take over more."""
+        member = await self.join(name)
+        wanted = Wanted(count, capacity or count, uids)
+        hosting = Hosting(member.premises, KIND, wanted, MODEL, SETTINGS)
+        member.peers.when_down(lambda: [*hosting.vanish(), member.premises.holders.vanish()])
+        await hosting.start()
+        return member, hosting
+
+
+def train(hosting: Hosting, steps: int = 1) -> None:
+    """Let every expert learn, as calls of trainers would."""
+    for expert in hosting.experts.values():
+        for _ in range(steps):
+            expert.backward(torch.rand(2, 4), torch.rand(2, 4))
+
+
+def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> SavedExpert:
+    """A made-up state of some chunks, of which the last holds ``value``."""
+    state = {"big": torch.arange(size), "last": torch.full((10,), value), "step": step}
+    return cut(uid, step, freeze(state))
+
+
+def shelf_of(member: Member) -> Shelf:
+    return member.premises.holders.shelf

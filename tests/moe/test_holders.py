@@ -1,0 +1,288 @@
+"""Peers keep saved experts for each other, on the simulated network: what is sent, what is lost, and who lies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from colab_swarm.errors import CallRefused, StateError
+from colab_swarm.moe.checkpoints import SavedExpert
+from colab_swarm.moe.chunks import digest_of
+from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SaveRecord
+from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.sim import run_virtual
+from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
+
+LIMIT_BYTES = 10**7
+
+
+class Scene:
+    """Alice saves, the others hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run(folder)
+        self.members: dict[str, Member] = {}
+
+    async def open(self, *names: str, copies: int = 2) -> Copies:
+        for name in names:
+            self.members[name] = await self.run.join(name)
+            await self.members[name].premises.holders.start()
+        return self.copies("alice", copies)
+
+    def copies(self, name: str, copies: int = 2) -> Copies:
+        member = self.members[name]
+        return Copies(member.services, member.premises.holders, copies=copies)
+
+    async def save(self, copies: Copies, state: SavedExpert) -> Any:
+        return await copies.save(state, await self.members["alice"].premises.holders.others())
+
+    def name(self, peer: PeerId) -> str:
+        return next(name for name, member in self.members.items() if member.peers.id == peer)
+
+    def holders(self, step: int) -> set[str]:
+        """Who has the save of a step on disk."""
+        return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
+
+    def crash(self, name: str) -> None:
+        self.run.network.now().crash(name)
+
+
+def play(folder: Path, story: Any) -> None:
+    async def main() -> None:
+        await story(Scene(folder))
+
+    coroutine: Coroutine[Any, Any, None] = main()
+    run_virtual(coroutine)
+
+
+async def fetched(copies: Copies, uid: str = "ffn.0.0") -> SavedExpert:
+    claim = (await copies.claims(uid))[0]
+    return await copies.fetch(uid, claim, limit_bytes=LIMIT_BYTES)
+
+
+def test_a_save_comes_back_from_holders_when_its_host_is_dead(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+        assert len(kept.holders) == 2 and kept.fault is None
+        scene.crash("alice")
+        reader = ({"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}).pop()
+        again = await fetched(scene.copies(reader))
+        assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
+        assert [fault.name for fault in scene.run.network.fired] == ["crash"]
+
+    play(tmp_path, story)
+
+
+def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave", "erin"), saved(step=7))
+        reader, *_ = {"bob", "carol", "dave", "erin"} - {scene.name(peer) for peer in kept.holders}
+        for name in ("alice", scene.name(min(kept.holders))):
+            scene.crash(name)
+        again = await fetched(scene.copies(reader))
+        assert np.array_equal(again.blob, saved(step=7).blob)
+        assert [fault.name for fault in scene.run.network.fired] == ["crash", "crash"]
+
+    play(tmp_path, story)
+
+
+def test_only_what_changed_is_sent_and_what_is_the_same_is_renewed(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", copies=1)
+        first = await scene.save(copies, saved(step=1))
+        second = await scene.save(copies, saved(step=2, value=1.0))
+        assert first.sent_bytes == saved().blob.nbytes > 2_000_000
+        assert 0 < second.sent_bytes <= 1 << 18  # the last chunk
+        await asyncio.sleep(60)
+        third = await scene.save(copies, saved(step=2, value=1.0))
+        (save,) = shelf_of(scene.members["bob"]).saves()
+        assert third.sent_bytes == 0 and save.at > second.at
+
+    play(tmp_path, story)
+
+
+def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "carol")
+        await scene.save(copies, saved(step=1))
+        scene.run.network.when(
+            lambda m: isinstance(m, SavePiece), sender="alice", receiver="carol", nth=2
+        ).crash("carol")
+        await scene.save(copies, saved(step=2, value=1.0))
+        assert [fault.name for fault in scene.run.network.fired] == ["crash"]
+        assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
+        await scene.open("dave")
+        await scene.save(copies, saved(step=3, value=2.0))
+        assert scene.holders(3) == {"alice", "bob", "dave"} and not scene.holders(2)
+
+    play(tmp_path, story)
+
+
+def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "carol", copies=1)
+        others = scene.members["alice"].premises.holders.others
+        lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
+        assert not copies.due("ffn.0.0", 1, await others())
+        scene.crash(lost)
+        await asyncio.sleep(200)
+        assert copies.due("ffn.0.0", 1, await others())
+        (other,) = (await scene.save(copies, saved(step=1))).holders
+        assert scene.name(other) != lost and not copies.due("ffn.0.0", 1, await others())
+        assert scene.run.network.fired
+
+    play(tmp_path, story)
+
+
+def test_a_holder_without_room_says_so_and_another_is_asked(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "carol", copies=1)
+        full = scene.members["bob"].premises.holders
+        full.shelf._quota_bytes = 1000
+        with pytest.raises(CallRefused, match="1,000 bytes are left here"):
+            await give_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
+        kept = await scene.save(copies, saved())
+        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.shelf.kept_bytes == 0
+
+    play(tmp_path, story)
+
+
+def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+        liar = scene.members[scene.name(min(kept.holders))]
+        (save,) = shelf_of(liar).saves()
+        lies: list[bytes] = []
+
+        async def lie(ask: FetchPieces, stream: Any) -> None:
+            for digest in ask.digests:
+                lies.append(digest)
+                await stream.send(SavePiece(), bytes(1 << 18))
+
+        liar.peers.serve_stream(FetchPieces, lie)
+        scene.crash("alice")
+        reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
+        again = await fetched(scene.copies(reader))
+        assert np.array_equal(again.blob, saved(step=7).blob) and lies and scene.run.network.fired
+        assert len(save.digests) == 11
+
+    play(tmp_path, story)
+
+
+def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", copies=1)
+        await scene.save(copies, saved(step=7))
+        garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
+        for path in garbled:
+            path.write_bytes(b"garbled")
+        assert np.array_equal((await fetched(copies)).blob, saved(step=7).blob) and garbled
+
+    play(tmp_path, story)
+
+
+def test_a_claim_of_a_save_that_nobody_has_is_passed_over(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "mallory")
+        await scene.save(copies, saved(step=7))
+        liar = scene.members["mallory"].services
+        record = SaveRecord(10**9, bytes(32), (liar.peers.contact,))
+        key = "run/experts/ffn.0.0/save"
+        await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
+        lie, truth = await scene.copies("bob").claims("ffn.0.0")
+        assert (lie.step, truth.step) == (10**9, 7)
+        with pytest.raises(StateError, match="none of 1 holders has"):
+            await scene.copies("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
+
+    play(tmp_path, story)
+
+
+def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob")
+        await scene.save(copies, saved(step=7))
+        (claim,) = await scene.copies("bob").claims("ffn.0.0")
+        for uid, wrong, limit_bytes in (
+            ("ffn.0.0", replace(claim, step=8), LIMIT_BYTES),
+            ("ffn.0.1", claim, LIMIT_BYTES),
+            ("ffn.0.0", claim, 1000),
+        ):
+            with pytest.raises(StateError, match="another expert or step, or larger"):
+                await scene.copies("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
+
+    play(tmp_path, story)
+
+
+def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob")
+        whole = saved()
+        chunks = shelf_of(scene.members["alice"]).chunks
+        short = chunks.put(b"short")
+        lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
+        head = chunks.put(msgspec.msgpack.encode(lie))
+        for piece in whole.pieces.values():
+            chunks.put(piece)
+        claim = Claim(scene.members["alice"].peers.id, 1, head, ())
+        with pytest.raises(StateError, match="wrong about the length"):
+            await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+
+    play(tmp_path, story)
+
+
+def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.open("alice", "bob")
+        alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
+        async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
+            await stream.send(SavePiece(), whole.head)
+            lacked, _ = await stream.receive(LackedPieces)
+            assert len(lacked.places) == 10
+            await stream.send(SavePiece(), b"something else")
+            with pytest.raises(CallRefused, match="does not match its hash"):
+                await stream.receive(SaveKept)
+        assert not shelf_of(scene.members["bob"]).saves()
+        assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
+
+    play(tmp_path, story)
+
+
+def test_a_full_disk_is_told_and_holders_keep_the_save_all_the_same(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", copies=1)
+        (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
+        kept = await scene.save(copies, saved(step=7))
+        assert kept.fault is not None and "cannot write" in kept.fault
+        scene.crash("alice")
+        assert scene.run.network.fired
+        assert np.array_equal((await fetched(scene.copies("bob"))).blob, saved(step=7).blob)
+
+    play(tmp_path, story)
+
+
+def test_garbled_records_are_left_out(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob")
+        services = scene.members["bob"].services
+        many = (Contact(PeerId(bytes(32)), ()),) * 50
+        for key, value in (
+            ("run/experts/ffn.0.0/save", "rubbish"),
+            ("run/experts/ffn.0.0/save", [1, bytes(32), many]),
+            ("run/experts/ffn.0.0/save", [1, bytes(3), ()]),
+            ("run/expert-holders", {"room": "much"}),
+            ("run/experts/ffn/saves", SavedIndices(((7, 7), (0, 0)))),
+            ("run/experts/ffn/saves", 7),
+        ):
+            await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
+            assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
+        assert await scene.members["alice"].premises.holders.others() == {}
+
+    play(tmp_path, story)

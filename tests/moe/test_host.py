@@ -1,0 +1,303 @@
+"""Hosts of experts on the simulated network and virtual time: claimed, saved, taken over, given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colab_swarm.errors import ExpertError
+from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.moe.batching import BatchLimits
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.copies import SaveRecord
+from colab_swarm.moe.expert import ExpertRule
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.host import ExpertHost, plan_host, sample_of
+from colab_swarm.moe.hosting import Hosting, Wanted
+from colab_swarm.sim import run_virtual
+from colab_swarm.sim.runtime import SimRuntime
+from tests.moe.hosts import GRID, KIND, MODEL, SETTINGS, Member, Run, saved, train
+
+EXPIRED_S = 120.0
+"""Two lives of an announcement, and looks for the dead in between."""
+
+
+def play(folder: Path, story: Callable[[Run], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await story(Run(folder))
+
+    run_virtual(main())
+
+
+def hosted(member: Member) -> list[tuple[str, int, bool]]:
+    return [(e.uid, e.step, e.taken_over) for e in member.events(ExpertHosted) if isinstance(e, ExpertHosted)]
+
+
+async def saved_by(hosting: Hosting, steps: int) -> None:
+    train(hosting, steps)
+    await hosting.save()
+
+
+def test_hosts_share_the_grid_and_everybody_finds_their_experts(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        _, alice = await run.host("alice", 4)
+        _, bob = await run.host("bob", 2)
+        reader = await run.join("carol")
+        assert not alice.experts.keys() & bob.experts.keys()
+        live = await reader.premises.directory.live(GRID)
+        assert {info.uid for info in live} == alice.experts.keys() | bob.experts.keys() and len(live) == 6
+        answer = await ExpertCalls(reader.peers).forward(live[0], torch.ones(2, 4).numpy())
+        assert answer.shape == (2, 4)
+
+    play(tmp_path, story)
+
+
+def test_a_dead_hosts_expert_goes_on_elsewhere_from_its_last_save(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        _, bob = await run.host("bob", 1)
+        carol, other = await run.host("carol", 1, capacity=2)
+        (uid,) = bob.experts
+        await saved_by(bob, 5)
+        inputs = torch.rand(3, 4)
+        outputs = bob.experts[uid].forward(inputs)
+        train(bob, 2)  # lost: the steps since the save
+        run.network.now().crash("bob")
+        await asyncio.sleep(EXPIRED_S)
+        assert [fault.name for fault in run.network.fired] == ["crash"]
+        assert hosted(carol)[-1] == (uid, 5, True)
+        assert torch.equal(other.experts[uid].forward(inputs), outputs)
+        found = await carol.premises.directory.find(GRID, uid)
+        assert found is not None and found.peer == carol.peers.id and found.step == 5
+        await saved_by(other, 1)
+        assert other.copies.kept[uid].step == 6  # and on from there
+
+    play(tmp_path, story)
+
+
+def test_a_newcomer_prefers_experts_of_the_dead_to_new_ones(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        _, bob = await run.host("bob", 1)
+        (uid,) = bob.experts
+        await saved_by(bob, 3)
+        run.network.now().crash("bob")
+        await asyncio.sleep(EXPIRED_S)
+        carol, _ = await run.host("carol", 1)
+        assert hosted(carol) == [(uid, 3, True)] and run.network.fired
+
+    play(tmp_path, story)
+
+
+def test_a_host_that_comes_back_goes_on_from_its_own_disk(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        run_alone = await run.host("alice", 2)
+        hosting = run_alone[1]
+        await saved_by(hosting, 4)
+        uids = [*hosting.experts]
+        run.network.now().crash("alice")
+        run._entry = None  # nobody else is left, and no record of it
+        again, _ = await run.host("alice", 2)
+        assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
+        assert [fault.name for fault in run.network.fired] == ["crash"]
+
+    play(tmp_path, story)
+
+
+def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        bob, hosting = await run.host("bob", 1)
+        (uid,) = hosting.experts
+        carol, _ = await run.host("carol", 1, capacity=2)
+        train(hosting, 6)
+        await hosting.stop()
+        assert [event.reason for event in bob.events(ExpertLost)] == ["this host stopped"]  # type: ignore[attr-defined]
+        await asyncio.sleep(45)
+        assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
+        await hosting.stop()
+
+    play(tmp_path, story)
+
+
+def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        _, bob = await run.host("bob", 1)
+        (uid,) = bob.experts
+        await saved_by(bob, 3)
+        mallory = await run.join("mallory")
+        lies = saved(
+            uid, step=10**9, size=100
+        )  # chunks that are there and match: only the state does not fit
+        chunks = mallory.premises.holders.shelf.chunks
+        for piece in lies.pieces.values():
+            chunks.put(piece)
+        record = SaveRecord(10**9, next(iter(lies.pieces)), (mallory.peers.contact,))
+        key, me = f"run/experts/{uid}/save", mallory.peers.id
+        await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
+        run.network.now().crash("bob")
+        await asyncio.sleep(EXPIRED_S)
+        carol, hosting = await run.host("carol", 1)
+        assert hosted(carol) == [(uid, 3, True)] and run.network.fired
+        assert [claim.step for claim in await hosting.copies.claims(uid)] == [10**9, 3]
+
+    play(tmp_path, story)
+
+
+def test_of_two_that_claim_one_name_one_hosts_it(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.join("alice")
+        (bob, his), (carol, hers) = await asyncio.gather(
+            run.host("bob", uids=("ffn.1.2",)), run.host("carol", uids=("ffn.1.2",))
+        )
+        assert [len(his.experts), len(hers.experts)] in ([1, 0], [0, 1])
+        assert len(hosted(bob)) + len(hosted(carol)) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        alice, hers = await run.host("alice", uids=("ffn.0.1",))
+        await saved_by(hers, 2)
+        await run.join("dave")
+        bob = await run.join("bob")
+        run.network.now().partition({"alice"}, {"bob", "dave"})
+        await asyncio.sleep(100)
+        wanted = Wanted(1, 1, ("ffn.0.1",))
+        his = Hosting(bob.premises, KIND, wanted, MODEL, SETTINGS)
+        await his.start()
+        assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
+        run.network.now().heal()
+        await asyncio.sleep(300)
+        assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
+        assert len(hers.experts) + len(his.experts) == 1
+        lost = [*alice.events(ExpertLost), *bob.events(ExpertLost)]
+        assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
+
+    play(tmp_path, story)
+
+
+def test_a_full_disk_is_told_once_and_the_host_goes_on(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
+        bob, hosting = await run.host("bob", 1)
+        for _ in range(3):
+            await saved_by(hosting, 1)
+        (fault,) = bob.events(Fault)
+        assert "cannot write" in str(fault) and len(hosting.experts) == 1
+        assert {kept.step for kept in hosting.copies.kept.values()} == {3}  # alice has it
+
+    play(tmp_path, story)
+
+
+def test_saving_goes_on_in_the_background(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        await run.host("alice", 1)
+        _, bob = await run.host("bob", 2)
+        train(bob, 2)
+        await asyncio.sleep(2 * SETTINGS.save_s)
+        assert {(kept.step, len(kept.holders)) for kept in bob.copies.kept.values()} == {(2, 1)}
+
+    play(tmp_path, story)
+
+
+def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        alice = await run.join("alice")
+
+        def fail() -> nn.Module:
+            raise RuntimeError("CUDA out of memory")
+
+        kind = type(KIND)(GRID, fail, KIND.rule, KIND.sample)
+        hosting = Hosting(alice.premises, kind, Wanted(2, 2), MODEL, SETTINGS)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await hosting.start()
+        assert await alice.premises.directory.live(GRID) == []
+        assert len(await alice.premises.directory.claim(GRID, 6)) == 6
+
+    play(tmp_path, story)
+
+
+def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Path) -> None:
+    async def story(run: Run) -> None:
+        reader = await run.join("alice")
+        _, hosting = await run.host("bob", 1)
+        (info,) = await reader.premises.directory.live(GRID)
+        await hosting.stop()
+        with pytest.raises(ExpertError, match="not hosted here"):
+            await ExpertCalls(reader.peers).forward(info, torch.ones(2, 4).numpy())
+
+    play(tmp_path, story)
+
+
+# -- what a user says and sees
+
+
+def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
+    runtime = SimRuntime()
+
+    async def open_run() -> Member:
+        return await Run(tmp_path).join("alice")
+
+    member = runtime.call(open_run())
+    plan = plan_host(GRID, KIND.make, count=2)
+    with ExpertHost(runtime, member.premises, plan, SETTINGS) as host:
+        assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
+        assert repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"
+        train(host._hosting)
+        host.save()
+        host.wait(1.0)
+        snapshot = host.snapshot()
+        assert [(e.uid, e.step, e.saved_step) for e in snapshot.experts] == [(uid, 1, 1) for uid in host.uids]
+        assert snapshot.fault is None and host.arithmetic.startswith("6 of ffn[2 x 3] fit: 80% of ")
+    assert host.uids == [] and "stopped" in repr(host)
+    runtime.close()
+
+
+def test_experts_that_ship_tell_their_samples_and_others_must_be_told() -> None:
+    assert sample_of(FeedForward(8)) == (8,) and sample_of(TransformerBlock(8, 2)) == (-1, 8)
+    with pytest.raises(ValueError, match=r"what samples does Linear take\? Say sample=\(512,\)"):
+        plan_host(GRID, lambda: nn.Linear(4, 4))
+
+
+def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
+    plan = plan_host(Grid("ffn", (4, 4)), KIND.make)
+    assert (plan.wanted.count, plan.wanted.capacity) == (12, 16)
+    plan = plan_host(Grid("ffn", (4, 4)), KIND.make, count=3)
+    assert (plan.wanted.count, plan.wanted.capacity) == (3, 7)
+    plan = plan_host(GRID, KIND.make, uids=["ffn.0.1", "ffn.1.1"])
+    assert plan.wanted == Wanted(2, 2, ("ffn.0.1", "ffn.1.1"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": 0}, {"count": 1, "uids": ["ffn.0.0"]}, {"uids": ["ffn.9.9"]}, {"sample": (5,)}]
+)
+def test_what_cannot_be_hosted_is_told_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        plan_host(GRID, KIND.make, **wrong)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_once() -> None:
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": object()}
+
+    with pytest.raises(TypeError, match="cannot be saved without pickle"):
+        plan_host(GRID, KIND.make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
+
+
+def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.moe.host.free_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* say count=1 to try"):
+        plan_host(GRID, KIND.make)
+    assert plan_host(GRID, KIND.make, count=1, limits=BatchLimits(max_batch_size=8)).wanted.count == 1
