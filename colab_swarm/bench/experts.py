@@ -116,12 +116,12 @@ def _nop(report: Report, bench: Bench, plan: Plan) -> None:
 
 
 def _small(report: Report, bench: Bench, plan: Plan) -> None:
-    load = Load(["ffn.0"], 1, plan.dim, plan.seconds, in_flight=8)
+    load = Load(["ffn.0"], 1, plan.dim, plan.seconds, in_flight=16)
     bench.serve(["ffn.0"], plan.dim)
     merged = bench.under(load)
     bench.serve(["ffn.0"], plan.dim, max_batch_size=1)
     single = bench.under(load)
-    what = f"{plan.callers} callers, 8 calls of one sample in flight each"
+    what = f"{plan.callers} callers, 16 calls of one sample in flight each"
     report.add("experts.merged_calls_per_s", merged.calls_per_s, "calls/s", what)
     report.add("experts.single_calls_per_s", single.calls_per_s, "calls/s", "the same, none merged")
     gain = merged.calls_per_s / single.calls_per_s

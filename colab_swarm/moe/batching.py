@@ -4,7 +4,8 @@ State: a queue per `Key` of the calls that wait, oldest first, and the room take
 have not left: those still being received, waiting, computed or answered.
 
 - Calls of one key may be merged into a batch; forward and backward, or samples of different shape, never are.
-- The key whose oldest call waits longest comes first. Merging is oldest first, without leaving anybody out.
+- The key whose oldest call waits longest comes first. Merging is oldest first, without leaving anybody out. A call of
+  more samples than a batch should have is computed alone; what is refused at the door is measured in bytes.
 - No caller crowds out the others: whoever has calls here already may hold as much as is still free, no more (the
   dynamic threshold of Choudhury and Hahne, 1998). One caller alone gets half of the room, two a third each.
 """
@@ -49,7 +50,7 @@ class BatchLimits:
     """How much is computed at once and held at all.
 
     Attributes:
-        max_batch_size: samples of a batch, and so of a call.
+        max_batch_size: samples up to which calls are merged.
         max_batch_bytes: of a batch's tensors as float32, and so of a call's.
         max_held_bytes: of all calls here together.
     """
@@ -82,13 +83,14 @@ class Batching(Generic[W]):
         """Take room for a call; None if there is, else the seconds after which to ask again.
 
         Raises:
-            ValueError: the call is larger than any batch.
+            ValueError: the call is empty, or has more bytes than any batch.
         """
         limits, caller = self.limits, call.caller
-        if not 1 <= call.samples <= limits.max_batch_size or call.size_bytes > limits.max_batch_bytes:
-            most = f"{limits.max_batch_size} samples and {limits.max_batch_bytes >> 20} MiB"
-            size = f"{call.samples} samples of {call.size_bytes >> 20} MiB"
-            raise ValueError(f"a call is 1 to {most} at most, this one is {size}: split it")
+        if call.samples < 1:
+            raise ValueError(f"a call of {call.samples} samples: there must be one at least")
+        if call.size_bytes > limits.max_batch_bytes:
+            most = f"{limits.max_batch_bytes / 2**20:.4g} MiB are taken at once"
+            raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
         free = limits.max_held_bytes - self._held_bytes - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
             return self._retry_s()
@@ -120,7 +122,9 @@ class Batching(Generic[W]):
         if not self._queues:
             return []
         key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
-        queue, batch, samples, size_bytes = self._queues[key], [], 0, 0
+        queue = self._queues[key]
+        batch = [queue.popleft()]
+        samples, size_bytes = batch[0].samples, batch[0].size_bytes
         while queue:
             samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
             if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:

@@ -50,11 +50,11 @@ class Call(Waiting):
                     )
 
 
-def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | Exception]]:
+def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | BaseException]]:
     """Compute calls of one key as one batch; each gets its answer, or what is wrong with it."""
     samples = sum(call.samples for call in calls)
     stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
-    answers: list[tuple[Call, Answer | Exception]] = []
+    answers: list[tuple[Call, Answer | BaseException]] = []
     sound: list[Call] = []
     row = 0
     for call in calls:
@@ -70,7 +70,9 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
     return answers
 
 
-def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -> list[Answer | Exception]:
+def _outcomes(
+    expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]
+) -> list[Answer | BaseException]:
     """Answers in the order of calls. What fails together is tried again one by one: a caller's data fail it alone.
 
     A backward that failed for another reason than its data may have taken its step: it is not tried again.

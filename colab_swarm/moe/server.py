@@ -177,6 +177,8 @@ class ExpertServer:
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:
         """Wait for the answer, or until the caller no longer does."""
+        if call.key.uid not in self._experts:
+            raise _gone(call.key.uid)
         call.arrived_at = asyncio.get_running_loop().time()
         with self._lock:
             self._batching.enqueue(call)
@@ -195,7 +197,7 @@ class ExpertServer:
 
     # -- one batch, on the device thread
 
-    def _work(self) -> list[tuple[Call, Answer | Exception]]:
+    def _work(self) -> list[tuple[Call, Answer | BaseException]]:
         """Compute the next batch, if there is one."""
         with self._lock:
             calls = self._batching.take()
@@ -204,33 +206,39 @@ class ExpertServer:
         key, began = calls[0].key, time.perf_counter()
         expert = self._experts.get(key.uid)
         if expert is None:
-            gone = Refusal(f"{key.uid} is no longer hosted here: look it up again")
-            return [(call, gone) for call in calls]
-        answers = compute(expert, calls)
+            return [(call, _gone(key.uid)) for call in calls]
+        try:
+            answers = compute(expert, calls)
+        except BaseException as error:  # SystemExit in a user's module; no memory for the batch
+            return [(call, error) for call in calls]
         with self._lock:
             samples = sum(call.samples for call in calls)
             self._batching.measured(key, samples, time.perf_counter() - began)
         return answers
 
-    def _deliver(self, working: asyncio.Future[list[tuple[Call, Answer | Exception]]]) -> None:
+    def _deliver(self, working: asyncio.Future[list[tuple[Call, Answer | BaseException]]]) -> None:
         if working.cancelled():
             return
         now = asyncio.get_running_loop().time()
         answers = working.result()
         for call, answer in answers:
-            if isinstance(answer, Exception) and not isinstance(answer, Refusal):
+            if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 answer = self._contained(call.key.uid, answer, now)
             if call.answer.done():
                 continue  # nobody waits any more
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 call.answer.set_exception(answer)
             else:
                 call.answer.set_result(answer)
         if answers and (tally := self._tallies.get(answers[0][0].key.uid)):
-            tally.add([call for call, answer in answers if not isinstance(answer, Exception)], now)
+            tally.add([call for call, answer in answers if not isinstance(answer, BaseException)], now)
 
-    def _contained(self, uid: str, error: Exception, now: float) -> Refusal:
+    def _contained(self, uid: str, error: BaseException, now: float) -> Refusal:
         text = f"{type(error).__name__}: {error}"
         logger.error("expert %s failed", uid, exc_info=error)
         self._events.emit(Fault(now, f"expert {uid}", text))
         return Refusal(f"{uid} failed: {text}")
+
+
+def _gone(uid: str) -> Refusal:
+    return Refusal(f"{uid} is no longer hosted here: look it up again")

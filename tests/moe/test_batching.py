@@ -47,6 +47,12 @@ def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching[
     assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
 
 
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching[Waiting]) -> None:
+    calls = [call(samples=9), call(samples=1, at=1), call(samples=9, at=2)]
+    enqueue(batching, *calls)
+    assert [batching.take() for _ in calls] == [[one] for one in calls]
+
+
 def test_a_batch_is_bounded_in_bytes_too(batching: Batching[Waiting]) -> None:
     calls = [call(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
     enqueue(batching, *calls)
@@ -63,11 +69,19 @@ def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_com
     assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
 
 
-@pytest.mark.parametrize(("samples", "size_bytes"), [(9, 1), (0, 0), (-1, -1), (1, 81), (10**12, 10**15)])
-def test_a_call_larger_than_any_batch_is_refused_at_the_door(
-    batching: Batching[Waiting], samples: int, size_bytes: int
+@pytest.mark.parametrize(
+    ("samples", "size_bytes", "text"),
+    [
+        (0, 0, "at least"),
+        (-1, -1, "at least"),
+        (1, 81, "split it"),
+        (10**12, 10**15, "a call of .* MiB: .* MiB"),
+    ],
+)
+def test_an_empty_call_and_one_larger_than_any_batch_are_refused_at_the_door(
+    batching: Batching[Waiting], samples: int, size_bytes: int, text: str
 ) -> None:
-    with pytest.raises(ValueError, match="1 to 8 samples and 0 MiB at most"):
+    with pytest.raises(ValueError, match=text):
         batching.admit(call(samples=samples, size_bytes=size_bytes))
 
 
@@ -112,7 +126,7 @@ def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[W
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 8), st.integers(1, 80), st.booleans()
+            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
         ),
         max_size=60,
     )
@@ -136,7 +150,8 @@ def test_whatever_happens_the_sums_are_right_and_all_that_was_admitted_comes_out
                 batching.leave(done)
         batching.check_invariants()
     while batch := batching.take():
-        assert len({one.key for one in batch}) == 1 and sum(one.samples for one in batch) <= 8
+        assert len({one.key for one in batch}) == 1
+        assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
         assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
         for one in batch:
             waiting.remove(one)

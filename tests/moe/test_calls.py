@@ -13,7 +13,7 @@ import torch
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, ExpertCalls
 from colab_swarm.moe.expert import Expert, ExpertRule
 from colab_swarm.moe.messages import BackwardExpert, ForwardExpert, Part
 from colab_swarm.moe.server import ExpertServer
@@ -106,6 +106,22 @@ def test_a_busy_hosts_hint_is_passed_on_within_bounds(said: float, heard: float)
                 await calls.forward(info(bob.contact), large)
             assert caught.value.retry_s == heard
             assert calls.sent_bytes < large.nbytes / 2, "who is told busy stops sending"
+
+    run(main())
+
+
+def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
+    async def silent(opening: ForwardExpert, stream: Stream) -> None:
+        await stream.receive(Part)
+
+    async def main() -> None:
+        async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
+            bob.serve_stream(ForwardExpert, silent)
+            first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
+            with pytest.raises(ExpertError, match="1 streams are open") as caught:
+                await ExpertCalls(alice).forward(info(bob.contact), INPUTS)
+            assert caught.value.retry_s == LINK_BUSY_RETRY_S
+            first.reset()
 
     run(main())
 

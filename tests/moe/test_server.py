@@ -205,6 +205,8 @@ def test_a_fault_in_the_experts_code_is_an_event_here_and_an_error_there_and_the
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 3:
                 raise KeyError("three")
+            if len(x) == 4:
+                raise SystemExit("four")
             return x
 
     async def main() -> None:
@@ -213,8 +215,10 @@ def test_a_fault_in_the_experts_code_is_an_event_here_and_an_error_there_and_the
             calls = ExpertCalls(alice)
             with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
                 await calls.forward(info(bob), samples(3))
-            (fault,) = events.recent(Fault)
-            assert isinstance(fault, Fault) and fault.where == "expert ffn.0"
+            with pytest.raises(ExpertError, match=r"ffn\.0 failed: SystemExit: four"):
+                await calls.forward(info(bob), samples(4))
+            faults = events.recent(Fault)
+            assert [fault.where for fault in faults if isinstance(fault, Fault)] == 2 * ["expert ffn.0"]
             assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
 
     run(main())
@@ -226,8 +230,8 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
     "10 GB a sample": (ForwardExpert("text.0", 1, (1 << 30, DIM), "float32"), "split it"),
     "shape": (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
     "more shape": (ForwardExpert("ffn.0", 1, (8,) * 999, "float32"), r"takes samples of shape"),
-    "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "1 to 4096 samples"),
-    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "1 to 4096 samples"),
+    "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "one at least"),
+    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "one at least"),
     "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
     "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
     "codec": (BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
@@ -353,6 +357,19 @@ def test_calls_of_an_expert_that_left_are_refused_and_it_can_be_served_anew() ->
             with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
                 server.add(one)
             await calls.forward(info(bob), samples(3))
+
+    run(main())
+
+
+def test_a_call_that_is_still_coming_in_when_the_server_closes_is_refused() -> None:
+    async def main() -> None:
+        async with hosting() as (server, alice, bob):
+            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+            await until(lambda: bool(server._batching._inside))
+            await server.close()
+            await stream.send(Part(), bytes(4 * DIM))
+            with pytest.raises(CallRefused, match="no longer hosted"):
+                await stream.receive(Part)
 
     run(main())
 

@@ -1,0 +1,58 @@
+"""What the device thread does for a batch, fed with whatever callers may send."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache, partial
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.moe.batching import Key
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.compute import Answer, Call, compute
+from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.net.peers import Refusal
+from colab_swarm.tensors.codecs import CODECS
+
+DIM = 4
+
+
+@cache
+def expert() -> Expert:
+    return Expert("ffn.0", FeedForward(DIM, 8), ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (DIM,))
+
+
+def call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
+    waiting: asyncio.Future[Answer] = asyncio.Future(loop=asyncio.new_event_loop())
+    waiting.get_loop().close()
+    views = [memoryview(part) for part in parts]
+    key = Key("ffn.0", backward, (DIM,))
+    return Call(key, b"alice", 1, 16, 0.0, codec=CODECS[codec], answer=waiting, parts=views)
+
+
+@given(
+    st.booleans(), st.lists(st.sampled_from(sorted(CODECS)), min_size=1, max_size=4), st.integers(0, 1 << 32)
+)
+def test_whatever_callers_send_each_is_answered_or_refused_and_the_expert_stays_finite(
+    backward: bool, codecs: list[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    calls = [
+        call(
+            [rng.bytes(CODECS[codec].encoded_bytes(DIM)) for _ in range(1 + backward)],
+            codec,
+            backward=backward,
+        )
+        for codec in codecs
+    ]
+    answers = compute(expert(), calls)
+    assert {id(one) for one, _ in answers} == {id(one) for one in calls}
+    for one, answer in answers:
+        if isinstance(answer, list):
+            assert [len(part) for part in answer] == [one.codec.encoded_bytes(DIM)]
+        else:
+            assert isinstance(answer, Refusal)
+    assert all(value.isfinite().all() for value in expert().state_dict()["module"].values())
