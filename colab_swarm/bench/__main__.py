@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from types import ModuleType
 from typing import cast
 
 from colab_swarm.bench.report import Report
@@ -20,15 +21,21 @@ BENCHMARKS = (
     "join",
     "soak",
     "experts",
+    "moe-throughput",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert")
 """These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 
 
+def module_of(name: str) -> ModuleType:
+    """The module that is the benchmark."""
+    return importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
+
+
 def run(name: str, *, quick: bool, python: str | None = None) -> Report:
     """Run one benchmark by name; ``python`` has the library that averaging is compared with."""
-    module = importlib.import_module(f"colab_swarm.bench.{name}")
+    module = module_of(name)
     return cast(Report, module.run(quick=quick, python=python) if python else module.run(quick=quick))
 
 
@@ -54,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:
-            importlib.import_module(f"colab_swarm.bench.{name}").plot(report, options.plot)
+            module_of(name).plot(report, options.plot)
     if options.json:
         merged.save(options.json)
 

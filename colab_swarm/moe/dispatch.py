@@ -90,7 +90,7 @@ class ExpertAccess:
     async def _try(self, info: ExpertInfo, call: Callable[[], Coroutine[Any, Any, Floats]]) -> Floats:
         try:
             async with asyncio.timeout(self.timeout_s):
-                values = await _until_free(call)
+                values = await until_free(call)
         except TimeoutError as error:
             self.directory.on_failure(info.uid, f"no answer in {self.timeout_s:g} s")
             raise ExpertError(f"expert {info.uid} did not answer in {self.timeout_s:g} s") from error
@@ -101,7 +101,8 @@ class ExpertAccess:
         return values
 
 
-async def _until_free(call: Callable[[], Coroutine[Any, Any, Floats]]) -> Floats:
+async def until_free(call: Callable[[], Coroutine[Any, Any, Floats]]) -> Floats:
+    """What ``call()`` returns once the expert is not busy; asks again when its host said."""
     while True:
         try:
             return await call()

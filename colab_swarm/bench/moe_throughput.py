@@ -1,0 +1,202 @@
+"""Figure 4 (top) of Learning@home: how much throughput is left when every block's answer is delayed.
+
+A model is a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits
+for an exponentially distributed time, in real time. *Ours* has many batches in flight; *model-parallel* is one batch
+going from block to block with the same delays and no network; the *bound* is the same computations with neither.
+Forward only, as published. Without a GPU blocks are small; with one they are the published ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from colab_swarm.bench.report import Report
+from colab_swarm.events import EventLog
+from colab_swarm.moe.batching import BatchLimits
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.dispatch import until_free
+from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
+
+LIMITS = BatchLimits(max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
+BASELINE_S = 4.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of one kind: what they are, the shape of a sample, samples in a batch, samples merged at most."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    batch: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
+
+    kinds: tuple[Kind, ...]
+    blocks: int
+    in_flight: int
+    delays_s: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)
+    seconds: float = 8.0
+
+
+CPU = Plan(
+    (
+        Kind("ffn", lambda: FeedForward(128, 512), (128,), batch=112, merged=448),
+        Kind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
+    ),
+    blocks=8,
+    in_flight=192,
+)
+GPU = Plan(
+    (
+        Kind("ffn", lambda: FeedForward(1024, 4096), (1024,), batch=2048, merged=2048),
+        Kind("transformer", lambda: TransformerBlock(1024, 16), (512, 1024), batch=4, merged=4),
+    ),
+    blocks=224,
+    in_flight=64,
+)
+
+
+def run(quick: bool = False) -> Report:
+    """Both kinds of blocks under all delays."""
+    report, plan = Report("moe-throughput", quick), GPU if torch.cuda.is_available() else CPU
+    if quick:
+        plan = Plan(plan.kinds, min(plan.blocks, 8), plan.in_flight, (0.0, 0.2), seconds=2.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
+    try:
+        for kind in plan.kinds:
+            asyncio.run(_measure(report, plan, kind))
+    finally:
+        torch.set_num_threads(threads)
+    values = {row.key: row.value for row in report.rows}
+    for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
+        worst = min(values[f"moe.{kind.name}_{key}_at_200ms"] for kind in plan.kinds)
+        report.add(f"moe.{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
+    return report
+
+
+async def _measure(report: Report, plan: Plan, kind: Kind) -> None:
+    async with _chain(plan, kind) as chain:
+        bound = await chain.bound()
+        report.add(f"moe.{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
+        ours: dict[int, float] = {}
+        parallel: dict[int, float] = {}
+        for delay_s in plan.delays_s:
+            ms = round(1000 * delay_s)
+            ours[ms] = await chain.ours(delay_s)
+            parallel[ms] = await chain.model_parallel(delay_s)
+            note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
+            report.add(f"moe.{kind.name}_{ms}ms_samples_per_s", ours[ms], "samples/s", note)
+            report.add(f"moe.{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel[ms], "samples/s")
+        report.add(f"moe.{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
+        report.add(f"moe.{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel[200], "times")
+        report.add(f"moe.{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
+
+
+class _Chain:
+    """The blocks of one model behind a link, and ways to send batches through."""
+
+    def __init__(self, plan: Plan, kind: Kind, experts: list[Expert], host: Node, guest: Node) -> None:
+        self._plan, self._kind, self._experts = plan, kind, experts
+        limits = BatchLimits(kind.merged, LIMITS.max_batch_bytes, LIMITS.max_held_bytes)
+        self.server = ExpertServer(host, EventLog(), ServerSettings(limits))
+        for expert in experts:
+            self.server.add(expert)
+        self._infos = [ExpertInfo(expert.uid, host.contact, kind.sample, 0, 0.0) for expert in experts]
+        self._calls = ExpertCalls(guest, timeout_s=600.0)
+        self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
+
+    def _samples_per_s(self, block_calls: int, seconds: float) -> float:
+        return block_calls * self._kind.batch / len(self._experts) / seconds
+
+    async def ours(self, delay_s: float) -> float:
+        """Samples per second through the chain, many batches in flight."""
+        done = 0
+
+        async def travel(rng: random.Random) -> None:
+            nonlocal done
+            for info in itertools.islice(itertools.cycle(self._infos), rng.randrange(len(self._infos)), None):
+                # never the last output: over many rounds it would grow without end
+                await until_free(partial(self._calls.forward, info, self._inputs))
+                done += 1
+                await asyncio.sleep(_exponential(delay_s, rng))
+
+        travels = [asyncio.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)]
+        try:
+            await asyncio.sleep(max(1.0, 10 * delay_s))  # until batches are spread over the chain
+            before, began = done, time.perf_counter()
+            await asyncio.wait(travels, timeout=self._plan.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            rate = self._samples_per_s(done - before, time.perf_counter() - began)
+        finally:
+            for task in travels:
+                task.cancel()
+            results = await asyncio.gather(*travels, return_exceptions=True)
+        for result in results:
+            if not isinstance(result, asyncio.CancelledError) and isinstance(result, BaseException):
+                raise result
+        return rate
+
+    async def model_parallel(self, delay_s: float) -> float:
+        """Samples per second of one batch after the other, block by block."""
+        rng, inputs = random.Random(0), torch.from_numpy(self._inputs)
+        done, began, luck_s = 0, time.perf_counter(), 0.0
+        while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
+            await self.server.run(partial(self._experts[done % len(self._experts)].forward, inputs))
+            done += 1
+            wait_s = _exponential(delay_s, rng)
+            luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean
+            await asyncio.sleep(wait_s)
+        return self._samples_per_s(done, time.perf_counter() - began + luck_s)
+
+    async def bound(self) -> float:
+        """Samples per second of the computations alone."""
+        inputs, seconds = torch.from_numpy(self._inputs), min(BASELINE_S, self._plan.seconds)
+
+        def compute() -> float:
+            done, began = 0, time.perf_counter()
+            while time.perf_counter() - began < seconds:
+                self._experts[done % len(self._experts)].forward(inputs)
+                done += 1
+            return self._samples_per_s(done, time.perf_counter() - began)
+
+        return await self.server.run(compute)
+
+
+def _exponential(mean_s: float, rng: random.Random) -> float:
+    return rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+@asynccontextmanager
+async def _chain(plan: Plan, kind: Kind) -> AsyncIterator[_Chain]:
+    host, guest = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
+    rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
+    experts = [Expert(f"{kind.name}.{index}", kind.make(), rule, kind.sample) for index in range(plan.blocks)]
+    chain = _Chain(plan, kind, experts, host, guest)
+    try:
+        yield chain
+    finally:
+        await chain.server.close()
+        await guest.close()
+        await host.close()
