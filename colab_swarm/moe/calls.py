@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,9 +93,7 @@ class ExpertCalls:
                 raise ExpertError(f"gave {span.start} of {numel} values") from error
             self.received_bytes += len(payload)
             if part.busy_s is not None:
-                retry_s = (
-                    min(max(0.0, part.busy_s), MAX_RETRY_S) if math.isfinite(part.busy_s) else MAX_RETRY_S
-                )
+                retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN gives the most
                 raise ExpertError(f"is busy: ask again in {retry_s:.2g} s", retry_s=retry_s)
             values[span] = codec.decode(payload, span.stop - span.start)
             if not all_finite(values[span]):

@@ -34,7 +34,7 @@ class Call(Waiting):
         return 2 if self.key.backward else 1
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts.
+        """Decode the parts, and drop them.
 
         Raises:
             ValueError: they hold values that are not finite, or no values at all.
@@ -48,6 +48,7 @@ class Call(Waiting):
                     raise ValueError(
                         "your tensors hold values that are not finite: an expert must not see them"
                     )
+        self.parts.clear()
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | BaseException]]:

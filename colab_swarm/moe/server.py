@@ -37,7 +37,12 @@ SHOWN_CHARS = 80
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How much is computed and held, and how long a call may take in all, seconds."""
+    """What may be set about a server.
+
+    Attributes:
+        limits: how much is computed at once, and held at all.
+        call_timeout_s: from a call's opening until its answer is sent; over it the call is refused.
+    """
 
     limits: BatchLimits = field(default_factory=BatchLimits)
     call_timeout_s: float = 60.0

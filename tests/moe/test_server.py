@@ -26,6 +26,7 @@ from colab_swarm.moe.services import ExpertInfo
 from colab_swarm.net.admission import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
+from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.net.swarm import peers, run, start, until
 
@@ -329,14 +330,22 @@ def test_a_caller_that_gives_up_frees_its_place_and_is_not_computed() -> None:
 
 
 def test_a_caller_that_never_sends_what_it_announced_loses_its_place() -> None:
-    async def main() -> None:
-        async with hosting(call_timeout_s=0.05) as (server, alice, bob):
-            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
-            await until(lambda: bool(server._batching._inside))
-            with pytest.raises(CallRefused, match=r"took over 0\.05 s"):
-                await stream.receive(Part)
+    async def main() -> float:
+        network = SimNetwork(LAN, seed=1)
+        alice, bob = network.peer("alice"), network.peer("bob")
+        network.introduce()
+        server = ExpertServer(bob, EventLog(), ServerSettings(call_timeout_s=60.0))
+        server.add(expert())
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
+        await asyncio.sleep(59)
+        assert len(server._batching._inside) == 1
+        with pytest.raises(CallRefused, match="took over 60 s"):
+            await stream.receive(Part)
+        assert not server._batching._inside
+        await server.close()
+        return virtual_time()
 
-    run(main())
+    assert run_virtual(main()) == pytest.approx(60, abs=0.1)
 
 
 def test_calls_of_an_expert_that_left_are_refused_and_it_can_be_served_anew() -> None:
