@@ -182,7 +182,10 @@ def thaw(saved: SavedExpert) -> Any:
     if size_bytes != manifest.size_bytes:
         raise StateError(f"the saved {manifest.uid} is not as large as it says")
     for place, span in zip(manifest.tensors, spans, strict=True):
-        tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
+        try:
+            tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
+            raise StateError(f"the saved {manifest.uid} has a tensor that cannot be: {error}") from error
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise StateError(f"the saved {manifest.uid} holds NaN or infinite values in {place.name[:80]!r}")
         tensors[place.name] = tensor

@@ -160,13 +160,13 @@ class Shelf:
 
     def saves(self, uid: str | None = None) -> list[Save]:
         """Those of one expert, or all; newest step first."""
-        found = (save for save in self._saves.values() if uid in (None, save.uid))
+        found = (save for save in [*self._saves.values()] if uid in (None, save.uid))
         return sorted(found, key=lambda save: (save.step, save.at), reverse=True)
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for others."""
-        return sum(save.size_bytes for save in self._saves.values() if save.owner != self._me)
+        """What is kept for others; safe from any thread."""
+        return sum(save.size_bytes for save in self.saves() if save.owner != self._me)
 
     @property
     def room_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """An expert's saves among the peers: here and at ``copies`` others, named by a signed record in the DHT.
 
 Saving. The chunks go to disk and to the holders, those first that held the expert before; a holder that fails is
-replaced by the next. Then the record is told, and only then may holders drop the save before. So after the loss of
-the host and all holders but one nothing is missing but the steps since the last save.
+replaced by the next. Then the record is told; when enough holders have the save, all are told that they may drop the
+one before, until when the record names both. So after the loss of the host and all holders but one nothing is missing
+but the steps since the last save.
 
 Finding. Whoever may write in the DHT may claim a save of any step, so a claim is worth what it leads to: claims are
 tried from the highest step down, chunks count only if they match their hashes, and a save that cannot be had whole, or
@@ -22,9 +23,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.dht.search import is_sound
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe.checkpoints import MAX_STEP, Manifest, SavedExpert
-from colab_swarm.moe.chunks import DIGEST_BYTES, cut_digests
+from colab_swarm.moe.chunks import DIGEST_BYTES, SAVES_OF_ONE, cut_digests
 from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.holders import (
     FETCHED_AT_ONCE,
@@ -42,10 +43,12 @@ logger = logging.getLogger(__name__)
 MAX_HOLDERS = 8
 RENEWALS = 24
 """A save that is unchanged is renewed so many times in its life."""
+PATIENCE_S = 60.0
+"""A holder that could not be reached is not asked again for so long."""
 
 
-class SaveRecord(Message, frozen=True):
-    """Where an expert's save is; signed, under the subkey of the peer that saved it.
+class SavePlace(Message, frozen=True):
+    """A save and where it is.
 
     Attributes:
         step: updates in its weights.
@@ -62,6 +65,16 @@ class SaveRecord(Message, frozen=True):
             raise ValueError("record of a save out of range")
         if len(self.holders) > MAX_HOLDERS + 1 or not all(map(is_sound, self.holders)):
             raise ValueError("record of a save with too many holders, or holders that cannot be")
+
+
+class SaveRecord(Message, frozen=True):
+    """An expert's newest save and, until enough peers have that, the one before; signed, under its owner's subkey."""
+
+    saves: tuple[SavePlace, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.saves) > SAVES_OF_ONE:
+            raise ValueError("record of too many saves")
 
 
 class SavedIndices(Message, frozen=True):
@@ -107,6 +120,8 @@ class Copies:
         if not 0 <= copies <= MAX_HOLDERS:
             raise ValueError(f"copies={copies}: an expert is kept by 0 to {MAX_HOLDERS} other peers")
         self.kept: dict[str, Kept] = {}
+        self._safe: dict[str, SavePlace] = {}  # the last save that was
+        self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._services, self._peers = services, services.peers
         self._holders, self._shelf = holders, holders.shelf
         self._copies = copies
@@ -128,20 +143,29 @@ class Copies:
 
     async def save(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> Kept:
         """Keep a save here and at holders among ``others``, and tell the DHT; a fault is part of the result."""
-        uid, step = saved.manifest.uid, saved.manifest.step
-        fault = await self._write(saved)
+        uid = saved.manifest.uid
+        fault = await self.write(saved)
         holders, sent_bytes = await self._spread(saved, others)
-        kept = Kept(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
-        if not await self._tell(
-            saved, kept
-        ):  # the former record names the save before, so nobody may drop it
-            return replace(kept, fault=kept.fault or f"no peer took the record of the save of {uid}")
+        kept = Kept(saved.manifest.step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        place, former = self._place(saved, kept), self._safe.get(uid)
+        before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
+        safe = len(holders) >= min(self._copies, max(len(others), before))  # those of before may be back soon
+        saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
+        if not (place.holders and await self._store(self._key(uid), SaveRecord(saves))):
+            return replace(kept, fault=fault or f"no peer took the record of the save of {uid}")
         self.kept[uid] = kept
-        if len(holders) >= min(self._copies, len(others)):
-            await self._settle(saved, holders)
+        if safe or (holders and former is None):
+            self._safe[uid] = place
+        if safe:
+            await self._settle(uid, place)
         return kept
 
-    async def _write(self, saved: SavedExpert) -> str | None:
+    def adopt(self, uid: str, claim: Claim) -> None:
+        """Go on from a save that this peer made before: it is told of until a newer one is safe."""
+        contacts = tuple(map(self._peers.contact_of, claim.holders))
+        self._safe[uid] = SavePlace(claim.step, claim.manifest, contacts)
+
+    async def write(self, saved: SavedExpert) -> str | None:
         """Keep it on this disk; returns what went wrong."""
         save = saved.save_of(self._peers.id, at=self._peers.time())
         try:
@@ -167,6 +191,8 @@ class Copies:
                 holders.append(holder)
             except PeerError as error:
                 logger.info("%s does not keep %s: %s", short(holder), saved.manifest.uid, error)
+                if not isinstance(error, CallRefused):  # the other experts need not wait for it too
+                    self._failed_at[holder] = self._peers.time()
         return holders, total_bytes
 
     def _candidates(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> list[PeerId]:
@@ -174,22 +200,29 @@ class Copies:
         last = self.kept.get(saved.manifest.uid)
         known = last.holders if last else frozenset()
         uid, size_bytes = saved.manifest.uid.encode(), saved.manifest.size_bytes
-        roomy = (peer for peer, record in others.items() if peer in known or record.room_bytes >= size_bytes)
-        return sorted(roomy, key=lambda peer: (peer not in known, blake3(uid + peer).digest()))
+        since = self._peers.time() - PATIENCE_S
+        able = (
+            peer
+            for peer, record in others.items()
+            if (peer in known or record.room_bytes >= size_bytes)
+            and self._failed_at.get(peer, since) <= since
+        )
+        return sorted(able, key=lambda peer: (peer not in known, blake3(uid + peer).digest()))
 
-    async def _tell(self, saved: SavedExpert, kept: Kept) -> bool:
+    def _place(self, saved: SavedExpert, kept: Kept) -> SavePlace:
         here = [] if kept.fault else [self._peers.contact]
-        contacts = (*here, *map(self._peers.contact_of, sorted(kept.holders)))
-        uid, (manifest, *_) = saved.manifest.uid, saved.pieces
-        record = SaveRecord(kept.step, manifest, tuple(contacts))
-        return await self._store(self._key(uid), record)
+        manifest, *_ = saved.pieces
+        return SavePlace(kept.step, manifest, (*here, *map(self._peers.contact_of, sorted(kept.holders))))
 
-    async def _settle(self, saved: SavedExpert, holders: Iterable[PeerId]) -> None:
+    async def _settle(self, uid: str, place: SavePlace) -> None:
         """It is safe: let everybody drop the one before."""
-        uid, (manifest, *_) = saved.manifest.uid, saved.pieces
-        self._shelf.settle(self._peers.id, uid, manifest)
-        message = SettleSave(uid, manifest)
-        calls = (self._peers.call(peer, message, SaveKept, timeout_s=self._timeout_s) for peer in holders)
+        self._shelf.settle(self._peers.id, uid, place.manifest)
+        message = SettleSave(uid, place.manifest)
+        calls = (
+            self._peers.call(holder.id, message, SaveKept, timeout_s=self._timeout_s)
+            for holder in place.holders
+            if holder.id != self._peers.id
+        )
         await asyncio.gather(*calls, return_exceptions=True)
 
     # -- which experts there are saves of
@@ -216,14 +249,15 @@ class Copies:
             claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
         for subkey, entry in (await self._services.dht.get(self._key(uid))).items():
             try:
-                record = msgspec.convert(entry.value, SaveRecord, strict=False)
+                places = msgspec.convert(entry.value, SaveRecord, strict=False).saves
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("record of a save of %s ignored: %s", uid, error)
                 continue
-            for contact in record.holders:
-                self._peers.learn(contact)
-            holders = tuple(contact.id for contact in record.holders if contact.id != self._peers.id)
-            claims[record.manifest] = Claim(PeerId(subkey), record.step, record.manifest, holders)
+            for place in places:
+                for contact in place.holders:
+                    self._peers.learn(contact)
+                holders = tuple(contact.id for contact in place.holders if contact.id != self._peers.id)
+                claims[place.manifest] = Claim(PeerId(subkey), place.step, place.manifest, holders)
         return sorted(claims.values(), key=lambda claim: claim.step, reverse=True)
 
     # -- getting a save back

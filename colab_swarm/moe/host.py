@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.checkpoints import freeze
 from colab_swarm.moe.expert import ANY_LENGTH, ExpertRule
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
@@ -75,7 +74,6 @@ def plan_host(
         raise ValueError("say either count= or uids=, not both")
     shape = tuple(sample_of(make_expert()) if sample is None else sample)
     model = measure(make_expert, rule, shape)
-    freeze(model.state)
     free, footprint = free_bytes(), model.footprint
     sample_bytes = 4 * torch.Size(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape).numel()
     most = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))

@@ -36,6 +36,8 @@ from colab_swarm.net.peers import PeerId
 logger = logging.getLogger(__name__)
 ANNOUNCEMENTS = 3
 """In the life of a record."""
+REST = 3
+"""Upkeep that took long rests for so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class HostSettings:
         spare: experts of dead hosts that are taken over beyond those wanted, where memory allows.
         save_s: between two saves.
         takeover_s: between two looks for experts whose hosts died.
+        farewell_s: that a host which stops spends on sending its last saves.
     """
 
     copies: int = 2
     spare: int = 4
     save_s: float = 60.0
     takeover_s: float = 20.0
+    farewell_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,13 @@ class Hosting:
         await self._directory.withdraw(self.kind.grid, uids)
         for uid in uids:
             self._server.remove(uid)
-        await self.save()
+        for expert in self.experts.values():  # first what cannot be slow
+            await self._save(expert)
+        try:
+            async with asyncio.timeout(self._settings.farewell_s):
+                await self.save()
+        except (PeerError, TimeoutError) as error:
+            logger.warning("not all experts were saved at other peers: %s", error or "it took too long")
         self.experts.clear()
         for uid in uids:
             self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
@@ -209,8 +219,10 @@ class Hosting:
 
     def _may_host(self, uid: str) -> bool:
         """Whether it is of this grid, wanted, and not here yet."""
-        if uid in self.experts or (self.wanted.uids is not None and uid not in self.wanted.uids):
-            return False
+        wanted = self.wanted.uids is None or uid in self.wanted.uids
+        return wanted and uid not in self.experts and self._of_grid(uid)
+
+    def _of_grid(self, uid: str) -> bool:
         with contextlib.suppress(ValueError):
             return bool(self.kind.grid.index(uid))
         return False
@@ -223,6 +235,8 @@ class Hosting:
         self._server.add(expert)
         self.experts[uid] = expert
         taken_over = claim is not None and claim.owner != self._services.peers.id
+        if claim is not None and not taken_over:
+            self.copies.adopt(uid, claim)
         self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
 
     def _build(self, uid: str) -> Expert:
@@ -256,9 +270,9 @@ class Hosting:
     async def _announce(self) -> None:
         """Give up what is another's, tell of the rest."""
         grid = self.kind.grid
-        lost = await self._directory.rivals(grid, self.experts)
+        told = await self._directory.rivals(grid, [*self.experts])
+        lost = [uid for uid in told if self.experts.pop(uid, None)]
         for uid in lost:
-            del self.experts[uid]
             self._server.remove(uid)
             self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
         if lost:
@@ -272,25 +286,35 @@ class Hosting:
             others = await self._premises.holders.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := self.experts.keys() & self.copies.kept.keys():
+            if saved := [uid for uid in {*self._own(), *self.copies.kept} if self._of_grid(uid)]:
                 await self.copies.tell_saved(self.kind.grid, saved)
 
-    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord]) -> None:
+    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
+        """Save an expert here and at some of ``others``; None: only here."""
         uid = expert.uid
-        if not expert.step or not self.copies.due(uid, expert.step, others):
+        if not expert.step or not self.copies.due(uid, expert.step, others or {}):
             return  # before its first step an expert is as good as a new one
         step, frozen = await self._server.run(lambda: (expert.step, freeze(expert.state_dict())))
-        kept = await self.copies.save(await asyncio.to_thread(cut, uid, step, frozen), others)
-        if kept.fault and not self._save_fault:
-            self._fault(f"save of {uid}", kept.fault)
-        self._save_fault = kept.fault
+        saved = await asyncio.to_thread(cut, uid, step, frozen)
+        if others is None:
+            fault = await self.copies.write(saved)
+        else:
+            fault = (await self.copies.save(saved, others)).fault
+        if fault and not self._save_fault:
+            self._fault(f"save of {uid}", fault)
+        self._save_fault = fault
 
     def _go_on(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
         self._tasks.append(asyncio.create_task(self._every(period_s, work), name="host experts"))
 
     async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        took_s = 0.0
         while True:
-            await asyncio.sleep(period_s * self._services.rng.uniform(0.8, 1.0))
+            pause_s = max(
+                period_s, REST * took_s
+            )  # saves over a slow line leave it to calls for the most part
+            await asyncio.sleep(pause_s * self._services.rng.uniform(0.8, 1.0))
+            began = _now()
             try:
                 await work()
             except PeerError as error:
@@ -298,6 +322,7 @@ class Hosting:
             except Exception as error:  # the experts go on being served
                 logger.exception("upkeep of the experts failed")
                 self._fault("host experts", f"{type(error).__name__}: {error}")
+            took_s = _now() - began
 
     def _fault(self, where: str, text: str) -> None:
         self._services.events.emit(Fault(_now(), where, text))

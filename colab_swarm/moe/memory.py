@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colab_swarm.moe.checkpoints import freeze
 from colab_swarm.moe.device import accelerator
 from colab_swarm.moe.expert import ANY_LENGTH, Expert, ExpertRule
 
@@ -57,7 +58,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Model:
-    """An expert as all of its kind are: what it takes, and a state that others' must be built like."""
+    """An expert as all of its kind are: what it takes, and its state, of which tensors have a shape but no values."""
 
     footprint: Footprint
     state: Mapping[str, Any]
@@ -73,6 +74,7 @@ def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequ
 
     Raises:
         ValueError: it is no expert of such samples.
+        TypeError: its state cannot be saved.
     """
     module = make_expert()
     expert = Expert("the expert", module, rule, tuple(sample))
@@ -89,13 +91,14 @@ def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequ
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         expert.backward(torch.rand(shape), torch.rand(shape))
     state = expert.state_dict()
+    freeze(state)  # what cannot be saved is the user's to know now
     footprint = Footprint(
         module=sum(tensor.nbytes for tensor in _tensors(state["module"])),
         optimizer=sum(tensor.nbytes for tensor in _tensors(state["optimizer"])),
         gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         sample=(sum(kept.values()) + 4 * torch.rand(shape).nbytes) // SAMPLES,
     )
-    return Model(footprint, state)
+    return Model(footprint, _outline(state))
 
 
 def experts_that_fit(footprint: Footprint, free_bytes: int, *, max_batch_size: int) -> int:
@@ -136,6 +139,18 @@ def _told_by_linux() -> Iterator[int]:
         yield max(0, int(limit) - int(used))  # "max" is no number: no limit
     except (OSError, ValueError):
         return
+
+
+def _outline(state: Any) -> Any:
+    """The state without its values, which would take memory for nothing."""
+    match state:
+        case Tensor():
+            return torch.empty_like(state, device="meta")
+        case Mapping():
+            return {key: _outline(value) for key, value in state.items()}
+        case list() | tuple():
+            return [*map(_outline, state)]
+    return state
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

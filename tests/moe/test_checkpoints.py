@@ -92,10 +92,20 @@ def test_a_state_that_is_not_finite_is_refused() -> None:
 def test_a_manifest_that_lies_about_its_tensors_is_refused() -> None:
     whole = saved({"weight": torch.rand(100)})
     (place,) = whole.manifest.tensors
-    lies = {"shape": (10**9,)}, {"shape": (-1,)}, {"kind": "object"}, {"kind": "load"}, {"shape": (50,)}
+    lies = (
+        {"shape": (10**9,)},
+        {"shape": (0, 2**64 - 1)},
+        {"shape": (-1,)},
+        {"kind": "object"},
+        {"kind": "load"},
+        {"shape": (50,)},
+    )
     for lie in lies:
         with pytest.raises(StateError):
             thaw(replaced(whole, tensors=(msgspec.structs.replace(place, **lie),)))
+    empty = saved({"weight": torch.empty(0)})
+    with pytest.raises(StateError, match="cannot be"):
+        thaw(replaced(empty, tensors=(msgspec.structs.replace(place, shape=(0, 2**64 - 1)),)))
 
 
 @given(st.binary(max_size=200))

@@ -15,7 +15,7 @@ import pytest
 from colab_swarm.errors import CallRefused, StateError
 from colab_swarm.moe.checkpoints import SavedExpert
 from colab_swarm.moe.chunks import digest_of
-from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SaveRecord
+from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SavePlace, SaveRecord
 from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual
@@ -126,6 +126,50 @@ def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_
     play(tmp_path, story)
 
 
+def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "carol", "dave")
+        first = await scene.save(copies, saved(step=1))
+        for name in ("bob", "carol", "dave"):
+            shelf_of(scene.members[name])._quota_bytes = 1000
+        second = await scene.save(copies, saved(step=2, value=1.0))
+        assert len(first.holders) == 2 and not second.holders
+        scene.crash("alice")
+        reader = scene.copies("dave")
+        lost, safe = await reader.claims("ffn.0.0")
+        assert (lost.step, safe.step) == (2, 1) and scene.run.network.fired
+        with pytest.raises(StateError, match="none of 1 holders"):
+            await reader.fetch("ffn.0.0", lost, limit_bytes=LIMIT_BYTES)
+        again = await reader.fetch("ffn.0.0", safe, limit_bytes=LIMIT_BYTES)
+        assert np.array_equal(again.blob, saved(step=1).blob)
+
+    play(tmp_path, story)
+
+
+def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", copies=1)
+        others = await scene.members["alice"].premises.holders.others()
+        tries: list[str] = []
+        scene.crash("bob")
+        alice = scene.members["alice"].peers
+        dial = alice.stream
+
+        async def stream(*arguments: Any, **more: Any) -> Any:
+            tries.append("bob")
+            return await dial(*arguments, **more)
+
+        alice.stream = stream  # type: ignore[method-assign]
+        for i in range(3):
+            await copies.save(saved(f"ffn.0.{i}"), others)
+        assert tries == ["bob"] and scene.run.network.fired
+        await asyncio.sleep(61)
+        await copies.save(saved("ffn.0.0"), others)
+        assert tries == ["bob", "bob"]
+
+    play(tmp_path, story)
+
+
 def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
@@ -194,7 +238,7 @@ def test_a_claim_of_a_save_that_nobody_has_is_passed_over(tmp_path: Path) -> Non
         copies = await scene.open("alice", "bob", "mallory")
         await scene.save(copies, saved(step=7))
         liar = scene.members["mallory"].services
-        record = SaveRecord(10**9, bytes(32), (liar.peers.contact,))
+        record = SaveRecord((SavePlace(10**9, bytes(32), (liar.peers.contact,)),))
         key = "run/experts/ffn.0.0/save"
         await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
         lie, truth = await scene.copies("bob").claims("ffn.0.0")
@@ -275,8 +319,8 @@ def test_garbled_records_are_left_out(tmp_path: Path) -> None:
         many = (Contact(PeerId(bytes(32)), ()),) * 50
         for key, value in (
             ("run/experts/ffn.0.0/save", "rubbish"),
-            ("run/experts/ffn.0.0/save", [1, bytes(32), many]),
-            ("run/experts/ffn.0.0/save", [1, bytes(3), ()]),
+            ("run/experts/ffn.0.0/save", [[[1, bytes(32), many]]]),
+            ("run/experts/ffn.0.0/save", [[[1, bytes(3), ()]]]),
             ("run/expert-holders", {"room": "much"}),
             ("run/experts/ffn/saves", SavedIndices(((7, 7), (0, 0)))),
             ("run/experts/ffn/saves", 7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,27 @@ import pytest
 import torch
 from torch import nn
 
+from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
-from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import ExpertCalls
-from colab_swarm.moe.copies import SaveRecord
+from colab_swarm.moe.copies import SavePlace, SaveRecord
+from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, plan_host, sample_of
-from colab_swarm.moe.hosting import Hosting, Wanted
+from colab_swarm.moe.hosting import Hosting, HostSettings, Premises, Wanted
+from colab_swarm.moe.services import ExpertServices
+from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, KIND, MODEL, SETTINGS, Member, Run, saved, train
+from tests.net.swarm import peers, until
+from tests.net.swarm import run as run_real
+
+QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
 
 EXPIRED_S = 120.0
 """Two lives of an announcement, and looks for the dead in between."""
@@ -140,7 +149,8 @@ def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: 
         chunks = mallory.premises.holders.shelf.chunks
         for piece in lies.pieces.values():
             chunks.put(piece)
-        record = SaveRecord(10**9, next(iter(lies.pieces)), (mallory.peers.contact,))
+        place = SavePlace(10**9, next(iter(lies.pieces)), (mallory.peers.contact,))
+        record = SaveRecord((place,))
         key, me = f"run/experts/{uid}/save", mallory.peers.id
         await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
         run.network.now().crash("bob")
@@ -238,6 +248,49 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
             await ExpertCalls(reader.peers).forward(info, torch.ones(2, 4).numpy())
 
     play(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peers("alice", "bob", "carol") as nodes:
+            members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
+            hostings = [Hosting(premises, KIND, Wanted(1, 2), MODEL, QUICK) for premises in members[1:]]
+            for hosting in hostings:
+                await hosting.start()
+            (uid,) = hostings[0].experts
+            info = await members[0].directory.find(GRID, uid)
+            assert info is not None
+            ones = torch.ones(2, 4).numpy()
+            for _ in range(3):
+                await ExpertCalls(nodes[0]).backward(info, ones, ones)
+            await hostings[0].save()
+            assert hostings[0].copies.kept[uid].holders == {nodes[2].id}
+            hostings[0].vanish()
+            await close(members[1], nodes[1])
+            await until(lambda: uid in hostings[1].experts)
+            assert hostings[1].experts[uid].step == 3
+            await hostings[1].stop()
+            for premises, node in zip(members, nodes, strict=True):
+                await close(premises, node)
+
+    run_real(main())
+
+
+async def real_member(node: Node, entry: Node, folder: Path) -> Premises:
+    dht = DHT(node, DHTSettings(), random.Random(0))
+    await dht.bootstrap([entry.contact] if entry is not node else [])
+    services = ExpertServices(node, dht, EventLog(), random.Random(0), "run")
+    directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
+    return Premises.open(services, directory, folder / node.id.hex()[:8])
+
+
+async def close(premises: Premises, node: Node) -> None:
+    premises.holders.vanish()
+    await premises.server.close()
+    await premises.directory.close()
+    await asyncio.gather(*premises.services.dht.vanish(), return_exceptions=True)
+    await node.close()
 
 
 # -- what a user says and sees
