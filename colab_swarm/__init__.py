@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from colab_swarm.diagnosis.doctor import doctor
     from colab_swarm.errors import (
+        ExpertError,
         InviteError,
         JoinError,
+        NoExpertsError,
         PeerError,
         StateError,
         SwarmError,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
         TunnelError,
     )
     from colab_swarm.joining import create, join
+    from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+    from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.net.relay import RelayQuota
     from colab_swarm.presence import PeerOptions
     from colab_swarm.recipes.albert import albert
@@ -45,10 +49,14 @@ _HOMES = {
     "Allowlist": "trust.authority",
     "Budget": "training.thrift",
     "CheckpointFolder": "training.checkpoint",
+    "ExpertError": "errors",
+    "ExpertRule": "moe.expert",
+    "FeedForward": "moe.blocks",
     "InviteError": "errors",
     "JoinError": "errors",
     "Lamb": "training.lamb",
     "Lars": "training.lars",
+    "NoExpertsError": "errors",
     "PeerError": "errors",
     "PeerOptions": "presence",
     "RelayQuota": "net.relay",
@@ -58,6 +66,7 @@ _HOMES = {
     "SwarmError": "errors",
     "SwarmOptimizer": "training.optimizer",
     "TermsError": "errors",
+    "TransformerBlock": "moe.blocks",
     "TunnelError": "errors",
     "albert": "recipes.albert",
     "create": "joining",
@@ -88,12 +97,17 @@ __all__ = [  # noqa: RUF022 - by subject
     "Lars",
     "swav",
     "host_optimizer",
+    "FeedForward",
+    "TransformerBlock",
+    "ExpertRule",
     "SwarmError",
     "PeerError",
     "InviteError",
     "JoinError",
     "TermsError",
     "TunnelError",
+    "ExpertError",
+    "NoExpertsError",
     "StateError",
 ]
 

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.arrays import ArrayAverages
 from colab_swarm.errors import PeerError
-from colab_swarm.invite import Invite, Setting
-from colab_swarm.net.ladder import Reachability, Rung
-from colab_swarm.net.peers import Contact, PeerId, Role
+from colab_swarm.member import Member
+from colab_swarm.moe.grid import Grid
+from colab_swarm.net.peers import PeerId
 from colab_swarm.overview import Overview
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.training.settings import AveragingOptions, Services
-from colab_swarm.trust.contributions import Contribution
-from colab_swarm.trust.service import Trust
-from colab_swarm.widgets.invitation import Invitation
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from colab_swarm.averaging.moshpit import GridResult
+    from colab_swarm.moe.expert import ExpertRule
+    from colab_swarm.moe.experts import HostOptions, MixtureOptions, SwarmExperts
+    from colab_swarm.moe.host import ExpertHost
+    from colab_swarm.moe.layer import MixtureOfExperts
+    from colab_swarm.moe.remote import RemoteExpert
+    from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Swarm:
+class Swarm(Member):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
 
     def __init__(
@@ -47,130 +51,18 @@ class Swarm:
         presence: Presence | None = None,
     ) -> None:
         """``presence`` is None in a simulation."""
-        self._runtime = runtime
-        self._services = services
-        self._presence = presence
+        super().__init__(runtime, services, run_id=run_id, name=name, presence=presence)
         self._averages = ArrayAverages(services.rooms, services.dht, services.averager, run_id)
-        self.run_id = run_id
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self.assistance: Assistance | None = None
+        self._experts: SwarmExperts | None = None
         self.left = False
-        self.name = name
-        self.events = services.events
         self._overview = Overview(services, run=self.run, name=name)
 
-    # --- who and where --------------------------------------------------------------------------------------------
-
-    @property
-    def id(self) -> PeerId:
-        """This peer's id, 32 bytes."""
-        return self._services.peers.id
-
-    @property
-    def contact(self) -> Contact:
-        """This peer's id and the addresses where it can be dialled."""
-        return self._services.peers.contact
-
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        return self.run_id.rpartition("-")[0]
-
-    @property
-    def reachability(self) -> Reachability:
-        """How others reach this peer, and why not better: ``print(swarm.reachability.explain())``."""
-        if self._presence is not None:
-            return self._presence.reachability.current
-        addresses = self.contact.addresses
-        return Reachability(Rung.DIRECT if addresses else Rung.OUTGOING, addresses=addresses)
-
-    def invite(
-        self,
-        *,
-        role: str | None = None,
-        hours: float | None = None,
-        uses: int | None = None,
-        settings: Mapping[str, Setting] | None = None,
-    ) -> Invitation:
-        """One line that lets others join; in a notebook it shows itself with a QR code and badges.
-
-        The authority (the peer that created the run) makes new ones. Other peers pass on the invitation that they
-        came by, with fresh addresses; in a run that is open to everybody any peer makes them.
-
-        Args:
-            role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
-            hours: for how long one may join by it; 24 by default.
-            uses: how many peers may; any number by default. The authority counts, so it has to be there then.
-            settings: suggestions for training, such as ``{"target_batch_size": 4096}``.
-
-        Raises:
-            JoinError: nobody could use it: no known peer accepts connections.
-            PermissionError: only the authority can make such an invitation.
-            ValueError: the role, hours or uses make no sense.
-        """
-        presence = self._require_real()
-        invite = self._runtime.call(_invite(presence, role, hours, uses))
-        if settings is not None:
-            invite = invite.with_settings(settings)
-        return Invitation(
-            str(invite),
-            run=self.run,
-            role=invite.role.name.lower(),
-            expires_at=invite.expires_at,
-            uses=invite.uses or None,
-        )
-
-    @property
-    def suggestions(self) -> Mapping[str, Setting]:
-        """Settings for training that the invitation suggests."""
-        invitation = self._presence.entrance.invitation if self._presence else None
-        return {} if invitation is None else dict(invitation.settings)
-
-    def _check_role(self) -> None:
-        """Others would refuse the gradients; better to know before they are computed."""
-        invitation = self._presence.entrance.invitation if self._presence else None
-        if invitation is not None and invitation.role < Role.WORKER:
-            role = invitation.role.name.lower()
-            raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")
-
-    def _require_real(self) -> Presence:
-        if self._presence is None:
-            raise PermissionError("nobody from outside can join a simulated run, nor be put out of it")
-        return self._presence
-
-    def revoke(self, peer: PeerId | str) -> None:
-        """Put a peer out of the run for good: it is out everywhere within a minute.
-
-        Args:
-            peer: its id, or the first hex digits of it, as panels show them; or the text of an invitation, which puts
-                out those who are in by it alone.
-
-        Raises:
-            PermissionError: this peer did not create the run, or the run is open to everybody.
-            ValueError: no such peer is known, or several are.
-        """
-        trust = self._require_real().trust
-        if isinstance(peer, str):
-            subject = Invite.parse(peer, now=0.0).key.id if "#" in peer else self._find(peer)
-        else:
-            subject = peer
-        self._runtime.call(_revoke(trust, subject))
-
-    def _find(self, digits: str) -> PeerId:
-        known = {*self._services.peers.linked()}
-        if self._optimizer is not None:
-            known |= self._optimizer.collaboration.progress.records.keys()
-        found = [peer for peer in known if peer.hex().startswith(digits.lower())]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} peers are known whose id begins with {digits!r}")
-        return found[0]
-
-    def contributions(self) -> tuple[Contribution, ...]:
-        """The leaderboard: who gave how much, as the others saw it; most samples first."""
-        if self._presence is None:
-            return ()
-        return self._runtime.call(self._presence.trust.contributions.read())
+    def _known_peers(self) -> set[PeerId]:
+        trained = self._optimizer.collaboration.progress.records if self._optimizer is not None else {}
+        return {*super()._known_peers(), *trained}
 
     # --- what it is for -------------------------------------------------------------------------------------------
 
@@ -255,6 +147,101 @@ class Swarm:
         self.assistance = Assistance(self._runtime, assistant)
         return self.assistance
 
+    def host_experts(
+        self,
+        prefix: str,
+        make_expert: Callable[[], nn.Module],
+        *,
+        grid: Sequence[int],
+        count: int | Sequence[str] | None = None,
+        sample: Sequence[int] | None = None,
+        rule: ExpertRule | None = None,
+        **options: Unpack[HostOptions],
+    ) -> ExpertHost:
+        """Host experts of a mixture on this machine's accelerator, or CPU; see `ExpertHost`.
+
+        Calling it again for a prefix replaces the former host. Experts whose hosts died go on from their last save.
+
+        Args:
+            prefix: names the kind of experts.
+            make_expert: makes one: ``lambda: cs.FeedForward(512)``, or any module from (n, *sample) to the same shape.
+            grid: how many experts each dimension of the grid has room for; the same for all peers.
+            count: how many, or which by name (``["ffn.0.3"]``); None: as many as fit, with the arithmetic printed.
+            sample: shape of one sample; -1: any length. The experts that ship know theirs.
+            rule: how each expert learns; Adam with learning rate 1e-3 if left out.
+            **options: ``folder``, ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostOptions`.
+
+        Raises:
+            ValueError: the module cannot be an expert, or an argument is not usable.
+            PermissionError: this peer joined as a viewer or reducer.
+        """
+        self._check_role()
+        how_many = count if isinstance(count, int) else None
+        uids = None if isinstance(count, int) else count
+        return self._use_experts().host(
+            Grid.of(prefix, grid),
+            make_expert,
+            sample=sample,
+            rule=rule,
+            count=how_many,
+            uids=uids,
+            options=options,
+        )
+
+    def mixture_of_experts(
+        self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **options: Unpack[MixtureOptions]
+    ) -> MixtureOfExperts:
+        """A layer (..., dim) -> (..., dim) whose experts are hosted by the swarm; see `MixtureOfExperts`.
+
+        Args:
+            prefix, grid: as given to `host_experts`.
+            dim: of the inputs' last dimension.
+            k: experts asked per sample.
+            **options: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``codec``, ``timeout_s``: see
+                `MixtureOptions`.
+
+        Raises:
+            ValueError: an argument is not usable.
+        """
+        return self._use_experts().mixture(Grid.of(prefix, grid), dim, k=k, options=options)
+
+    def expert(
+        self, uid: str, *, grid: Sequence[int], codec: str = "float32", timeout_s: float = 30.0
+    ) -> RemoteExpert:
+        """One expert, such as ``ffn.3.7``, as a module; it learns when you call ``backward()``."""
+        prefix = uid.rsplit(".", len(grid))[0]
+        return self._use_experts().remote(Grid.of(prefix, grid), uid, codec=codec, timeout_s=timeout_s)
+
+    def _use_experts(self) -> SwarmExperts:
+        from colab_swarm.moe.experts import SwarmExperts
+        from colab_swarm.moe.services import ExpertServices
+
+        self._check_here()
+        if self._experts is None:
+            mine = self._services
+            services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id)
+            self._experts = SwarmExperts(self._runtime, services)
+        return self._experts
+
+    def trainer(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        optimizer: Optimizer,
+        **settings: Any,
+    ) -> AsyncTrainer[Any]:
+        """Train with many batches in flight, so that slow experts keep nobody waiting; see `AsyncTrainer`.
+
+        Args:
+            model: holds mixtures of experts somewhere inside.
+            loss: of a copy of the model and a batch.
+            optimizer: of the model's own parameters; may be what `optimizer` gives.
+            **settings: see `TrainerSettings`: ``concurrency``, ``max_grad_norm``, ``patience_s``, ``progress``.
+        """
+        from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
+
+        return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
+
     def panel(self) -> Panel:
         """A live view of the swarm: widgets in a notebook, text elsewhere."""
         from colab_swarm.widgets.panel import Panel
@@ -277,6 +264,8 @@ class Swarm:
             return
         for optimizer in self._optimizers.values():
             optimizer.close(hand_over_s=hand_over_s)
+        if self._experts is not None:
+            self._experts.close()
         self.left = True
         if self.assistance is not None:
             self.assistance.stop()
@@ -290,6 +279,8 @@ class Swarm:
             optimizer.collaboration.vanish()
         if self.assistance is not None:
             self.assistance.vanish()
+        if self._experts is not None:
+            self._experts.vanish()
         self._services.dht.vanish()
 
     def __enter__(self) -> Swarm:
@@ -317,15 +308,6 @@ class Swarm:
         from colab_swarm.widgets.render import render_html
 
         return render_html(self.snapshot())
-
-
-async def _invite(presence: Presence, role: str | None, hours: float | None, uses: int | None) -> Invite:
-    authority = presence.trust.authority
-    return presence.entrance.invite(presence.node, authority, role=role, hours=hours, uses=uses)
-
-
-async def _revoke(trust: Trust, subject: PeerId) -> None:
-    trust.revoke(subject)
 
 
 async def _close(services: Services, presence: Presence | None) -> None:

@@ -17,7 +17,7 @@ LAYERS = [
     {"recipes"},
     {"sim"},
     {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {"access", "presence", "overview", "swarm", "joining", "simulation"},
+    {"access", "presence", "overview", "member", "swarm", "joining", "simulation"},
     {"diagnosis", "backbone"},
     {"cli", "demo", "bench", "__init__"},
 ]
