@@ -33,6 +33,20 @@ class FoundValue(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
+class Fetch(Message, frozen=True):
+    """What do you hold under ``key``? If nothing, ask on: at peers nearer to it, ``relays`` in a row at most."""
+
+    key: bytes
+    relays: int
+
+
+class Fetched(Message, frozen=True):
+    """All records of the first peer found to hold any, and how many queries in a row it took after this one."""
+
+    records: tuple[Record, ...]
+    hops: int
+
+
 class Store(Message, frozen=True):
     """Hold these records; ``at`` is the sender's swarm time."""
 

@@ -18,14 +18,23 @@ import contextlib
 import hashlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
+from colab_swarm.dht.messages import (
+    Fetch,
+    Fetched,
+    FindPeers,
+    FindValue,
+    FoundPeers,
+    FoundValue,
+    Store,
+    Stored,
+)
 from colab_swarm.dht.records import ID_BYTES, Inspector, Record, owner_of, write_record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.search import Searcher, is_sound
@@ -43,6 +52,9 @@ REMEMBERED = 1000
 """Keys whose replicas, and peers whose skews, are remembered."""
 RECORDS_AT_ONCE = 16
 CUT_OFF_RETRY_S = 2.0
+MAX_RELAYS = 4
+RELAY_WIDTH = 2
+"""How many peers in a row a fetch passes, and whom each asks on: one silent peer holds nothing up."""
 SKEW_S = 60.0
 """Clocks further apart than this are reported."""
 
@@ -83,6 +95,7 @@ class DHT:
         self._last_version = 0
         peers.serve(FindPeers, self._on_find_peers)
         peers.serve(FindValue, self._on_find_value)
+        peers.serve(Fetch, self._on_fetch)
         peers.serve(Store, self._on_store, role=Role.REDUCER)
 
     # -- what users call
@@ -140,14 +153,22 @@ class DHT:
         if not first:  # perhaps the nearest have just joined
             lookup.widen(self.settings.replicas + self.settings.read_replicas)
             await self._searcher.search(lookup, ask)
-        swarm_time = self._peers.time()
-        found = {
-            record.subkey: Found(
-                msgspec.msgpack.decode(record.value), swarm_time + record.ttl_s, owner_of(record)
-            )
-            for record in merged.get(id, now=self._loop.time())
-        }
+        found = self._found_in(merged, id)
         return Reading(found, lookup.hops(first[0]) if first else None, lookup.calls)
+
+    async def fetch(self, key: str | bytes) -> Reading:
+        """Like `read`, but faster and less sure: what the first holder to answer holds.
+
+        Queries travel on from peer to nearer peer, over links that stand, where `read` would dial each itself. A
+        write that missed this holder is missed; whoever is asked first and lies may hide everything.
+        """
+        id, merged = key_id(key), Storage(self._inspector)
+        hops, width = None, self.settings.parallel
+        async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
+            if "" in await self._put(merged, id, answer.records):
+                hops = answer.hops
+                break
+        return Reading(self._found_in(merged, id), hops, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
         """Where ``peer`` can be dialled; None if nobody near it knows."""
@@ -166,7 +187,7 @@ class DHT:
 
     async def stop(self) -> None:
         """End the background work and serve no more."""
-        for kind in (FindPeers, FindValue, Store):
+        for kind in (FindPeers, FindValue, Fetch, Store):
             self._peers.unserve(kind)
         await asyncio.gather(*self.vanish(), return_exceptions=True)
 
@@ -191,6 +212,32 @@ class DHT:
         if "" in refusals:
             first.append(contact.id)
         return contacts
+
+    def _found_in(self, merged: Storage, key: bytes) -> dict[bytes, Found]:
+        swarm_time = self._peers.time()
+        return {
+            record.subkey: Found(
+                msgspec.msgpack.decode(record.value), swarm_time + record.ttl_s, owner_of(record)
+            )
+            for record in merged.get(key, now=self._loop.time())
+        }
+
+    async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
+        """What we hold or, if nothing, what the ``width`` nearest peers we know can fetch, as it comes."""
+        if held := self._storage.get(key, now=self._loop.time()):
+            yield Fetched(held, 0)
+        elif relays > 0:
+            asked = [self._ask_on(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
+            for answer in asyncio.as_completed(list(map(self._searcher.spawn, asked))):
+                yield await answer
+
+    async def _ask_on(self, key: bytes, relays: int, contact: Contact) -> Fetched:
+        try:
+            answer = await self._searcher.call(contact, Fetch(key, relays), Fetched)
+        except PeerError as error:
+            logger.debug("%s fetches nothing: %s", short(contact.id), error)
+            return Fetched((), 0)
+        return Fetched(answer.records, answer.hops + 1)
 
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
         """Store at the nearest peers; returns how many took all."""
@@ -236,6 +283,15 @@ class DHT:
     async def _on_find_value(self, caller: PeerId, message: FindValue) -> FoundValue:
         contacts = self._nearest_for(caller, message.key, message.asker)
         return FoundValue(self._storage.get(message.key, now=self._loop.time()), contacts)
+
+    async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
+        if len(message.key) != ID_BYTES:
+            raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(message.key)}")
+        relays = 0 if self._nearest_to(message.key) else min(message.relays, MAX_RELAYS)
+        async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
+            if answer.records:
+                return answer
+        return Fetched((), 0)
 
     async def _on_store(self, caller: PeerId, message: Store) -> Stored:
         contacts = self._nearest_for(caller, message.key, message.asker)

@@ -23,11 +23,11 @@ class Cache(Generic[K, V]):
     """Values by key, each good for a while.
 
     Args:
-        load: ``await load(key, old)`` reads the value of a key and says for how many seconds it is good; ``old`` is
-            the value held before, if any.
+        load: ``await load(key, old, anew)`` reads the value of a key and says for how many seconds it is good;
+            ``old`` is the value held before, if any, ``anew`` as in `get`.
     """
 
-    def __init__(self, load: Callable[[K, V | None], Awaitable[tuple[V, float]]]) -> None:
+    def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
         self._load = load
         self._entries: dict[K, _Entry[V]] = {}
         self._loads: dict[K, asyncio.Task[V]] = {}
@@ -73,13 +73,13 @@ class Cache(Generic[K, V]):
     def _begin(self, key: K, *, anew: bool = False) -> asyncio.Task[V]:
         if anew or key not in self._loads:
             self.loads += 1
-            load = self._loads[key] = self._loop.create_task(self._read(key))
+            load = self._loads[key] = self._loop.create_task(self._read(key, anew))
             load.add_done_callback(lambda done: self._ended(key, done))
         return self._loads[key]
 
-    async def _read(self, key: K) -> V:
+    async def _read(self, key: K, anew: bool) -> V:
         entry = self._entries.get(key)
-        value, good_s = await self._load(key, entry.value if entry else None)
+        value, good_s = await self._load(key, entry.value if entry else None, anew)
         now = self._loop.time()
         self._entries.pop(key, None)
         self._entries[key] = _Entry(value, now + good_s / 2, now + good_s)

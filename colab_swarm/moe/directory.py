@@ -229,8 +229,7 @@ class Directory:
         """Where the expert runs; None if it does not live or is left out for its failures."""
         index = grid.index(uid)
         row = (await self._listings(grid, [index[:-1]]))[index[:-1]]
-        infos = self._infos(grid, index[:-1], row)
-        return infos.get(index)
+        return self._info(grid, index, row)
 
     async def live(self, grid: Grid) -> list[ExpertInfo]:
         """All experts that can be called, in the order of the grid."""
@@ -240,10 +239,9 @@ class Directory:
             masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
             prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
         rows = await self._listings(grid, prefixes)
-        infos = {
-            i: info for prefix, row in rows.items() for i, info in self._infos(grid, prefix, row).items()
-        }
-        return [infos[index] for index in sorted(infos)]
+        places = ((*prefix, j) for prefix in sorted(rows) for j in range(grid.sides[-1]))
+        infos = (self._info(grid, place, rows[place[:-1]]) for place in places)
+        return [info for info in infos if info]
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """For each sample the ``k`` best experts that can be called, best first; fewer if fewer live.
@@ -261,10 +259,12 @@ class Directory:
             shapes = [s.shape for s in scores]
             raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         found, rows = await self._search(grid, scores, k)
-        infos: dict[Index, ExpertInfo] = {}
-        for prefix in {index[:-1] for sample in found.best for index in sample}:
-            infos |= self._infos(grid, prefix, rows[prefix])
-        chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
+        if not any(found.best):  # a hasty look-up may have missed them
+            await self._listings(grid, rows, anew=True)
+            found, rows = await self._search(grid, scores, k)
+        indices = {index for sample in found.best for index in sample}
+        infos = {index: self._info(grid, index, rows[index[:-1]]) for index in indices}
+        chosen = [[info for index in sample if (info := infos[index])] for sample in found.best]
         if chosen and not any(chosen):
             raise NoExpertsError(self._nobody(grid))
         return chosen
@@ -294,20 +294,16 @@ class Directory:
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
         return listing.mask(grid.sides[len(prefix)], self._loop.time(), grid.uid(prefix), self._bans)
 
-    def _infos(self, grid: Grid, prefix: Index, row: Listing) -> dict[Index, ExpertInfo]:
-        """The experts of a row that can be called; their hosts' addresses are learned."""
-        infos: dict[Index, ExpertInfo] = {}
-        ahead_s = self._peers.time() - self._loop.time()
-        for word in row.usable(self._loop.time(), grid.uid(prefix), self._bans):
-            if word.place is not None:
-                index = (*prefix, word.index)
-                uid = grid.uid(index)
-                infos[index] = ExpertInfo(
-                    uid, word.host, word.place.shape, word.place.step, word.until + ahead_s
-                )
-                self._hosts[uid] = word.host.id
-                self._peers.learn(word.host)
-        return infos
+    def _info(self, grid: Grid, index: Index, row: Listing) -> ExpertInfo | None:
+        """What is known of an expert that can be called; its host's addresses are learned."""
+        now, uid = self._loop.time(), grid.uid(index)
+        word = row.usable(index[-1], now, grid.uid(index[:-1]), self._bans)
+        if word is None or word.place is None:
+            return None
+        self._hosts[uid] = word.host.id
+        self._peers.learn(word.host)
+        expires_at = self._peers.time() + word.until - now
+        return ExpertInfo(uid, word.host, word.place.shape, word.place.step, expires_at)
 
     def _nobody(self, grid: Grid) -> str:
         seen, at = self._seen.get(grid, (set(), 0.0))
@@ -338,11 +334,12 @@ class Directory:
         found = await self._cache.get([(grid, prefix) for prefix in prefixes], anew=anew)
         return {prefix: listing for (_, prefix), listing in found.items()}
 
-    async def _read(self, key: tuple[Grid, Index], old: Listing | None) -> tuple[Listing, float]:
-        """Read a prefix; who was there before and is not there now is believed until its word ends."""
+    async def _read(self, key: tuple[Grid, Index], old: Listing | None, anew: bool) -> tuple[Listing, float]:
+        """Read a prefix, in haste the first time; who was there before is believed until its word ends."""
         grid, prefix = key
         began = self._loop.time()
-        pages = await asyncio.gather(*(self._dht.get(name) for name in keys(self._run_id, grid, prefix)))
+        read = self._dht.read if old or anew else self._dht.fetch
+        pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, prefix)))
         now, swarm_time = self._loop.time(), self._peers.time()
         words = dict(old.words) if old else {}
         ends = {host: {word.until for word in told} for host, told in words.items()}
@@ -350,7 +347,7 @@ class Directory:
             del words[host]
         fresh: dict[PeerId, list[Holding]] = {}
         for page in pages:
-            for host, told in holdings(grid, prefix, page, now=now, swarm_time=swarm_time).items():
+            for host, told in holdings(grid, prefix, page.found, now=now, swarm_time=swarm_time).items():
                 fresh.setdefault(host, []).extend(told)
         listing = Listing(words | fresh)
         logger.debug("read %s in %.0f ms", grid.uid(prefix), (now - began) * 1e3)

@@ -29,19 +29,18 @@ class Listing:
         """Hosts' words for an index that still hold, the rightful one's first."""
         return (word for word in self._by_index.get(index, ()) if word.until > now)
 
-    def usable(self, now: float, uid: str, bans: Bans) -> Iterator[Holding]:
-        """Who can be called for each index, the rightful one of those that are not banned."""
-        for index in self._by_index:
-            for word in self.live(index, now):
-                if word.served and not (word.place and bans.banned((f"{uid}.{index}", word.host.id), now)):
-                    yield word
-                    break
+    def usable(self, index: int, now: float, uid: str, bans: Bans) -> Holding | None:
+        """Who can be called for an index of the prefix ``uid``: the rightful one of those that are not banned."""
+        for word in self.live(index, now):
+            if word.served and not (word.place and bans.banned((f"{uid}.{index}", word.host.id), now)):
+                return word
+        return None
 
     def mask(self, side: int, now: float, uid: str, bans: Bans) -> Mask:
-        """The indices that `usable` yields; worked out anew only when something has changed."""
+        """The usable indices; worked out anew only when something has changed."""
         if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(side, np.bool_)
-            self._mask[[word.index for word in self.usable(now, uid, bans)]] = True
+            self._mask[[index for index in self._by_index if self.usable(index, now, uid, bans)]] = True
             ends = (word.until for word in itertools.chain(*self._by_index.values()) if word.until > now)
             self._mask_version = bans.version
             self._mask_until = min([bans.next_end(now), *ends], default=math.inf)

@@ -317,6 +317,8 @@ class SimPeers:
         other = self._network.dialled(address)
         if other is None:
             raise PeerUnreachable(f"nobody answers at {address}")
+        if self._network.standing(self, other) and other.up and other.id == peer:
+            return self._connect(other)
         rtt_s = 2 * self._network.latency_s(self, other)
         await asyncio.sleep(rtt_s)
         while self._network.separated(self.name, other.name):
@@ -328,8 +330,11 @@ class SimPeers:
             raise WrongPeer(f"{short(other.id)} answers at {address}, not {short(peer)}")
         if not (self.up and other.up):
             raise PeerUnreachable(f"{other.name} vanished while being dialled")
-        if peer not in self._links:  # it may have dialled us meanwhile
-            self._links[peer] = other._links[self.id] = self._network.link(self, other)
+        self._connect(other)
+
+    def _connect(self, other: SimPeers) -> None:
+        if other.id not in self._links:  # it may have dialled us meanwhile
+            self._links[other.id] = other._links[self.id] = self._network.link(self, other)
             self.learn(other.contact)
             other.learn(self.contact)
 

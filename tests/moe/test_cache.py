@@ -13,10 +13,12 @@ class Far:
 
     def __init__(self) -> None:
         self.reads: list[tuple[str, int | None]] = []
+        self.anew = False
         self.cache: Cache[str, int] = Cache(self.read)
 
-    async def read(self, key: str, old: int | None) -> tuple[int, float]:
+    async def read(self, key: str, old: int | None, anew: bool) -> tuple[int, float]:
         self.reads.append((key, old))
+        self.anew = anew
         value = len(self.reads)
         await asyncio.sleep(1)
         return value, 10.0
@@ -74,7 +76,7 @@ def test_what_is_asked_for_anew_is_read_by_a_read_that_begins_now() -> None:
         early = asyncio.create_task(far.cache.get(["a"]))
         await asyncio.sleep(0.5)
         assert await far.cache.get(["a"], anew=True) == {"a": 2}
-        assert await early == {"a": 1} and far.cache.peek("a") == 2
+        assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.anew
 
     run_virtual(main())
 
