@@ -22,6 +22,7 @@ BENCHMARKS = (
     "soak",
     "experts",
     "moe-throughput",
+    "beam-search",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert")

@@ -229,7 +229,7 @@ class Directory:
         """Where the expert runs; None if it does not live or is left out for its failures."""
         index = grid.index(uid)
         row = (await self._listings(grid, [index[:-1]]))[index[:-1]]
-        return self._info(grid, index, row)
+        return self._infos(grid, [index], {index[:-1]: row}).get(index)
 
     async def live(self, grid: Grid) -> list[ExpertInfo]:
         """All experts that can be called, in the order of the grid."""
@@ -240,8 +240,7 @@ class Directory:
             prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
         rows = await self._listings(grid, prefixes)
         places = ((*prefix, j) for prefix in sorted(rows) for j in range(grid.sides[-1]))
-        infos = (self._info(grid, place, rows[place[:-1]]) for place in places)
-        return [info for info in infos if info]
+        return list(self._infos(grid, places, rows).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """For each sample the ``k`` best experts that can be called, best first; fewer if fewer live.
@@ -262,9 +261,8 @@ class Directory:
         if not any(found.best):  # a hasty look-up may have missed them
             await self._listings(grid, rows, anew=True)
             found, rows = await self._search(grid, scores, k)
-        indices = {index for sample in found.best for index in sample}
-        infos = {index: self._info(grid, index, rows[index[:-1]]) for index in indices}
-        chosen = [[info for index in sample if (info := infos[index])] for sample in found.best]
+        infos = self._infos(grid, {index for sample in found.best for index in sample}, rows)
+        chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
         if chosen and not any(chosen):
             raise NoExpertsError(self._nobody(grid))
         return chosen
@@ -294,16 +292,21 @@ class Directory:
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
         return listing.mask(grid.sides[len(prefix)], self._loop.time(), grid.uid(prefix), self._bans)
 
-    def _info(self, grid: Grid, index: Index, row: Listing) -> ExpertInfo | None:
-        """What is known of an expert that can be called; its host's addresses are learned."""
-        now, uid = self._loop.time(), grid.uid(index)
-        word = row.usable(index[-1], now, grid.uid(index[:-1]), self._bans)
-        if word is None or word.place is None:
-            return None
-        self._hosts[uid] = word.host.id
-        self._peers.learn(word.host)
-        expires_at = self._peers.time() + word.until - now
-        return ExpertInfo(uid, word.host, word.place.shape, word.place.step, expires_at)
+    def _infos(
+        self, grid: Grid, indices: Iterable[Index], rows: Mapping[Index, Listing]
+    ) -> dict[Index, ExpertInfo]:
+        """Those of the experts that can be called; their hosts' addresses are learned."""
+        infos: dict[Index, ExpertInfo] = {}
+        now = self._loop.time()
+        ahead_s = self._peers.time() - now
+        for index in indices:
+            word = rows[index[:-1]].usable(index[-1], now, grid.uid(index[:-1]), self._bans)
+            if word is not None and word.place is not None:
+                uid, place = grid.uid(index), word.place
+                infos[index] = ExpertInfo(uid, word.host, place.shape, place.step, word.until + ahead_s)
+                self._hosts[uid] = word.host.id
+                self._peers.learn(word.host)
+        return infos
 
     def _nobody(self, grid: Grid) -> str:
         seen, at = self._seen.get(grid, (set(), 0.0))
