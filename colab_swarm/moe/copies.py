@@ -116,9 +116,7 @@ class Copies:
     """Saves this peer's experts and finds saves of any."""
 
     def __init__(self, services: ExpertServices, holders: Holders, *, copies: int) -> None:
-        """``copies``: at so many other peers, if there are as many."""
-        if not 0 <= copies <= MAX_HOLDERS:
-            raise ValueError(f"copies={copies}: an expert is kept by 0 to {MAX_HOLDERS} other peers")
+        """``copies``: at so many other peers, if there are as many; at most `MAX_HOLDERS`."""
         self.kept: dict[str, Kept] = {}
         self._safe: dict[str, SavePlace] = {}  # the last save that was
         self._failed_at: dict[PeerId, float] = {}  # swarm time

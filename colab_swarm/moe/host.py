@@ -198,6 +198,7 @@ class ExpertHost:
         """End like a process that is killed. For simulated crashes, on the runtime's loop."""
         self._stopped = True
         self._hosting.vanish()
+        self._premises.holders.vanish()
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,7 @@ from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.checkpoints import check_fit, cut, freeze, thaw
 from colab_swarm.moe.chunks import Shelf
-from colab_swarm.moe.copies import Claim, Copies
+from colab_swarm.moe.copies import MAX_HOLDERS, Claim, Copies
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule
 from colab_swarm.moe.grid import Grid
@@ -104,6 +104,12 @@ class HostSettings:
     takeover_s: float = 20.0
     farewell_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
+            raise ValueError(f"{self}: copies are 0 to {MAX_HOLDERS}, spare experts 0 or more")
+        if min(self.save_s, self.takeover_s, self.farewell_s) <= 0:
+            raise ValueError(f"{self}: times are above 0")
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -146,7 +152,7 @@ class Hosting:
         await self._premises.holders.start()
         self._go_on(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # of what is claimed, too
         try:
-            await self._take(self.wanted.count, self._own())
+            await self._take(self.wanted.count, self._here())
             await self._fill(self.wanted.count)
         except BaseException:
             await self.stop()
@@ -193,10 +199,9 @@ class Hosting:
         if len(self.experts) < self.wanted.count:
             await self._take(self.wanted.count, self.wanted.uids)
 
-    def _own(self) -> list[str]:
-        """Experts that an earlier process of this peer saved on this disk."""
-        mine = self._services.peers.id
-        return [save.uid for save in self._premises.holders.shelf.saves() if save.owner == mine]
+    def _here(self) -> set[str]:
+        """Experts of this grid with saves on this disk, whoever made them: this peer may have had another id then."""
+        return {save.uid for save in self._premises.holders.shelf.saves() if self._of_grid(save.uid)}
 
     async def _dead(self) -> set[str]:
         """Experts that somebody saved and nobody hosts."""
@@ -286,7 +291,7 @@ class Hosting:
             others = await self._premises.holders.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := [uid for uid in {*self._own(), *self.copies.kept} if self._of_grid(uid)]:
+            if saved := self._here() | self.copies.kept.keys():
                 await self.copies.tell_saved(self.kind.grid, saved)
 
     async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:

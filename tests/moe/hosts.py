@@ -13,7 +13,7 @@ from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.moe.checkpoints import SavedExpert, cut, freeze
 from colab_swarm.moe.chunks import Shelf
-from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, folder: Path, *, seed: int = 0) -> None:
         self.network = SimNetwork(LAN, seed=seed)
-        self._folder = folder
+        self._folder, self.directory_settings = folder, DirectorySettings()
         self._entry: SimPeers | None = None
 
     async def join(self, name: str, *, folder: Path | None = None) -> Member:
@@ -58,16 +58,23 @@ class Run:
         dht.start()
         services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.vanish()])
-        premises = Premises.open(services, Directory(services), folder or self._folder / name)
+        directory = Directory(services, self.directory_settings)
+        premises = Premises.open(services, directory, folder or self._folder / name)
         return Member(peers, services, premises)
 
     async def host(
-        self, name: str, count: int = 1, *, capacity: int | None = None, uids: tuple[str, ...] | None = None
+        self,
+        name: str,
+        count: int = 1,
+        *,
+        capacity: int | None = None,
+        uids: tuple[str, ...] | None = None,
+        settings: HostSettings = SETTINGS,
     ) -> tuple[Member, Hosting]:
         """A new peer that hosts ``count`` experts, and may take over more."""
         member = await self.join(name)
         wanted = Wanted(count, capacity or count, uids)
-        hosting = Hosting(member.premises, KIND, wanted, MODEL, SETTINGS)
+        hosting = Hosting(member.premises, KIND, wanted, MODEL, settings)
         member.peers.when_down(lambda: [*hosting.vanish(), member.premises.holders.vanish()])
         await hosting.start()
         return member, hosting

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
 
 EXPIRED_S = 120.0
 """Two lives of an announcement, and looks for the dead in between."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def play(folder: Path, story: Callable[[Run], Awaitable[None]]) -> None:
@@ -251,6 +261,48 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_path: Path) -> None:
+    """Every 10 s for two minutes a random host dies and another comes."""
+
+    async def story(run: Run) -> None:
+        rng = random.Random(0)
+        run.directory_settings = DirectorySettings(ttl_s=10.0, cache_s=2.0, absent_s=1.0, settle_s=1.0)
+        settings = HostSettings(save_s=3.0, takeover_s=3.0, copies=2)
+        reader = await run.join("reader")
+        hosts = {f"host {i}": await run.host(f"host {i}", 2, capacity=4, settings=settings) for i in range(3)}
+        members = dict(hosts)
+        saved_steps: dict[str, int] = {}
+
+        async def learn() -> None:
+            ones, calls = torch.ones(2, 4).numpy(), ExpertCalls(reader.peers, timeout_s=2.0)
+            while True:
+                for info in await reader.premises.directory.live(GRID):
+                    with contextlib.suppress(ExpertError):
+                        await calls.backward(info, ones, ones)
+                await asyncio.sleep(1.0)
+
+        learning = asyncio.create_task(learn())
+        for i in range(3, 15):
+            await asyncio.sleep(10)
+            victim = rng.choice(sorted(hosts))
+            run.network.now().crash(victim)
+            _, dead = hosts.pop(victim)
+            for uid, kept in dead.copies.kept.items():
+                saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
+            name = f"host {i}"
+            members[name] = hosts[name] = await run.host(name, 2, capacity=4, settings=settings)
+        await asyncio.sleep(60)
+        learning.cancel()
+        taken = [told for member, _ in members.values() for told in hosted(member) if told[2]]
+        assert len(run.network.fired) == 12 and len(taken) >= 10
+        alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
+        assert len(alive) == GRID.size
+        assert all(alive[uid] >= step > 0 for uid, step in saved_steps.items())
+
+    play(tmp_path, story)
+
+
+@pytest.mark.slow
 def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
     async def main() -> None:
         async with peers("alice", "bob", "carol") as nodes:
@@ -347,6 +399,12 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_once() -> None:
 
     with pytest.raises(TypeError, match="cannot be saved without pickle"):
         plan_host(GRID, KIND.make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
+
+
+@pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        HostSettings(**wrong)
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
