@@ -1,4 +1,4 @@
-"""The command line: ``colab-swarm demo | backbone | relay | peer | doctor | bench``."""
+"""The command line: ``colab-swarm demo | backbone | relay | peer | experts | doctor | bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import ReachabilityChanged, RoundFinished, StateReceived, StepFinished
@@ -18,6 +19,9 @@ from colab_swarm.net.relay import RelayQuota
 from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
 from colab_swarm.trust.authority import Allowlist
+
+if TYPE_CHECKING:
+    from colab_swarm.moe.experts import HostOptions
 
 Tell = Callable[..., None]
 MAX_HOURS = 24 * 365
@@ -103,7 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget, each direction")
     peer.set_defaults(command=_peer)
 
-    for command in (backbone, relay, peer):
+    experts = commands.add_parser("experts", help="join a run and host experts for those who train")
+    experts.add_argument("invite", help="the https://…#… line")
+    experts.add_argument("prefix", help="names the kind of experts, such as ffn")
+    experts.add_argument("--grid", type=_grid, required=True, help="such as 16x16, the same for all peers")
+    experts.add_argument("--dim", type=int, required=True, help="width of the layer")
+    experts.add_argument("--hidden", type=int, default=None, help="width inside an expert; 4 x dim")
+    experts.add_argument("--heads", type=int, default=None, help="of attention: Transformer blocks")
+    experts.add_argument("--count", type=int, default=None, help="how many; as many as fit if left out")
+    experts.add_argument("--folder", default=None, help="where saves lie")
+    experts.add_argument("--lr", type=float, default=1e-3, help="Adam learning rate")
+    experts.add_argument("--hours", type=_hours, default=None, help="leave then")
+    experts.set_defaults(command=_experts)
+
+    for command in (backbone, relay, peer, experts):
         _add_network(command)
 
     bench = commands.add_parser("bench", help="measure: link, dht, averaging, overhead", add_help=False)
@@ -133,6 +150,10 @@ def _add_network(command: argparse.ArgumentParser) -> None:
 
 def _steps(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
+
+
+def _grid(text: str) -> list[int]:
+    return [int(side) for side in text.split("x")]
 
 
 def _hours(text: str) -> float:
@@ -261,6 +282,33 @@ def _reduce(options: argparse.Namespace) -> None:
     ) as swarm:
         swarm.assist()
         _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
+
+
+def _experts(options: argparse.Namespace) -> None:
+    import torch
+
+    from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+    from colab_swarm.moe.expert import ExpertRule
+
+    def make() -> torch.nn.Module:
+        if options.heads is not None:
+            return TransformerBlock(options.dim, options.heads, options.hidden)
+        return FeedForward(options.dim, options.hidden)
+
+    with join(
+        options.invite,
+        peer_name=options.peer_name or "experts",
+        options=_options(options),
+        i_have_read_the_terms=options.i_have_read_the_terms,
+    ) as swarm:
+        rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
+        folder: HostOptions = {} if options.folder is None else {"folder": options.folder}
+        host = swarm.host_experts(
+            options.prefix, make, grid=options.grid, count=options.count, rule=rule, **folder
+        )
+        _stay(
+            swarm, options, {"hosting": " ".join(host.uids), "memory": host.arithmetic}, hours=options.hours
+        )
 
 
 def _train(options: argparse.Namespace) -> None:

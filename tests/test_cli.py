@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import colab_swarm as cs
 
 COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
 
@@ -30,6 +33,21 @@ def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130 and process.stderr.read() == ""
     assert told["event"] == "invite" and told["invite"].split("#")[1].startswith("test-run.")
+
+
+@pytest.mark.slow
+def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
+    with cs.create("cli-experts", options=cs.PeerOptions(lan=False)) as swarm:
+        arguments = ["experts", str(swarm.invite()), "ffn", "--grid", "2x2", "--dim", "8", "--count", "3"]
+        command = [*COMMAND, *arguments, "--no-lan", "--json-lines"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stderr is not None
+            told = json.loads(process.stdout.readline())
+            layer = swarm.mixture_of_experts("ffn", 8, grid=(2, 2))
+            layer(torch.ones(4, 8)).sum().backward()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130 and process.stderr.read() == ""
+    assert told["event"] == "hosting" and set(layer.utilisation) == set(told["hosting"].split())
 
 
 @pytest.mark.slow
