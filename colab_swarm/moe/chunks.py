@@ -92,8 +92,9 @@ class ChunkStore:
     def sweep(self) -> None:
         """Delete every chunk that nobody holds, and what a killed process left half-written."""
         with self._lock:
+            needed = {digest.hex() for digest in self._holds}
             for path in [*self._folder.glob("??/*")]:
-                if path.name not in {digest.hex() for digest in self._holds}:
+                if path.name not in needed:
                     _delete(path)
 
     def _path(self, digest: bytes) -> Path:
@@ -180,7 +181,7 @@ class Shelf:
         Raises:
             StateError: there is no room for it.
         """
-        counted = 0 if save.owner == self._me else save.size_bytes
+        counted = 0 if save.owner == self._me or self._path(save) in self._saves else save.size_bytes
         if counted > self.room_bytes:
             raise StateError(f"{self.room_bytes:,} bytes are left here, {save.size_bytes:,} are needed")
         digests = save.digests
@@ -198,7 +199,7 @@ class Shelf:
         Raises:
             StateError: the disk is full or cannot be written.
         """
-        path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
+        path = self._path(save)
         write_whole(path, msgspec.msgpack.encode(save))
         if path not in self._saves:
             self.chunks.hold(save.digests)
@@ -215,6 +216,9 @@ class Shelf:
     def expire(self, before: float) -> None:
         """Drop what nobody has wanted since ``before``, swarm time in seconds."""
         self._drop([(path, save) for path, save in self._saves.items() if save.at < before])
+
+    def _path(self, save: Save) -> Path:
+        return self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
 
     def _of(self, owner: bytes, uid: str) -> list[tuple[Path, Save]]:
         """In the order in which they came or were wanted again."""

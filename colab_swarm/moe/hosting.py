@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 ANNOUNCEMENTS = 3
 """In the life of a record."""
 REST = 3
-"""Upkeep that took long rests for so many times as long."""
+"""Upkeep that took long rests for so many times as long: saves leave a slow line to calls for the most part."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,13 @@ class Hosting:
         await self._directory.withdraw(self.kind.grid, uids)
         for uid in uids:
             self._server.remove(uid)
-        for expert in self.experts.values():  # first what cannot be slow
-            await self._save(expert)
         try:
+            for expert in self.experts.values():  # first what is quick
+                await self._save(expert)
             async with asyncio.timeout(self._settings.farewell_s):
                 await self.save()
-        except (PeerError, TimeoutError) as error:
-            logger.warning("not all experts were saved at other peers: %s", error or "it took too long")
+        except (PeerError, StateError, TimeoutError) as error:
+            logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
         self.experts.clear()
         for uid in uids:
             self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
@@ -215,8 +215,9 @@ class Hosting:
             return
         claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
         try:
-            for uid in claimed:
-                await self._open(uid)
+            claims = await asyncio.gather(*map(self.copies.claims, claimed))
+            for uid, saves in zip(claimed, claims, strict=True):
+                await self._open(uid, saves)
         finally:
             await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
             if claimed:
@@ -232,9 +233,9 @@ class Hosting:
             return bool(self.kind.grid.index(uid))
         return False
 
-    async def _open(self, uid: str) -> None:
-        """Host a claimed expert, from its newest save or as it is made."""
-        expert, claim = await self._restored(uid)
+    async def _open(self, uid: str, saves: Iterable[Claim]) -> None:
+        """Host an expert, from the first of ``saves`` that can be had and fits, or as it is made."""
+        expert, claim = await self._restored(uid, saves)
         if expert is None:
             expert = await self._server.run(lambda: self._build(uid))
         self._server.add(expert)
@@ -247,9 +248,8 @@ class Hosting:
     def _build(self, uid: str) -> Expert:
         return Expert(uid, self.kind.make(), self.kind.rule, self.kind.sample)
 
-    async def _restored(self, uid: str) -> tuple[Expert, Claim] | tuple[None, None]:
-        """The expert from the newest save that can be had and fits; None if there is none."""
-        for claim in await self.copies.claims(uid):
+    async def _restored(self, uid: str, saves: Iterable[Claim]) -> tuple[Expert, Claim] | tuple[None, None]:
+        for claim in saves:
             try:
                 return await self._load(uid, claim), claim
             except StateError as error:
@@ -315,10 +315,7 @@ class Hosting:
     async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
         took_s = 0.0
         while True:
-            pause_s = max(
-                period_s, REST * took_s
-            )  # saves over a slow line leave it to calls for the most part
-            await asyncio.sleep(pause_s * self._services.rng.uniform(0.8, 1.0))
+            await asyncio.sleep(max(period_s, REST * took_s) * self._services.rng.uniform(0.8, 1.0))
             began = _now()
             try:
                 await work()

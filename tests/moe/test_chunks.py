@@ -82,6 +82,13 @@ def test_others_get_no_more_than_the_quota_and_the_owner_is_not_bound(tmp_path: 
     assert len(shelf.saves()) == 2 and shelf.kept_bytes == 15
 
 
+def test_a_save_that_is_here_already_needs_no_more_room(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=20)
+    put(shelf, b"15 bytes of his")
+    put(shelf, b"15 bytes of his", at=1.0)
+    assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5
+
+
 def test_a_save_that_never_came_whole_leaves_nothing(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
     with pytest.raises(RuntimeError), shelf.receiving(save_of(b"manifest", b"chunk")):
