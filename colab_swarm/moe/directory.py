@@ -32,7 +32,11 @@ from colab_swarm.moe.records import (
     holdings,
     is_row,
     keys,
+    offset,
+    position,
+    shelf_of,
     short_addresses,
+    width,
 )
 from colab_swarm.moe.services import ExpertInfo, ExpertServices
 from colab_swarm.net.peers import Message, PeerId
@@ -83,7 +87,7 @@ class Directory:
         self._mine: dict[Grid, dict[Index, Place]] = {}
         self._told: set[str] = set()  # keys under which a record of ours is
         self._hosts: dict[str, PeerId] = {}  # whom `find` and `best` named last
-        self._seen: dict[Grid, tuple[set[Index], float]] = {}  # all experts ever, and when last, swarm time
+        self._seen: dict[Grid, tuple[set[str], float]] = {}  # all experts ever, and when last, swarm time
 
     async def close(self) -> None:
         """End the look-ups that are under way."""
@@ -100,7 +104,7 @@ class Directory:
         for uid, (shape, step) in experts.items():
             index = grid.index(uid)
             claimed_ms = mine[index].claimed_ms if index in mine else self._now_ms()
-            mine[index] = Place(index[-1], claimed_ms, step, shape)
+            mine[index] = Place(position(grid, index), claimed_ms, step, shape)
         await self._tell(grid, mine)
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
@@ -123,7 +127,9 @@ class Directory:
                 break
             uids = [grid.uid(index) for index in chosen]
             mine, began = self._mine.setdefault(grid, {}), self._loop.time()
-            mine.update({index: Place(index[-1], self._now_ms(), CLAIMED, ()) for index in chosen})
+            mine.update(
+                {index: Place(position(grid, index), self._now_ms(), CLAIMED, ()) for index in chosen}
+            )
             await self._tell(grid, chosen)
             await asyncio.sleep(max(self.settings.settle_s, 2 * (self._loop.time() - began)))
             lost = set(await self.rivals(grid, uids))
@@ -142,8 +148,8 @@ class Directory:
         now, lost = self._loop.time(), []
         for index, uid in asked.items():
             claim = (mine[index].claimed_ms, self._peers.id)
-            others = (word for word in listings[index[:-1]].live(index[-1], now) if word.host.id != claim[1])
-            if any(word.claim < claim for word in others):
+            told = listings[index[:-1]].live(position(grid, index), now)
+            if any(word.claim < claim for word in told if word.host.id != self._peers.id):
                 lost.append(uid)
         return lost
 
@@ -168,25 +174,33 @@ class Directory:
     def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Sequence[str] | None) -> bool:
         if place in self._mine.get(grid, {}) or (wanted is not None and grid.uid(place) not in wanted):
             return False
-        return not any(word.host.id != self._peers.id for word in row.live(place[-1], self._loop.time()))
+        return not any(
+            word.host.id != self._peers.id for word in row.live(position(grid, place), self._loop.time())
+        )
 
     # -- telling
 
     async def _tell(self, grid: Grid, places: Iterable[Index]) -> None:
         """Store all records that speak of these places anew, each prefix's next indices before what they lead to."""
-        prefixes = {prefix for place in places for prefix in parents(place)}
-        await asyncio.gather(*(self._tell_of(grid, prefix) for prefix in sorted(prefixes)))
+        shelves = {shelf_of(grid, prefix) for place in places for prefix in parents(place)}
+        await asyncio.gather(*(self._tell_of(grid, shelf) for shelf in sorted(shelves)))
 
-    async def _tell_of(self, grid: Grid, prefix: Index) -> None:
-        mine = self._mine[grid]
-        below = {place[len(prefix)]: place for place in mine if place[: len(prefix)] == prefix}
-        if is_row(grid, prefix):
-            indices = by_page(below)
+    async def _tell_of(self, grid: Grid, shelf: Index) -> None:
+        """Store what this peer has to say of a shelf or a shorter prefix, nothing included if it had before."""
+        depth, mine = len(shelf), self._mine[grid]
+        in_row = is_row(grid, shelf)
+        places = (
+            {place.index: place for i, place in mine.items() if shelf_of(grid, i[:depth]) == shelf}
+            if in_row
+            else {}
+        )
+        if in_row:
+            indices = by_page(places)
         else:
-            served = {place[len(prefix)] for place in below.values() if mine[place].step != CLAIMED}
-            indices = by_page(await self._unwitnessed(grid, prefix, served))
+            served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
+            indices = by_page(await self._unwitnessed(grid, shelf, served))
         stores = []
-        for page, key in enumerate(keys(self._run_id, grid, prefix)):
+        for page, key in enumerate(keys(self._run_id, grid, shelf)):
             on_page = indices.get(page, [])
             if on_page:
                 self._told.add(key)
@@ -195,22 +209,21 @@ class Directory:
             else:  # told no more, and nothing to tell from now on
                 self._told.discard(key)
             record: Message = Branch(tuple(on_page))
-            if is_row(grid, prefix):
+            if in_row:
                 addresses = short_addresses(self._peers.contact)
-                record = Row(addresses, tuple(mine[below[index]] for index in on_page))
+                record = Row(addresses, tuple(places[index] for index in on_page))
             stores.append(self._store(key, record))
         if stores:
             await asyncio.gather(*stores)
-            self._cache.forget((grid, prefix))
+            self._cache.forget((grid, shelf))
 
     async def _unwitnessed(self, grid: Grid, prefix: Index, indices: set[int]) -> list[int]:
         """Those that fewer than `WITNESSES` hosts of smaller id keep telling of: this peer's word is needed."""
         if not indices:
             return []
         listing = (await self._listings(grid, [prefix]))[prefix]
-        fresh_at = (
-            self._loop.time() + self.settings.ttl_s / 2
-        )  # who tells no more is replaced before its word ends
+        # who tells no more is replaced before its word ends
+        fresh_at = self._loop.time() + self.settings.ttl_s / 2
         smaller = [words for host, words in listing.words.items() if host < self._peers.id]
         told = [word.index for words in smaller for word in words if word.until > fresh_at]
         return [index for index in indices if told.count(index) < WITNESSES]
@@ -228,8 +241,8 @@ class Directory:
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
         """Where the expert runs; None if it does not live or is left out for its failures."""
         index = grid.index(uid)
-        row = (await self._listings(grid, [index[:-1]]))[index[:-1]]
-        return self._infos(grid, [index], {index[:-1]: row}).get(index)
+        shelf = shelf_of(grid, index[:-1])
+        return self._infos(grid, [index], await self._listings(grid, [shelf])).get(index)
 
     async def live(self, grid: Grid) -> list[ExpertInfo]:
         """All experts that can be called, in the order of the grid."""
@@ -238,9 +251,9 @@ class Directory:
             listings = await self._listings(grid, prefixes)
             masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
             prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
-        rows = await self._listings(grid, prefixes)
-        places = ((*prefix, j) for prefix in sorted(rows) for j in range(grid.sides[-1]))
-        return list(self._infos(grid, places, rows).values())
+        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes})
+        places = ((*prefix, j) for prefix in prefixes for j in range(grid.sides[-1]))
+        return list(self._infos(grid, places, shelves).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """For each sample the ``k`` best experts that can be called, best first; fewer if fewer live.
@@ -252,16 +265,16 @@ class Directory:
             NoExpertsError: none lives.
             ValueError: the scores do not fit the grid.
         """
-        if [s.shape[1:] for s in scores] != [(side,) for side in grid.sides] or len(
-            {len(s) for s in scores}
-        ) > 1:
-            shapes = [s.shape for s in scores]
-            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
-        found, rows = await self._search(grid, scores, k)
+        samples = {len(s) for s in scores}
+        if [s.shape[1:] for s in scores] != [(side,) for side in grid.sides] or len(samples) != 1:
+            raise ValueError(
+                f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
+            )
+        found, shelves = await self._search(grid, scores, k)
         if not any(found.best):  # a hasty look-up may have missed them
-            await self._listings(grid, rows, anew=True)
-            found, rows = await self._search(grid, scores, k)
-        infos = self._infos(grid, {index for sample in found.best for index in sample}, rows)
+            await self._listings(grid, shelves, anew=True)
+            found, shelves = await self._search(grid, scores, k)
+        infos = self._infos(grid, {index for sample in found.best for index in sample}, shelves)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
         if chosen and not any(chosen):
             raise NoExpertsError(self._nobody(grid))
@@ -274,10 +287,11 @@ class Directory:
         known: dict[Index, Listing] = {}
 
         def children(prefix: Index) -> Mask | None:
-            listing = known.get(prefix) or self._cache.peek((grid, prefix))
+            shelf = shelf_of(grid, prefix)
+            listing = known.get(shelf) or self._cache.peek((grid, shelf))
             if listing is None:
                 return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
-            known[prefix] = listing
+            known[shelf] = listing
             return self._mask(grid, prefix, listing)
 
         patient = True
@@ -285,26 +299,29 @@ class Directory:
             found = beam_search(scores, k, children, width=self.settings.width)
             if not found.unknown:
                 return found, known
-            known |= await self._listings(grid, found.unknown)
+            listings = await self._listings(grid, found.unknown)
+            known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
         patient = False
         return beam_search(scores, k, children, width=self.settings.width), known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
-        return listing.mask(grid.sides[len(prefix)], self._loop.time(), grid.uid(prefix), self._bans)
+        """The usable children of one prefix, from the listing of its shelf."""
+        mask, begin = listing.mask(width(grid, prefix), self._loop.time(), self._bans), offset(grid, prefix)
+        return mask[begin : begin + grid.sides[len(prefix)]]
 
     def _infos(
-        self, grid: Grid, indices: Iterable[Index], rows: Mapping[Index, Listing]
+        self, grid: Grid, indices: Iterable[Index], shelves: Mapping[Index, Listing]
     ) -> dict[Index, ExpertInfo]:
         """Those of the experts that can be called; their hosts' addresses are learned."""
         infos: dict[Index, ExpertInfo] = {}
         now = self._loop.time()
         ahead_s = self._peers.time() - now
         for index in indices:
-            word = rows[index[:-1]].usable(index[-1], now, grid.uid(index[:-1]), self._bans)
+            word = shelves[shelf_of(grid, index[:-1])].usable(position(grid, index), now, self._bans)
             if word is not None and word.place is not None:
-                uid, place = grid.uid(index), word.place
-                infos[index] = ExpertInfo(uid, word.host, place.shape, place.step, word.until + ahead_s)
-                self._hosts[uid] = word.host.id
+                shape, step = word.place.shape, word.place.step
+                infos[index] = ExpertInfo(word.uid, word.host, shape, step, word.until + ahead_s)
+                self._hosts[word.uid] = word.host.id
                 self._peers.learn(word.host)
         return infos
 
@@ -334,15 +351,17 @@ class Directory:
     async def _listings(
         self, grid: Grid, prefixes: Iterable[Index], *, anew: bool = False
     ) -> dict[Index, Listing]:
-        found = await self._cache.get([(grid, prefix) for prefix in prefixes], anew=anew)
-        return {prefix: listing for (_, prefix), listing in found.items()}
+        """What is told of each prefix; those on one shelf share a listing."""
+        shelves = {prefix: shelf_of(grid, prefix) for prefix in prefixes}
+        found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), anew=anew)
+        return {prefix: found[grid, shelf] for prefix, shelf in shelves.items()}
 
     async def _read(self, key: tuple[Grid, Index], old: Listing | None, anew: bool) -> tuple[Listing, float]:
-        """Read a prefix, in haste the first time; who was there before is believed until its word ends."""
-        grid, prefix = key
+        """Read a shelf, in haste the first time; who was there before is believed until its word ends."""
+        grid, shelf = key
         began = self._loop.time()
         read = self._dht.read if old or anew else self._dht.fetch
-        pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, prefix)))
+        pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
         words = dict(old.words) if old else {}
         ends = {host: {word.until for word in told} for host, told in words.items()}
@@ -350,17 +369,12 @@ class Directory:
             del words[host]
         fresh: dict[PeerId, list[Holding]] = {}
         for page in pages:
-            for host, told in holdings(grid, prefix, page.found, now=now, swarm_time=swarm_time).items():
+            for host, told in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
                 fresh.setdefault(host, []).extend(told)
         listing = Listing(words | fresh)
-        logger.debug("read %s in %.0f ms", grid.uid(prefix), (now - began) * 1e3)
-        if is_row(grid, prefix):
-            self._note_seen(grid, prefix, listing)
-        alive = any(word.served for told in listing.words.values() for word in told)
-        return listing, self.settings.cache_s if alive else self.settings.absent_s
-
-    def _note_seen(self, grid: Grid, prefix: Index, listing: Listing) -> None:
-        served = {(*prefix, w.index) for told in listing.words.values() for w in told if w.served}
-        if served:
+        logger.debug("read %s in %.0f ms", grid.uid(shelf), (now - began) * 1e3)
+        alive = {word.uid for told in listing.words.values() for word in told if word.served}
+        if alive and is_row(grid, shelf):
             seen, _ = self._seen.get(grid, (set(), 0.0))
-            self._seen[grid] = (seen | served, self._peers.time())
+            self._seen[grid] = seen | alive, swarm_time
+        return listing, self.settings.cache_s if alive else self.settings.absent_s

@@ -3,8 +3,10 @@
 One key per prefix of the grid, the empty one included; under it each host has one record, signed, under its own id.
 Under a *row*, a prefix that lacks only the last index, the record names the host's addresses and all its experts there:
 whoever has read the row can call them. Under a shorter prefix it only names the next indices that lead to live experts,
-and there two hosts' word for an index is enough. So what is held under one key grows with the side of the grid, never
-with the size of the swarm. Sides over `PAGE` spread over several keys: what is under one must fit in one message.
+and there two hosts' word for an index is enough. So what is held under one key is bounded by the grid, never by the
+size of the swarm: what is under one key must fit in one message. Rows of more than `PAGE` places spread over several
+keys; of shorter ones, as many as fit in a page share a key, so that a search asks for few: they stand on one *shelf*,
+called by its first row.
 
 A peer that wants to host what nobody does says so by a place without updates (`CLAIMED`). Of several hosts of one place
 it belongs to who claimed first; see `Place.claim`.
@@ -24,7 +26,7 @@ from colab_swarm.moe.grid import MAX_SIDE, Grid, Index
 from colab_swarm.net.peers import Contact, Message, PeerId
 
 PAGE = 256
-"""Indices of one prefix that share a key."""
+"""Places, or next indices, that share a key."""
 MAX_ADDRESS_CHARS = 256
 """Of all addresses in a row's record: 256 hosts must fit under one key."""
 CLAIMED = -1
@@ -38,10 +40,10 @@ Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
 class Place(Message, frozen=True):
-    """One expert of a row.
+    """One expert on a shelf.
 
     Attributes:
-        index: its last index.
+        index: where it stands on its shelf, counted row by row.
         claimed_ms: the host's swarm time when it claimed the place, milliseconds.
         step: updates in its weights; `CLAIMED`: not served yet.
         shape: of one sample; -1: any length.
@@ -54,7 +56,7 @@ class Place(Message, frozen=True):
 
 
 class Row(Message, frozen=True):
-    """A host's experts under a prefix that lacks only the last index, and where the host can be dialled."""
+    """A host's experts on a shelf, and where the host can be dialled."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=PAGE)]
@@ -71,18 +73,20 @@ R = TypeVar("R", Row, Branch)
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One host's word for one next index.
+    """One host's word for one next index, or for one place on a shelf.
 
     Attributes:
         host: who said so; without addresses above the rows.
-        index: the next index.
+        index: the next index, or that of the place.
         until: when the word ends, on the reader's monotonic clock, seconds.
-        place: in a row, the expert.
+        uid: of the expert, or of all that begin so.
+        place: on a shelf, the expert.
     """
 
     host: Contact
     index: int
     until: float
+    uid: str
     place: Place | None = None
 
     @property
@@ -101,10 +105,50 @@ def is_row(grid: Grid, prefix: Index) -> bool:
     return len(prefix) == len(grid.sides) - 1
 
 
-def keys(run_id: str, grid: Grid, prefix: Index) -> list[str]:
-    """The keys whose records together tell of all children of a prefix: one per `PAGE` of them."""
-    pages = -(-grid.sides[len(prefix)] // PAGE)
-    return [f"{run_id}/experts/{grid.uid(prefix)}/{page}" for page in range(pages)]
+def shelf_of(grid: Grid, prefix: Index) -> Index:
+    """The first row of the shelf on which a row stands; a shorter prefix stands alone."""
+    if not is_row(grid, prefix) or not prefix:
+        return prefix
+    return (*prefix[:-1], prefix[-1] - prefix[-1] % _rows_together(grid))
+
+
+def _rows_together(grid: Grid) -> int:
+    """How many rows a shelf has, where there are so many that differ in their last index only."""
+    return max(1, PAGE // grid.sides[-1])
+
+
+def width(grid: Grid, shelf: Index) -> int:
+    """How many next indices or, on a shelf, places there are at most."""
+    side = grid.sides[len(shelf)]
+    return side * _rows_together(grid) if is_row(grid, shelf) and shelf else side
+
+
+def offset(grid: Grid, prefix: Index) -> int:
+    """The index of a row's first place on its shelf; 0 for a shorter prefix."""
+    return (
+        (prefix[-1] - shelf_of(grid, prefix)[-1]) * grid.sides[-1] if is_row(grid, prefix) and prefix else 0
+    )
+
+
+def position(grid: Grid, place: Index) -> int:
+    """The index of an expert on its shelf."""
+    return offset(grid, place[:-1]) + place[-1]
+
+
+def _uid_at(grid: Grid, shelf: Index, index: int) -> str | None:
+    """The name of what is there; None if the grid ends before."""
+    if index >= width(grid, shelf):
+        return None
+    if not (is_row(grid, shelf) and shelf):
+        return grid.uid((*shelf, index))
+    row, last = divmod(index, grid.sides[-1])
+    return grid.uid((*shelf[:-1], shelf[-1] + row, last)) if shelf[-1] + row < grid.sides[-2] else None
+
+
+def keys(run_id: str, grid: Grid, shelf: Index) -> list[str]:
+    """The keys whose records together tell of all that a shelf or a shorter prefix has: one per `PAGE` of it."""
+    pages = -(-width(grid, shelf) // PAGE)
+    return [f"{run_id}/experts/{grid.uid(shelf)}/{page}" for page in range(pages)]
 
 
 def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
@@ -125,27 +169,31 @@ def short_addresses(contact: Contact) -> tuple[str, ...]:
 
 
 def holdings(
-    grid: Grid, prefix: Index, found: Mapping[bytes, Found], *, now: float, swarm_time: float
+    grid: Grid, shelf: Index, found: Mapping[bytes, Found], *, now: float, swarm_time: float
 ) -> dict[PeerId, list[Holding]]:
-    """What the records under a prefix say, host by host; strangers' nonsense is left out.
+    """What the records of a shelf or a shorter prefix say, host by host; strangers' nonsense is left out.
 
     A host that has withdrawn all is there with an empty list. ``now`` is the reader's monotonic clock when it read at
     ``swarm_time``: what skewed clocks say of the end of a record is not believed, only how long it has left.
     """
-    side, in_row = grid.sides[len(prefix)], is_row(grid, prefix)
     told: dict[PeerId, list[Holding]] = {}
     for subkey, record in found.items():
-        said = _decode(record.value, Row) if in_row else _decode(record.value, Branch)
+        said = _decode(record.value, Row) if is_row(grid, shelf) else _decode(record.value, Branch)
         contact = Contact(PeerId(subkey), said.addresses if isinstance(said, Row) else ())
         if said is None or record.owner != subkey or not is_sound(contact):
             continue
         until = now + record.expires_at - swarm_time
+        places = said.places if isinstance(said, Row) else ()
         words = (
-            [Holding(contact, place.index, until, place) for place in said.places]
+            [(place.index, place) for place in places]
             if isinstance(said, Row)
-            else [Holding(contact, index, until) for index in said.indices]
+            else [(i, None) for i in said.indices]
         )
-        told[contact.id] = [word for word in words if word.index < side]
+        told[contact.id] = [
+            Holding(contact, index, until, uid, place)
+            for index, place in words
+            if (uid := _uid_at(grid, shelf, index)) is not None
+        ]
     return told
 
 

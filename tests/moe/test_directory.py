@@ -220,3 +220,13 @@ def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: fl
         return seen, [fault.name for fault in network.fired]
 
     assert run_virtual(main()) == ([True] * 7, ["skew"])
+
+
+@pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
+def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
+    async def main() -> None:
+        _, (alice,) = await scouts(1)
+        with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
+            await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
+
+    run_virtual(main())
