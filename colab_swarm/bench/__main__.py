@@ -22,10 +22,11 @@ BENCHMARKS = (
     "soak",
     "experts",
     "moe-throughput",
+    "moe-convergence",
     "beam-search",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
-PLOTTED = ("groups", "strategy", "albert")
+PLOTTED = ("groups", "strategy", "albert", "moe-convergence")
 """These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 
 
@@ -34,10 +35,9 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
 
 
-def run(name: str, *, quick: bool, python: str | None = None) -> Report:
-    """Run one benchmark by name; ``python`` has the library that averaging is compared with."""
-    module = module_of(name)
-    return cast(Report, module.run(quick=quick, python=python) if python else module.run(quick=quick))
+def run(name: str, *, quick: bool, **more: object) -> Report:
+    """Run one benchmark by name; ``more`` is what only some take, and false: not given."""
+    return cast(Report, module_of(name).run(quick=quick, **{key: v for key, v in more.items() if v}))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,16 +49,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--plot", metavar="PNG", help=f"also draw them ({', '.join(PLOTTED)}; needs matplotlib)"
     )
+    parser.add_argument(
+        "--faithful", action="store_true", help="moe-convergence: the published emulator's rules"
+    )
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: side by side with it")
     parser.add_argument("--python", metavar="PATH", help="of an environment that has what --vs names")
     options = parser.parse_args(arguments)
     if (options.vs is None) != (options.python is None) or (options.vs and options.name != "averaging"):
         parser.error("say: averaging --vs hivemind --python PATH")
+    if options.faithful and options.name != "moe-convergence":
+        parser.error("say: moe-convergence --faithful")
     if options.plot and options.name not in PLOTTED:
         parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
     merged = Report(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
-        report = run(name, quick=options.quick, python=options.python)
+        report = run(name, quick=options.quick, python=options.python, faithful=options.faithful)
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:

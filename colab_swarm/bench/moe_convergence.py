@@ -1,0 +1,359 @@
+"""Figure 4 (bottom) of Learning@home: what stale updates and failures cost, with few and with many experts.
+
+Digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is smaller: Linear 64 -> 64,
+four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E feed-forward experts of width 64, or for
+the baseline one such block of width 128, which computes about as much. Low delay: 16 trainers whose batch
+takes 0.1 s on average; high: 64 and 1 s. Computing takes no time of the virtual clock, so staleness is what the number
+of trainers makes of it.
+
+Gating and mixing are the product's own code; experts are the product's feed-forward block, computed many at a time.
+The baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward
+and backward takes an eighth of the delay, an expert computes with the weights it has at that moment and steps at once,
+and stem, gating and head are updated at the end. ``--faithful`` follows the published emulator instead: the gating is
+never trained, and experts' updates are never delayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, layer_norm
+
+from colab_swarm.bench.report import Report
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.gating import Gating, mixing_weights, priorities
+from colab_swarm.sim import run_virtual
+
+DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
+BATCH, LR, BETAS, EPS = 4, 1e-3, (0.9, 0.999), 1e-8
+TEST_SAMPLES, TEST_BATCH = 360, 60
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one run is like; ``sides`` is the grid of each layer, none for the baseline."""
+
+    sides: tuple[int, ...]
+    trainers: int
+    delay_s: float
+    failures: float = 0.0
+    batches: int = 1600
+    evaluations: int = 20
+    faithful: bool = False
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy on unseen digits, evenly over the run."""
+
+    accuracies: tuple[float, ...]
+
+    @property
+    def final(self) -> float:
+        """Mean of the last sixth: a single evaluation is noisy."""
+        return statistics.mean(self.accuracies[-max(1, len(self.accuracies) // 6) :])
+
+    @property
+    def mean(self) -> float:
+        """Over the whole run: how fast it learned."""
+        return statistics.mean(self.accuracies)
+
+
+DELAYS = {"low": (16, 0.1), "high": (64, 1.0)}
+MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8)}
+
+
+class Digits:
+    """All digits, the test part always the same."""
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        pixels, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        x, y = torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+        self.test = x[:TEST_SAMPLES], y[:TEST_SAMPLES]
+        self.train = x[TEST_SAMPLES:], y[TEST_SAMPLES:]
+
+    def batch(self, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """A few training samples."""
+        rows = torch.tensor([rng.randrange(len(self.train[1])) for _ in range(BATCH)])
+        return self.train[0][rows], self.train[1][rows]
+
+
+class Experts:
+    """One layer's experts, a row of parameters each, with an Adam (amsgrad) of its own."""
+
+    def __init__(self, count: int) -> None:
+        made = [FeedForward(DIM, DIM) for _ in range(count)]
+        self._sizes = [parameter.numel() for parameter in made[0].parameters()]
+        self._rows_EP = torch.stack(
+            [nn.utils.parameters_to_vector(one.parameters()) for one in made]
+        ).detach()
+        self._mean_EP, self._square_EP, self._most_EP = (torch.zeros_like(self._rows_EP) for _ in range(3))
+        self._steps_E = torch.zeros(count)
+
+    def _compute(self, rows_NP: Tensor, x_ND: Tensor) -> Tensor:
+        """Row n's expert on sample n: what `FeedForward` does, for many sets of parameters."""
+        parts = torch.split(rows_NP, self._sizes, 1)
+        change_ND1 = x_ND[:, :, None]
+        for index in (0, 4):
+            weight, bias, gain, shift = parts[index : index + 4]
+            change_ND1 = torch.baddbmm(bias[:, :, None], weight.view(-1, DIM, DIM), change_ND1)
+            change_ND = layer_norm(change_ND1[:, :, 0], (DIM,)) * gain + shift
+            change_ND1 = change_ND.relu()[:, :, None]
+        change_ND1 = torch.baddbmm(parts[9][:, :, None], parts[8].view(-1, DIM, DIM), change_ND1)
+        return x_ND + change_ND1[:, :, 0]
+
+    def forward(self, x_BD: Tensor, experts_BK: Tensor) -> Tensor:
+        """(B, K, D): what each sample's experts make of it now."""
+        batch, k = experts_BK.shape
+        with torch.no_grad():
+            rows = self._rows_EP[experts_BK.ravel()]
+            return self._compute(rows, x_BD.repeat_interleave(k, 0)).view(batch, k, DIM)
+
+    def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
+        """The inputs' gradient; ``used_BK`` are those that learn, the others count as zero."""
+        sample, slot = used_BK.nonzero(as_tuple=True)
+        if not len(sample):
+            return torch.zeros_like(x_BD)
+        experts = experts_BK[sample, slot]
+        rows, x = self._rows_EP[experts].requires_grad_(), x_BD[sample].requires_grad_()
+        outputs = self._compute(rows, x)
+        row_grads, x_grads = torch.autograd.grad(outputs, (rows, x), grads_BKD[sample, slot])
+        unique, place = torch.unique(experts, return_inverse=True)
+        self._step(unique, torch.zeros(len(unique), rows.shape[1]).index_add_(0, place, row_grads))
+        return torch.zeros_like(x_BD).index_add_(0, sample, x_grads)
+
+    def _step(self, rows: Tensor, grads: Tensor) -> None:
+        self._steps_E[rows] += 1
+        steps = self._steps_E[rows, None]
+        mean = self._mean_EP[rows].lerp(grads, 1 - BETAS[0])
+        square = self._square_EP[rows].lerp(grads.square(), 1 - BETAS[1])
+        most = torch.maximum(self._most_EP[rows], square)
+        self._mean_EP[rows], self._square_EP[rows], self._most_EP[rows] = mean, square, most
+        scale = (most / (1 - BETAS[1] ** steps)).sqrt() + EPS
+        self._rows_EP[rows] -= LR * mean / (1 - BETAS[0] ** steps) / scale
+
+
+class Trunk(nn.Module):
+    """What a trainer holds itself."""
+
+    def __init__(self, sides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
+        blocks = 0 if sides else LAYERS
+        self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(blocks)))
+        self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
+
+
+class Mixing:
+    """One layer's way forward and back for one batch."""
+
+    def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
+        self._experts = experts
+        self._x_BD = x_BD.detach().requires_grad_()
+        scores = gate(self._x_BD)
+        every = torch.cartesian_prod(*(torch.arange(side) for side in sides)).view(-1, len(sides))
+        all_BE = priorities(scores, every.expand(len(x_BD), -1, -1))
+        self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
+
+    def forward(self, failed: Tensor) -> Tensor:
+        """The mixture of those that answer; ``failed`` says of each expert of the layer whether it does not."""
+        self._answered_BK = ~failed[self._chosen_BK]
+        outputs_BKD = self._experts.forward(self._x_BD.detach(), self._chosen_BK)
+        self._outputs_BKD = outputs_BKD.requires_grad_()
+        weights_BK = mixing_weights(self._logits_BK, self._answered_BK)
+        mixed_BD = (self._outputs_BKD * weights_BK[:, :, None]).sum(1)
+        self._mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
+        return self._mixed_BD.detach().requires_grad_()
+
+    def backward(self, grads_BD: Tensor) -> None:
+        """Through mixing and gating: done where the trainer is."""
+        self._mixed_BD.backward(grads_BD)  # type: ignore[no-untyped-call]
+
+    def experts_backward(self, failed: Tensor) -> Tensor:
+        """Through the experts, which learn; returns the inputs' whole gradient."""
+        grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
+        assert grads_BKD is not None and x_grads_BD is not None
+        used_BK = self._answered_BK & ~failed[self._chosen_BK]
+        return x_grads_BD + self._experts.backward(self._x_BD.detach(), self._chosen_BK, grads_BKD, used_BK)
+
+
+class Emulation:
+    """Trainers on the virtual clock, one model."""
+
+    def __init__(self, scene: Scene, digits: Digits, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._scene, self._digits, self._rng = scene, digits, random.Random(seed)
+        self._chance = torch.Generator().manual_seed(seed)
+        self._trunk = Trunk(scene.sides)
+        for gate in self._trunk.gates:
+            gate.requires_grad_(not scene.faithful)
+        self._layers = [Experts(math.prod(scene.sides)) for _ in self._trunk.gates]
+        trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
+        self._taken = 0
+        self._accuracies: list[float] = []
+        self._applied = 0
+
+    def run(self) -> Curve:
+        """Train until all batches are through."""
+        run_virtual(self._run())
+        return Curve(tuple(self._accuracies))
+
+    async def _run(self) -> None:
+        await asyncio.gather(*(self._trainer() for _ in range(self._scene.trainers)))
+
+    async def _trainer(self) -> None:
+        replica = copy.deepcopy(self._trunk)
+        here: list[Tensor] = list(self._trunk.parameters())
+        there: list[Tensor] = list(replica.parameters())
+        while self._taken < self._scene.batches:
+            self._taken += 1
+            with torch.no_grad():
+                torch._foreach_copy_(there, here)
+            x, y = self._digits.batch(self._rng)
+            if self._layers:
+                await self._through_experts(replica, x, y)
+            else:
+                cross_entropy(replica.head(replica.blocks(replica.stem(x))), y).backward()  # type: ignore[no-untyped-call]
+                await self._delay(1.0)
+            for parameter, copied in zip(here, there, strict=True):
+                parameter.grad, copied.grad = copied.grad, None
+            self._update()
+
+    async def _through_experts(self, replica: Trunk, x: Tensor, y: Tensor) -> None:
+        share = 0.0 if self._scene.faithful else 1 / (2 * LAYERS)
+        stem = replica.stem(x)
+        h, passed = stem, list[Mixing]()
+        for gate, experts in zip(replica.gates, self._layers, strict=True):
+            mixing = Mixing(gate, experts, self._scene.sides, h)
+            await self._delay(share)
+            h = mixing.forward(self._failed())
+            passed.append(mixing)
+        cross_entropy(replica.head(h), y).backward()  # type: ignore[no-untyped-call]
+        grads = h.grad
+        for mixing in reversed(passed):
+            mixing.backward(grads)
+            await self._delay(share)
+            grads = mixing.experts_backward(self._failed())
+        stem.backward(grads)
+        if self._scene.faithful:
+            await self._delay(1.0)
+
+    def _failed(self) -> Tensor:
+        """Which experts of a layer do not answer this call."""
+        return torch.rand(math.prod(self._scene.sides), generator=self._chance) < self._scene.failures
+
+    async def _delay(self, share: float) -> None:
+        if share:
+            await asyncio.sleep(self._rng.expovariate(1 / (share * self._scene.delay_s)))
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._applied += 1
+        if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
+            self._accuracies.append(self._evaluate())
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        right = 0
+        for x, y in zip(*(torch.split(part, TEST_BATCH) for part in self._digits.test), strict=True):
+            h = self._trunk.blocks(self._trunk.stem(x))
+            for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
+                h = Mixing(gate, experts, self._scene.sides, h).forward(self._nobody)
+            right += int((self._trunk.head(h).argmax(1) == y).sum())
+        return right / TEST_SAMPLES
+
+    @property
+    def _nobody(self) -> Tensor:
+        return torch.zeros(math.prod(self._scene.sides), dtype=torch.bool)
+
+
+@dataclass
+class Curves(Report):
+    """The report, and per scene the accuracy of each seed over the run, to be drawn."""
+
+    curves: dict[str, list[Curve]] = field(default_factory=dict)
+
+
+def scenes(batches: int, *, faithful: bool) -> Iterator[tuple[str, Scene]]:
+    """All that is compared, by name."""
+    for delay, (trainers, delay_s) in DELAYS.items():
+        for model, sides in MODELS.items():
+            scene = Scene(sides, trainers, delay_s, batches=batches, faithful=faithful)
+            yield f"{model}_{delay}", scene
+            if delay == "low" and sides:
+                yield f"{model}_failures", replace(scene, failures=0.1)
+
+
+def run(quick: bool = False, faithful: bool = False) -> Curves:
+    """All scenes, several seeds each."""
+    report = Curves("moe-convergence", quick)
+    seeds, batches = (1, 240) if quick else (3, 1600)
+    threads, digits = torch.get_num_threads(), Digits()
+    torch.set_num_threads(1)  # tensors are tiny
+    try:
+        for name, scene in scenes(batches, faithful=faithful):
+            curves = [Emulation(scene, digits, seed).run() for seed in range(seeds)]
+            report.curves[name] = curves
+            _tell(report, name, scene, curves)
+    finally:
+        torch.set_num_threads(threads)
+    _compare(report)
+    return report
+
+
+def _tell(report: Report, name: str, scene: Scene, curves: list[Curve]) -> None:
+    what = f"{scene.trainers} trainers, {scene.batches} batches of {BATCH}, {len(curves)} seeds"
+    for kind, values in (("final", [c.final for c in curves]), ("mean", [c.mean for c in curves])):
+        percent = [100 * value for value in values]
+        report.add(f"moe.{name}_{kind}_accuracy", statistics.mean(percent), "%", what)
+        if len(percent) > 1:
+            report.add(f"moe.{name}_{kind}_deviation", statistics.stdev(percent), "points")
+
+
+def _compare(report: Curves) -> None:
+    values = {row.key: row.value for row in report.rows}
+
+    def mean(name: str, kind: str) -> float:
+        return values[f"moe.{name}_{kind}_accuracy"]
+
+    for model, sides in MODELS.items():
+        lost = mean(f"{model}_low", "mean") - mean(f"{model}_high", "mean")
+        report.add(f"moe.{model}_lost_to_delay", lost, "points", "of the mean accuracy over the run")
+        if sides:
+            lost = mean(f"{model}_low", "final") - mean(f"{model}_failures", "final")
+            report.add(f"moe.{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
+
+
+def plot(report: Report, path: str) -> None:
+    """Accuracy over batches: the mean of all seeds, pale: one standard deviation; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    assert isinstance(report, Curves)
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = {"low": "low delay", "high": "high delay", "failures": "low delay, 10 % of calls fail"}
+    for axes, (suffix, title) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
+        for index, model in enumerate(MODELS):
+            curves = report.curves.get(f"{model}_{suffix}")
+            if curves:
+                values = torch.tensor([curve.accuracies for curve in curves])
+                mean, deviation = values.mean(0), values.std(0, correction=min(1, len(curves) - 1))
+                x = [(step + 1) / values.shape[1] for step in range(values.shape[1])]
+                axes.plot(x, mean, color=f"C{index}", label=model)
+                axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{index}", alpha=0.2)
+        axes.set(title=title, xlabel="part of the run")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.axes[0].set_ylabel("accuracy on unseen digits")
+    figure.savefig(path, dpi=120)
