@@ -112,3 +112,27 @@ def test_a_place_told_by_two_at_once_is_the_smaller_ids() -> None:
 
     lost, greater = run_virtual(main())
     assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
+
+
+def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
+    async def main() -> tuple[list[str], list[str], list[str]]:
+        network, (alice, bob, _) = await scouts(3)
+        await announce(alice, "ffn.1.2")
+        network.now().skew("bob", -60.0)
+        claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        return claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]
+
+    assert run_virtual(main()) == ([], [], ["skew"])
+
+
+def test_the_place_of_a_dead_host_is_vacant_when_its_word_ends() -> None:
+    async def main() -> tuple[list[list[str]], list[str]]:
+        network, (alice, bob, _) = await scouts(3)
+        await announce(alice, "ffn.1.2")
+        network.now().crash("alice")
+        early = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        await asyncio.sleep(60)
+        late = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        return [early, late], [fault.name for fault in network.fired]
+
+    assert run_virtual(main()) == ([[], ["ffn.1.2"]], ["crash"])

@@ -14,7 +14,7 @@ from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.services import ExpertInfo, ExpertServices
-from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
 
@@ -230,3 +230,55 @@ def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, .
             await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
     run_virtual(main())
+
+
+def test_two_hosts_tell_of_a_row_and_others_step_in_before_their_word_ends() -> None:
+    async def told_by(scout: Scout) -> int:
+        return len((await scout.dht.get("run/experts/ffn/0")).keys())
+
+    async def main() -> tuple[int, list[bool], list[str]]:
+        network, found = await scouts(8)
+        hosts = sorted(found[1:6], key=lambda scout: scout.peers.id)
+        for i, scout in enumerate(hosts):
+            await announce(scout, f"ffn.1.{i}")
+        first = await told_by(found[0])
+        for scout in hosts[:2]:  # the two that tell
+            network.now().crash(scout.peers.name)
+        seen = []
+        for _ in range(8):
+            await asyncio.sleep(15)
+            for i, scout in enumerate(hosts[2:]):
+                await announce(scout, f"ffn.1.{i + 2}")
+            seen.append("ffn.1.4" in [info.uid for info in await found[0].directory.live(GRID)])
+        return first, seen, [fault.name for fault in network.fired]
+
+    assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
+
+
+def test_records_that_are_none_of_the_directorys_do_no_harm() -> None:
+    async def main() -> list[list[str]]:
+        _, (alice, bob, mallory) = await scouts(3)
+        await announce(alice, "ffn.1.2")
+        for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
+            for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
+                await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
+                await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
+        return uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4))
+
+    assert run_virtual(main()) == [["ffn.1.2"]]
+
+
+def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
+    grid = Grid("ffn", (32, 32))
+
+    async def main() -> tuple[int, int, float]:
+        _, (alice, bob) = await scouts(2)
+        await announce(alice, *map(grid.uid, grid), grid=grid)
+        batch = scores(*map(grid.uid, list(grid)[::16]), grid=grid)
+        first = await bob.directory.best(grid, batch, 4)
+        reads = bob.directory._cache.loads
+        began = virtual_time()
+        assert await bob.directory.best(grid, batch, 4) == first
+        return reads, bob.directory._cache.loads, virtual_time() - began
+
+    assert run_virtual(main()) == (5, 5, 0.0)

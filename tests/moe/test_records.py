@@ -20,7 +20,10 @@ from colab_swarm.moe.records import (
     by_page,
     holdings,
     keys,
+    position,
+    shelf_of,
     short_addresses,
+    width,
 )
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
 
@@ -97,6 +100,33 @@ def test_a_wide_prefix_has_several_keys() -> None:
     assert keys("run", GRID, ()) == ["run/experts/ffn/0"]
     assert keys("run", GRID, (3,)) == ["run/experts/ffn.3/0", "run/experts/ffn.3/1"]
     assert by_page([299, 0, 256, 255]) == {0: [0, 255], 1: [256, 299]}
+
+
+SIDES = st.lists(st.integers(1, 40), min_size=1, max_size=3) | st.tuples(
+    st.integers(1, 3), st.integers(200, 600)
+)
+
+
+@settings(max_examples=30)
+@given(SIDES, st.data())
+def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.DataObject) -> None:
+    grid = Grid.of("ffn", sides)
+    some = st.tuples(*(st.integers(0, side - 1) for side in sides))
+    places = data.draw(st.lists(some, min_size=1, max_size=20, unique=True))
+    shelf = shelf_of(grid, places[0][:-1])
+    neighbours = [place for place in places if shelf_of(grid, place[:-1]) == shelf]
+    row = Row((), tuple(Place(position(grid, place), 1, 2, ()) for place in neighbours))
+    told = holdings(grid, shelf, {ALICE: received(row)}, now=5.0, swarm_time=1000.0)[ALICE]
+    assert [word.uid for word in told] == [grid.uid(place) for place in neighbours]
+    assert shelf_of(grid, shelf) == shelf and max(word.index for word in told) < width(grid, shelf)
+
+
+def test_a_shelf_ends_with_the_grid() -> None:
+    grid = Grid("ffn", (5, 64))
+    assert [shelf_of(grid, (i,)) for i in range(5)] == [(0,), (0,), (0,), (0,), (4,)]
+    row = Row((), (Place(63, 1, 2, ()), Place(64, 1, 2, ()), Place(256, 1, 2, ())))
+    told = holdings(grid, (4,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    assert [word.uid for word in told[ALICE]] == ["ffn.4.63"]
 
 
 def test_addresses_that_do_not_fit_are_left_out() -> None:

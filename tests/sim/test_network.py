@@ -231,3 +231,13 @@ def test_same_seed_same_trace() -> None:
         return times
 
     assert run_virtual(main(7)) == run_virtual(main(7)) != run_virtual(main(8))
+
+
+def test_a_link_that_stands_need_not_be_dialled() -> None:
+    async def main() -> float:
+        network, alice, bob = pair()
+        network.standing = lambda one, other: {one.name, other.name} == {"alice", "bob"}
+        assert await alice.call(bob.id, Ask(1), Tell, timeout_s=5) == Tell(2)
+        return virtual_time()
+
+    assert run_virtual(main()) == pytest.approx(0.2)
