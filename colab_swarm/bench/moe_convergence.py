@@ -10,7 +10,7 @@ Gating and mixing are the product's own code; experts are the product's feed-for
 The baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward
 and backward takes an eighth of the delay, an expert computes with the weights it has at that moment and steps at once,
 and stem, gating and head are updated at the end. ``--faithful`` follows the published emulator instead: the gating is
-never trained, and experts' updates are never delayed.
+never trained, experts' updates are never delayed, and the learning rate, which else falls to 0, is constant.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Experts:
         ).detach()
         self._mean_EP, self._square_EP, self._most_EP = (torch.zeros_like(self._rows_EP) for _ in range(3))
         self._steps_E = torch.zeros(count)
+        self.lr = LR
 
     def _compute(self, rows_NP: Tensor, x_ND: Tensor) -> Tensor:
         """Row n's expert on sample n: what `FeedForward` does, for many sets of parameters."""
@@ -141,7 +142,7 @@ class Experts:
         most = torch.maximum(self._most_EP[rows], square)
         self._mean_EP[rows], self._square_EP[rows], self._most_EP[rows] = mean, square, most
         scale = (most / (1 - BETAS[1] ** steps)).sqrt() + EPS
-        self._rows_EP[rows] -= LR * mean / (1 - BETAS[0] ** steps) / scale
+        self._rows_EP[rows] -= self.lr * mean / (1 - BETAS[0] ** steps) / scale
 
 
 class Trunk(nn.Module):
@@ -261,8 +262,17 @@ class Emulation:
     def _update(self) -> None:
         self._optimizer.step()
         self._applied += 1
+        if not self._scene.faithful:
+            self._decay(1 - self._applied / self._scene.batches)
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
+
+    def _decay(self, left: float) -> None:
+        """Linearly to 0: at a constant rate single evaluations of the end are a matter of luck."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = LR * left
+        for experts in self._layers:
+            experts.lr = LR * left
 
     @torch.no_grad()
     def _evaluate(self) -> float:
@@ -286,11 +296,11 @@ class Curves(Report):
     curves: dict[str, list[Curve]] = field(default_factory=dict)
 
 
-def scenes(batches: int, *, faithful: bool) -> Iterator[tuple[str, Scene]]:
-    """All that is compared, by name."""
+def scenes(like: Scene) -> Iterator[tuple[str, Scene]]:
+    """All that is compared, by name; as long as ``like`` and by its rules."""
     for delay, (trainers, delay_s) in DELAYS.items():
         for model, sides in MODELS.items():
-            scene = Scene(sides, trainers, delay_s, batches=batches, faithful=faithful)
+            scene = replace(like, sides=sides, trainers=trainers, delay_s=delay_s)
             yield f"{model}_{delay}", scene
             if delay == "low" and sides:
                 yield f"{model}_failures", replace(scene, failures=0.1)
@@ -299,11 +309,11 @@ def scenes(batches: int, *, faithful: bool) -> Iterator[tuple[str, Scene]]:
 def run(quick: bool = False, faithful: bool = False) -> Curves:
     """All scenes, several seeds each."""
     report = Curves("moe-convergence", quick)
-    seeds, batches = (1, 240) if quick else (3, 1600)
+    seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     threads, digits = torch.get_num_threads(), Digits()
     torch.set_num_threads(1)  # tensors are tiny
     try:
-        for name, scene in scenes(batches, faithful=faithful):
+        for name, scene in scenes(Scene((), 1, 0.0, 0.0, batches, evaluations, faithful)):
             curves = [Emulation(scene, digits, seed).run() for seed in range(seeds)]
             report.curves[name] = curves
             _tell(report, name, scene, curves)
@@ -354,6 +364,7 @@ def plot(report: Report, path: str) -> None:
                 axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{index}", alpha=0.2)
         axes.set(title=title, xlabel="part of the run")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     figure.axes[0].set_ylabel("accuracy on unseen digits")
     figure.savefig(path, dpi=120)

@@ -145,7 +145,7 @@ class _Chain:
 
         travels = [asyncio.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)]
         try:
-            await asyncio.sleep(max(1.0, 10 * delay_s))  # until batches are spread over the chain
+            await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
             before, began = done, time.perf_counter()
             await asyncio.wait(travels, timeout=self._plan.seconds, return_when=asyncio.FIRST_EXCEPTION)
             rate = self._samples_per_s(done - before, time.perf_counter() - began)
