@@ -25,6 +25,9 @@ class Cache(Generic[K, V]):
     Args:
         load: ``await load(key, old, anew)`` reads the value of a key and says for how many seconds it is good;
             ``old`` is the value held before, if any, ``anew`` as in `get`.
+
+    Attributes:
+        loads: reads begun so far.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
@@ -32,14 +35,13 @@ class Cache(Generic[K, V]):
         self._entries: dict[K, _Entry[V]] = {}
         self._loads: dict[K, asyncio.Task[V]] = {}
         self._loop = asyncio.get_running_loop()
-        self.hits = self.loads = 0
+        self.loads = 0
 
     def peek(self, key: K) -> V | None:
         """What is held, None if nothing is or it is too old; past half its life it is read anew meanwhile."""
         entry, now = self._entries.get(key), self._loop.time()
         if entry is None or entry.until <= now:
             return None
-        self.hits += 1
         if entry.aging_at <= now:
             self._begin(key)
         return entry.value

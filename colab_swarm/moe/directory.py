@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +62,7 @@ class DirectorySettings:
         cache_s: how long what was looked up is believed.
         absent_s: how long it is believed that nothing lives under a prefix.
         settle_s: least wait between claiming places and looking who else did.
-        width: prefixes kept by a search, if more than experts are asked for.
+        beam_width: prefixes kept by a search, if more than experts are asked for.
         bans: how long who failed is left out.
     """
 
@@ -70,7 +70,7 @@ class DirectorySettings:
     cache_s: float = 30.0
     absent_s: float = 3.0
     settle_s: float = 2.0
-    width: int = 1
+    beam_width: int = 1
     bans: BanSettings = field(default_factory=BanSettings)
 
 
@@ -87,7 +87,8 @@ class Directory:
         self._mine: dict[Grid, dict[Index, Place]] = {}
         self._told: set[str] = set()  # keys under which a record of ours is
         self._hosts: dict[str, PeerId] = {}  # whom `find` and `best` named last
-        self._seen: dict[Grid, tuple[set[str], float]] = {}  # all experts ever, and when last, swarm time
+        self._seen: dict[Grid, set[str]] = {}  # all experts ever
+        self._seen_at: dict[Grid, float] = {}  # when any was seen last, swarm time
 
     async def close(self) -> None:
         """End the look-ups that are under way."""
@@ -122,7 +123,7 @@ class Directory:
         """
         held: list[str] = []
         while count > len(held):
-            chosen = await self._vacant(grid, count - len(held), wanted)
+            chosen = await self._vacant(grid, count - len(held), None if wanted is None else set(wanted))
             if not chosen:
                 break
             uids = [grid.uid(index) for index in chosen]
@@ -153,13 +154,14 @@ class Directory:
                 lost.append(uid)
         return lost
 
-    async def _vacant(self, grid: Grid, count: int, wanted: Sequence[str] | None) -> list[Index]:
+    async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
         """Places that nobody holds or claims: as many as asked for, or all there are."""
         if wanted is None:
             some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
             prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
         else:
             prefixes = sorted({grid.index(uid)[:-1] for uid in wanted})
+            self._rng.shuffle(prefixes)
         chosen: list[Index] = []
         for begin in range(0, len(prefixes), ROWS_AT_ONCE):
             batch = prefixes[begin : begin + ROWS_AT_ONCE]
@@ -171,12 +173,11 @@ class Directory:
                 break
         return chosen[:count]
 
-    def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Sequence[str] | None) -> bool:
+    def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Collection[str] | None) -> bool:
         if place in self._mine.get(grid, {}) or (wanted is not None and grid.uid(place) not in wanted):
             return False
-        return not any(
-            word.host.id != self._peers.id for word in row.live(position(grid, place), self._loop.time())
-        )
+        told = row.live(position(grid, place), self._loop.time())
+        return all(word.host.id == self._peers.id for word in told)
 
     # -- telling
 
@@ -186,36 +187,31 @@ class Directory:
         await asyncio.gather(*(self._tell_of(grid, shelf) for shelf in sorted(shelves)))
 
     async def _tell_of(self, grid: Grid, shelf: Index) -> None:
-        """Store what this peer has to say of a shelf or a shorter prefix, nothing included if it had before."""
-        depth, mine = len(shelf), self._mine[grid]
-        in_row = is_row(grid, shelf)
-        places = (
-            {place.index: place for i, place in mine.items() if shelf_of(grid, i[:depth]) == shelf}
-            if in_row
-            else {}
-        )
-        if in_row:
-            indices = by_page(places)
-        else:
-            served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
-            indices = by_page(await self._unwitnessed(grid, shelf, served))
+        """Store what this peer has to say of a shelf or a shorter prefix; that it is nothing, if it was more before."""
+        pages = await self._pages(grid, shelf)
+        nothing = Row((), ()) if is_row(grid, shelf) else Branch(())
         stores = []
         for page, key in enumerate(keys(self._run_id, grid, shelf)):
-            on_page = indices.get(page, [])
-            if on_page:
-                self._told.add(key)
-            elif key not in self._told:
-                continue
-            else:  # told no more, and nothing to tell from now on
-                self._told.discard(key)
-            record: Message = Branch(tuple(on_page))
-            if in_row:
-                addresses = short_addresses(self._peers.contact)
-                record = Row(addresses, tuple(places[index] for index in on_page))
-            stores.append(self._store(key, record))
+            if page in pages or key in self._told:
+                stores.append(self._store(key, pages.get(page, nothing)))
+            (self._told.add if page in pages else self._told.discard)(key)
         if stores:
             await asyncio.gather(*stores)
             self._cache.forget((grid, shelf))
+
+    async def _pages(self, grid: Grid, shelf: Index) -> Mapping[int, Message]:
+        """This peer's records, by page."""
+        depth, mine = len(shelf), self._mine[grid]
+        if not is_row(grid, shelf):
+            served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
+            needed = by_page(await self._unwitnessed(grid, shelf, served))
+            return {page: Branch(tuple(indices)) for page, indices in needed.items()}
+        places = {place.index: place for i, place in mine.items() if shelf_of(grid, i[:depth]) == shelf}
+        addresses = short_addresses(self._peers.contact)
+        return {
+            page: Row(addresses, tuple(places[index] for index in indices))
+            for page, indices in by_page(places).items()
+        }
 
     async def _unwitnessed(self, grid: Grid, prefix: Index, indices: set[int]) -> list[int]:
         """Those that fewer than `WITNESSES` hosts of smaller id keep telling of: this peer's word is needed."""
@@ -242,7 +238,10 @@ class Directory:
         """Where the expert runs; None if it does not live or is left out for its failures."""
         index = grid.index(uid)
         shelf = shelf_of(grid, index[:-1])
-        return self._infos(grid, [index], await self._listings(grid, [shelf])).get(index)
+        for anew in (False, True):  # a hasty look-up may have missed it
+            if infos := self._infos(grid, [index], await self._listings(grid, [shelf], anew=anew)):
+                return infos[index]
+        return None
 
     async def live(self, grid: Grid) -> list[ExpertInfo]:
         """All experts that can be called, in the order of the grid."""
@@ -271,7 +270,7 @@ class Directory:
                 f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
             )
         found, shelves = await self._search(grid, scores, k)
-        if not any(found.best):  # a hasty look-up may have missed them
+        if found.best and not any(found.best):  # a hasty look-up may have missed them
             await self._listings(grid, shelves, anew=True)
             found, shelves = await self._search(grid, scores, k)
         infos = self._infos(grid, {index for sample in found.best for index in sample}, shelves)
@@ -296,13 +295,13 @@ class Directory:
 
         patient = True
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found = beam_search(scores, k, children, width=self.settings.width)
+            found = beam_search(scores, k, children, width=self.settings.beam_width)
             if not found.unknown:
                 return found, known
             listings = await self._listings(grid, found.unknown)
             known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
         patient = False
-        return beam_search(scores, k, children, width=self.settings.width), known
+        return beam_search(scores, k, children, width=self.settings.beam_width), known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
         """The usable children of one prefix, from the listing of its shelf."""
@@ -326,12 +325,12 @@ class Directory:
         return infos
 
     def _nobody(self, grid: Grid) -> str:
-        seen, at = self._seen.get(grid, (set(), 0.0))
-        if not seen:
+        if grid not in self._seen:
             return (
                 f"no expert of {grid} lives, and none was ever seen from here: host some, or check the prefix"
             )
-        past = f"{len(seen)} were seen from here, the last {self._peers.time() - at:.0f} s ago"
+        ago_s = self._peers.time() - self._seen_at[grid]
+        past = f"{len(self._seen[grid])} were seen from here, the last {ago_s:.0f} s ago"
         return f"no expert of {grid} can be called: {past}; host some, or wait until their hosts are back"
 
     # -- failures
@@ -375,6 +374,6 @@ class Directory:
         logger.debug("read %s in %.0f ms", grid.uid(shelf), (now - began) * 1e3)
         alive = {word.uid for told in listing.words.values() for word in told if word.served}
         if alive and is_row(grid, shelf):
-            seen, _ = self._seen.get(grid, (set(), 0.0))
-            self._seen[grid] = seen | alive, swarm_time
+            self._seen.setdefault(grid, set()).update(alive)
+            self._seen_at[grid] = swarm_time
         return listing, self.settings.cache_s if alive else self.settings.absent_s
