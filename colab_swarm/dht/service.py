@@ -5,7 +5,7 @@ can be dialled, and read from the nearest ``read_replicas`` (3), so that a reade
 missed at most two of its replicas. Readers merge what they get, subkey by subkey; nothing is cached on the
 way, so that whoever writes its progress each second is seen in the next second. A peer that knows the whole
 swarm, or who stored under the key lately, stores without looking up first: the replies name peers nearer
-still, if there are any.
+still, if there are any. Who must be fast rather than sure lets peers ask on instead: see `DHT.fetch`.
 
 Who is known. Each query carries its asker's contact. Only peers that spoke to us, or answered, enter the
 routing table; peers in client mode look up and store but are never asked.

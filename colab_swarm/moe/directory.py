@@ -48,6 +48,8 @@ WITNESSES = 2
 """Hosts that tell of an index above the rows; the others are silent there."""
 EXTRA_WAITS = 3
 """Rounds of look-ups of one search beyond one for each dimension; then what is unknown counts as dead."""
+MAX_GUESSES = 32
+"""Keys that one search asks for on the guess that they tell of something; more are asked for dimension by dimension."""
 ROWS_AT_ONCE = 16
 MAX_ROWS = 4096
 """Rows that a search for vacant places looks at."""
@@ -298,7 +300,7 @@ class Directory:
             found = beam_search(scores, k, children, width=self.settings.beam_width)
             if not found.unknown:
                 return found, known
-            listings = await self._listings(grid, found.unknown)
+            listings = await self._listings(grid, _worth_asking(grid, found.unknown))
             known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
         patient = False
         return beam_search(scores, k, children, width=self.settings.beam_width), known
@@ -377,3 +379,11 @@ class Directory:
             self._seen.setdefault(grid, set()).update(alive)
             self._seen_at[grid] = swarm_time
         return listing, self.settings.cache_s if alive else self.settings.absent_s
+
+
+def _worth_asking(grid: Grid, unknown: list[Index]) -> list[Index]:
+    """All unknown prefixes or, if those are many, the shortest: they are known to live, the others are guessed."""
+    if len({shelf_of(grid, prefix) for prefix in unknown}) <= MAX_GUESSES:
+        return unknown
+    shortest = min(map(len, unknown))
+    return [prefix for prefix in unknown if len(prefix) == shortest]

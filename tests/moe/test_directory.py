@@ -282,3 +282,17 @@ def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
         return reads, bob.directory._cache.loads, virtual_time() - began
 
     assert run_virtual(main()) == (5, 5, 0.0)
+
+
+def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
+    grid = Grid("ffn", (200, 200))
+
+    async def main() -> tuple[list[list[str]], int]:
+        _, (alice, bob) = await scouts(2)
+        await announce(alice, "ffn.7.7", "ffn.150.3", grid=grid)
+        rng = np.random.default_rng(0)
+        batch = [rng.standard_normal((64, 200)).astype(np.float32) for _ in range(2)]
+        found = await bob.directory.best(grid, batch, 4)
+        return [sorted(sample) for sample in uids(found)], bob.directory._cache.loads
+
+    assert run_virtual(main()) == ([["ffn.150.3", "ffn.7.7"]] * 64, 3)
