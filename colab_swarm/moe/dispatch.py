@@ -153,8 +153,8 @@ async def wait_for_answers(
         The calls that have not ended.
     """
     open_calls, missing = np.zeros_like(needed), needed.copy()
-    for group in tasks.values():
-        open_calls[group.rows] += 1
+    for one in tasks.values():
+        open_calls[one.rows] += 1
     pending = set(tasks)
     while pending and ((missing > 0) & (open_calls > 0)).any():
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -180,6 +180,7 @@ class Answers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, values: Tensor, backward: Callable[[Floats], Floats]) -> Tensor:
         """``values``, whose gradient goes through ``backward`` to ``inputs``."""
+        ctx.save_for_backward(inputs)
         ctx.backward_call = backward
         return values.view_as(values)
 
@@ -187,6 +188,9 @@ class Answers(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
         """Of the inputs, the values, the function."""
+        _ = (
+            ctx.saved_tensors
+        )  # raises if the inputs, whose memory is sent again, were changed in place meanwhile
         values = ctx.backward_call(as_floats(grads))
         return torch.from_numpy(values).to(grads.device), None, None
 

@@ -35,28 +35,6 @@ SHOWN_LOSSES = 100
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
-    """How the trainer works.
-
-    Attributes:
-        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
-            To hide delays: time of a batch, all its waiting included, over the time of its computations.
-        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
-        patience_s: how long no batch at all may come through because of failing peers before their error is raised.
-        progress: whether to print a line on how it goes, every second.
-    """
-
-    concurrency: int = 8
-    max_grad_norm: float | None = None
-    patience_s: float = 300.0
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency={self.concurrency}: at least one batch must be in flight")
-
-
-@dataclass(frozen=True)
 class TrainerResult:
     """What came of the training so far.
 
@@ -91,6 +69,31 @@ class TrainerResult:
         parts += [f"{self.retries} retries"] * bool(self.retries)
         parts += [f"{self.dropped} dropped"] * bool(self.dropped)
         return " · ".join(parts)
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How the trainer works.
+
+    Attributes:
+        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
+            To hide delays: time of a batch, all its waiting included, over the time of its computations.
+        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
+        patience_s: how long no batch at all may come through because of failing peers before their error is raised.
+        progress: whether to print a line on how it goes, every second.
+        on_update: called after each update, when nobody else touches model and optimizer: the place for
+            ``scheduler.step()``, and to save.
+    """
+
+    concurrency: int = 8
+    max_grad_norm: float | None = None
+    patience_s: float = 300.0
+    progress: bool = True
+    on_update: Callable[[TrainerResult], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency={self.concurrency}: at least one batch must be in flight")
 
 
 class _Run(Generic[Batch]):
@@ -146,8 +149,6 @@ class AsyncTrainer(Generic[Batch]):
             many threads; what else it touches must stand that.
         optimizer: of the model's own parameters; a `SwarmOptimizer` too, which keeps several trainers together.
         settings: see there.
-        on_update: called after each update, when nobody else touches model and optimizer: a place for
-            ``scheduler.step()`` or to save.
     """
 
     def __init__(
@@ -156,11 +157,8 @@ class AsyncTrainer(Generic[Batch]):
         loss: Callable[[nn.Module, Batch], Tensor],
         optimizer: Optimizer,
         settings: TrainerSettings = TrainerSettings(),
-        *,
-        on_update: Callable[[TrainerResult], object] | None = None,
     ) -> None:
         self._model, self._loss, self._optimizer, self._settings = model, loss, optimizer, settings
-        self._on_update = on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's counters
         self.result = TrainerResult()
@@ -262,8 +260,8 @@ class AsyncTrainer(Generic[Batch]):
             run.samples += samples
             run.losses.append(loss)
             run.last_success = time.monotonic()
-            if self._on_update is not None:
-                self._on_update(run.result())
+            if self._settings.on_update is not None:
+                self._settings.on_update(run.result())
 
     def _step(self, samples: int, loss: float) -> None:
         if self._counts_samples:

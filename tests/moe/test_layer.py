@@ -132,6 +132,15 @@ def test_a_layer_may_be_used_twice_in_one_graph() -> None:
     assert len(experts.backwards) == 12 and x.grad is not None and x.grad.any()
 
 
+def test_inputs_changed_in_place_after_the_layer_are_an_error_and_no_wrong_gradient() -> None:
+    layer, experts = make()
+    x = torch.randn(3, DIM)
+    x += layer(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
+    assert not experts.backwards
+
+
 def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
     layer, experts = make(MixtureSettings(k=6))
     experts.dead = set(list(experts.modules)[:3])

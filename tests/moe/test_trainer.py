@@ -4,6 +4,7 @@ import _thread
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
     with pytest.raises(ZeroDivisionError, match="batches"):
         AsyncTrainer(model, square, sgd(model), QUIET).fit(feed())
     with pytest.raises(ZeroDivisionError, match="on_update"):
-        AsyncTrainer(model, square, sgd(model), QUIET, on_update=on_update).fit(batches(6))
+        AsyncTrainer(model, square, sgd(model), replace(QUIET, on_update=on_update)).fit(batches(6))
 
 
 def test_an_interrupt_leaves_whole_updates_and_drops_what_is_in_flight() -> None:
@@ -183,7 +184,7 @@ def test_a_scheduler_fits_into_on_update() -> None:
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trainer = AsyncTrainer(model, square, optimizer, QUIET, on_update=lambda _: scheduler.step())
+    trainer = AsyncTrainer(model, square, optimizer, replace(QUIET, on_update=lambda _: scheduler.step()))
     trainer.fit(batches(3))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
     assert "3 updates" in repr(trainer)
