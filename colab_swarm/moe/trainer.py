@@ -202,9 +202,14 @@ class AsyncTrainer(Generic[Batch]):
                 thread.join(POLL_S)
                 if self._settings.progress and time.monotonic() - shown_at >= 1:
                     shown_at = time.monotonic()
-                    print(f"\r{run.result()}", end=" ", flush=True)
+                    self._show(run, end=" ")
         if self._settings.progress:
-            print(f"\r{run.result()} ")
+            self._show(run, end="\n")
+
+    def _show(self, run: _Run[Batch], *, end: str) -> None:
+        with self._lock:
+            result = run.result()
+        print(f"\r{result}", end=end, flush=True)
 
     def _work(self, run: _Run[Batch], replica: nn.Module) -> None:
         try:
