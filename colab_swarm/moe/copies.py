@@ -45,6 +45,8 @@ RENEWALS = 24
 """A save that is unchanged is renewed so many times in its life."""
 PATIENCE_S = 60.0
 """A holder that could not be reached is not asked again for so long."""
+PROBE_S = 10.0
+"""A holder that does not answer within it gives nothing back."""
 
 
 class SavePlace(Message, frozen=True):
@@ -266,35 +268,41 @@ class Copies:
         Raises:
             StateError: it is not what the claim says, larger than ``limit_bytes``, or cannot be had whole.
         """
-        manifest = Manifest.decode(await self._head(uid, claim))
+        head, holders = await self._probe(uid, claim)
+        manifest = Manifest.decode(head)
         if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         fetch = _Fetch(manifest)
         await asyncio.to_thread(fetch.take, fetch.next_batch(len(fetch.queue)), self._shelf.chunks.get)
-        holders = claim.holders
         while fetch.queue and holders:  # what a lost holder owed goes to those that are left
             alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
-            holders = tuple(holder for holder, kept in zip(holders, alive, strict=True) if kept)
+            holders = [holder for holder, kept in zip(holders, alive, strict=True) if kept]
         if fetch.queue:
             raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {claim.step} cannot be had")
         return SavedExpert(manifest, fetch.blob)
 
-    async def _head(self, uid: str, claim: Claim) -> bytes:
-        if (head := await asyncio.to_thread(self._shelf.chunks.get, claim.manifest)) is not None:
-            return head
-        for holder in claim.holders:
-            try:
-                found = await self._pieces(holder, [claim.manifest])
-                return found[claim.manifest]
-            except PeerError as error:
-                logger.info("no save of %s: %s", uid, error)
+    async def _probe(self, uid: str, claim: Claim) -> tuple[bytes, list[PeerId]]:
+        """The manifest's chunk, and who else has it: all are asked at once, for the dead do not answer."""
+        here = await asyncio.to_thread(self._shelf.chunks.get, claim.manifest)
+        asked = (
+            fetch_pieces(self._peers, holder, [claim.manifest], timeout_s=PROBE_S) for holder in claim.holders
+        )
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = {
+            holder: answer[claim.manifest]
+            for holder, answer in zip(claim.holders, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+        for head in (here, *found.values()):
+            if head is not None:
+                return head, [*found]
         raise StateError(f"none of {len(claim.holders)} holders has {uid} at step {claim.step}")
 
     async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
         """Fetch until nothing is left; False if the holder failed: what it did not give is back in the queue."""
         while batch := fetch.next_batch(FETCHED_AT_ONCE):
             try:
-                found = await self._pieces(holder, batch)
+                found = await fetch_pieces(self._peers, holder, batch, timeout_s=self._timeout_s)
             except PeerError as error:
                 logger.info("%s", error)
                 found = {}
@@ -302,9 +310,6 @@ class Copies:
             if len(found) < len(batch):
                 return False
         return True
-
-    async def _pieces(self, holder: PeerId, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        return await fetch_pieces(self._peers, holder, digests, timeout_s=self._timeout_s)
 
     async def _store(self, key: str, record: Message) -> bool:
         """Whether anybody took it."""

@@ -18,7 +18,7 @@ from colab_swarm.moe.chunks import digest_of
 from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SavePlace, SaveRecord
 from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.sim import run_virtual
+from colab_swarm.sim import run_virtual, virtual_time
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
 
 LIMIT_BYTES = 10**7
@@ -229,6 +229,23 @@ def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> 
         for path in garbled:
             path.write_bytes(b"garbled")
         assert np.array_equal((await fetched(copies)).blob, saved(step=7).blob) and garbled
+
+    play(tmp_path, story)
+
+
+def test_a_silent_holder_holds_nobody_up_for_long(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
+        scene.members["erin"] = await scene.run.join("erin")
+        kept = await scene.save(copies, saved(step=7))
+        (claim,) = await scene.copies("erin").claims("ffn.0.0")
+        silent = scene.name(min(kept.holders))
+        scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
+        scene.crash("alice")
+        began = virtual_time()
+        again = await scene.copies("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+        assert np.array_equal(again.blob, saved(step=7).blob) and 9 < virtual_time() - began < 12
+        assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
 
     play(tmp_path, story)
 
