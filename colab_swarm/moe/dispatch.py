@@ -191,19 +191,18 @@ class Answers(torch.autograd.Function):
         _ = (
             ctx.saved_tensors
         )  # raises if the inputs, whose memory is sent again, were changed in place meanwhile
-        values = ctx.backward_call(as_floats(grads))
-        return torch.from_numpy(values).to(grads.device), None, None
+        return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
 
 
 def through(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
-    """``values`` on the inputs' device; when differentiated, ``backward`` turns their gradient into the inputs'.
+    """``values``; when differentiated, ``backward`` turns their gradient into that of ``inputs``, also on the CPU.
 
-    The call goes out even if nobody wants the inputs' gradient: it is how experts learn.
+    The call goes out even if nobody wants the inputs' gradient: it is how experts learn. On the CPU because autograd
+    computes there on the caller's thread: all callers share one thread per GPU, and a wait there would hold up all.
     """
     if torch.is_grad_enabled() and not inputs.requires_grad:
         inputs = inputs.detach().requires_grad_()
-    remote = torch.from_numpy(values).to(inputs.device)
-    answer: Tensor = Answers.apply(inputs, remote, backward)  # type: ignore[no-untyped-call]
+    answer: Tensor = Answers.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
     return answer
 
 

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,12 +145,13 @@ class MixtureOfExperts(nn.Module):
         features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
         gate_dtype = self.gating.maps.weight.dtype
         scores = [score_BM.float() for score_BM in self.gating(features_BD.to(gate_dtype))]
-        batch = _Batch(self._access, self.grid, self.settings, as_floats(samples_BS))
+        inputs_BS = samples_BS.cpu()
+        batch = _Batch(self._access, self.grid, self.settings, as_floats(inputs_BS))
         self._access.run(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._usage.count(batches=1, **batch.counts)
 
-        outputs_BKS = through(samples_BS, batch.outputs_BKS, lambda grads: self._backward(batch, grads))
         device = samples_BS.device
+        outputs_BKS = through(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)

@@ -72,11 +72,11 @@ class RemoteExpert(nn.Module):
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
-            samples = inputs.reshape(-1, *sample).float()
+            samples = inputs.reshape(-1, *sample).float().cpu()
             values = as_floats(samples)
 
             def backward(grads: Floats) -> Floats:
                 return self._access.run(self._access.backward(info, values, grads))
 
             outputs = through(samples, self._access.run(self._access.forward(info, values)), backward)
-        return outputs.reshape(inputs.shape).to(inputs.dtype)
+        return outputs.reshape(inputs.shape).to(inputs)

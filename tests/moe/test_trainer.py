@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import colab_swarm as cs
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
@@ -178,6 +179,16 @@ def test_an_optimizer_that_counts_samples_is_told_them() -> None:
     model = nn.Linear(4, 2)
     AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), QUIET).fit(batches(3))
     assert [samples for samples, _ in told] == [8, 8, 8] and all(loss > 0 for _, loss in told)
+
+
+@pytest.mark.slow
+def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> None:
+    with cs.create("together", options=cs.PeerOptions(lan=False)) as swarm:
+        model = nn.Linear(4, 2)
+        optimizer = swarm.optimizer(sgd(model), target_batch_size=32)
+        before = square(model, torch.cat(batches(20))).item()
+        assert AsyncTrainer(model, square, optimizer, QUIET).fit(batches(20)).samples == 160
+        assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
 
 
 def test_a_scheduler_fits_into_on_update() -> None:
