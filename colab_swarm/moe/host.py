@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
 from colab_swarm.moe.memory import (
     USUAL_LENGTH,
+    Footprint,
     Model,
     experts_that_fit,
     explain,
@@ -70,27 +72,36 @@ def plan_host(
         ValueError: the module cannot be an expert, none fits, or ``count`` or ``uids`` are not usable.
         TypeError: the optimizer's state cannot be saved.
     """
-    if count is not None and uids is not None:
-        raise ValueError("say either count= or uids=, not both")
+    if count is not None and (uids is not None or count < 1):
+        raise ValueError(f"count={count}: host one expert at least, and say either count= or uids=")
+    for uid in uids or ():
+        grid.index(uid)
     shape = tuple(sample_of(make_expert()) if sample is None else sample)
     model = measure(make_expert, rule, shape)
-    free, footprint = free_bytes(), model.footprint
-    sample_bytes = 4 * torch.Size(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape).numel()
-    most = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
-    fit = min(experts_that_fit(footprint, free, max_batch_size=most), grid.size)
+    fit, why = _fitting(model.footprint, shape, limits)
+    fit = min(fit, grid.size)
+    why = f"{fit} of {grid} fit: {why}"
+    if uids is None and count is None and not fit:
+        raise ValueError(f"{why}. Take smaller experts or a smaller max_batch_size, or say count=1 to try")
     kind = ExpertKind(grid, make_expert, rule, shape)
-    told = f"{fit} of {grid} fit: {explain(footprint, free, max_batch_size=most)}"
     if uids is not None:
-        for uid in uids:
-            grid.index(uid)
         names = tuple(dict.fromkeys(uids))
-        return HostPlan(kind, Wanted(len(names), len(names), names), model, told)
-    if count is None and not fit:
-        raise ValueError(f"{told}. Take smaller experts or a smaller max_batch_size, or say count=1 to try")
+        return HostPlan(kind, Wanted(len(names), len(names), names), model, why)
     number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
-    if number < 1:
-        raise ValueError(f"count={count}: host one expert at least")
-    return HostPlan(kind, Wanted(number, max(number, min(number + spare, fit))), model, told)
+    capacity = max(number, min(number + spare, fit))
+    told = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
+    return HostPlan(kind, Wanted(number, capacity), model, told)
+
+
+def _fitting(footprint: Footprint, shape: Sequence[int], limits: BatchLimits) -> tuple[int, str]:
+    """How many experts fit in the memory that is free now, and the arithmetic."""
+    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
+    most = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
+    free = free_bytes()
+    return (
+        experts_that_fit(footprint, free, max_batch_size=most),
+        explain(footprint, free, max_batch_size=most),
+    )
 
 
 def sample_of(module: nn.Module) -> tuple[int, ...]:

@@ -364,7 +364,7 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
         host.wait(1.0)
         snapshot = host.snapshot()
         assert [(e.uid, e.step, e.saved_step) for e in snapshot.experts] == [(uid, 1, 1) for uid in host.uids]
-        assert snapshot.fault is None and host.arithmetic.startswith("6 of ffn[2 x 3] fit: 80% of ")
+        assert snapshot.fault is None and "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()
 
@@ -378,6 +378,9 @@ def test_experts_that_ship_tell_their_samples_and_others_must_be_told() -> None:
 def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
     plan = plan_host(Grid("ffn", (4, 4)), KIND.make)
     assert (plan.wanted.count, plan.wanted.capacity) == (12, 16)
+    assert plan.arithmetic.startswith(
+        "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
+    )
     plan = plan_host(Grid("ffn", (4, 4)), KIND.make, count=3)
     assert (plan.wanted.count, plan.wanted.capacity) == (3, 7)
     plan = plan_host(GRID, KIND.make, uids=["ffn.0.1", "ffn.1.1"])
