@@ -214,6 +214,25 @@ def test_samples_that_nobody_answers_are_tried_with_others_then_pass_unchanged()
     assert layer.statistics().unanswered == 16, "the third batch was answered"
 
 
+def test_an_expert_that_steps_in_for_another_still_gets_one_backward_call() -> None:
+    layer, experts = make(MixtureSettings(k=1), living=[(0, 0), (1, 2)])
+    with torch.no_grad():  # the first half of the samples prefers one, the second half the other
+        layer.gating.maps.weight.zero_()
+        layer.gating.maps.bias.zero_()
+        layer.gating.maps.weight[:2, 0] = torch.tensor([1.0, -1.0])
+    x = torch.randn(6, DIM)
+    x[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    experts.dead = {"ffn.1.2"}
+    layer(x)
+    assert experts.forwards == ["ffn.0.0", "ffn.1.2", "ffn.0.0"]
+    torch.testing.assert_close(layer(x), experts.modules["ffn.0.0"](x))
+    experts.gone.clear()
+    expected = torch.autograd.grad(experts.modules["ffn.0.0"](x.requires_grad_()).square().sum(), x)[0]
+    (found,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert experts.backwards == ["ffn.0.0"] and sum(layer.utilisation.values()) == pytest.approx(1)
+
+
 def test_an_unanswered_sample_still_has_a_gradient() -> None:
     layer, experts = make()
     experts.dead = set(experts.modules)
