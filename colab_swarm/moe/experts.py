@@ -117,6 +117,7 @@ class SwarmExperts:
         self._hosts.clear()
         if self._premises is not None:
             self._runtime.call(self._premises.close())
+        self._runtime.call(self._directory.close())
         if self._temporary is not None:
             self._temporary.cleanup()
 
