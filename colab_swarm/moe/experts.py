@@ -32,6 +32,7 @@ class HostOptions(TypedDict, total=False):
         spare: experts of dead hosts that are taken over beyond ``count``, where memory allows.
         save_s: between two saves.
         takeover_s: between two looks for experts whose hosts died.
+        farewell_s: how long the last saves may take on their way to other peers.
     """
 
     folder: str | Path
@@ -39,6 +40,7 @@ class HostOptions(TypedDict, total=False):
     spare: int
     save_s: float
     takeover_s: float
+    farewell_s: float
 
 
 class MixtureOptions(TypedDict, total=False):

@@ -220,5 +220,7 @@ class ExpertHost:
     def __repr__(self) -> str:
         snapshot = self.snapshot()
         steps = sum(expert.step for expert in snapshot.experts)
-        state = "stopped" if self._stopped else f"{len(snapshot.experts)} of {self._hosting.wanted.count}"
-        return f"ExpertHost({snapshot.grid}, {state} experts, {steps:,} steps)"
+        if self._stopped:
+            return f"ExpertHost({snapshot.grid}, stopped)"
+        count = f"{len(snapshot.experts)} of {self._hosting.wanted.count} experts"
+        return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
