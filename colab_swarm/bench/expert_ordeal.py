@@ -153,7 +153,7 @@ def run(*, minutes: float, kill_every_s: float) -> Report:
                 rows = torch.randint(0, 1500, (64,))
                 loss = cross_entropy(model(images[rows]), labels[rows]) + 0.01 * layer.balance_loss
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 story.losses.append(loss.item())
                 time.sleep(0.02)  # the hosts share these cores
