@@ -236,10 +236,16 @@ class Swarm(Member):
             model: holds mixtures of experts somewhere inside.
             loss: of a copy of the model and a batch.
             optimizer: of the model's own parameters; may be what `optimizer` gives.
-            **settings: see `TrainerSettings`: ``concurrency``, ``max_grad_norm``, ``patience_s``, ``progress``.
+            **settings: see `TrainerSettings`: ``concurrency``, ``max_grad_norm``, ``patience_s``, ``progress``,
+                ``on_update``.
+
+        Raises:
+            RuntimeError: in a simulation, whose peers have one thread each.
         """
         from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 
+        if self._presence is None:
+            raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
     def panel(self) -> Panel:

@@ -93,6 +93,8 @@ def test_experts_of_simulated_peers_are_served_on_virtual_time() -> None:
             return []
         layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2)
         model = nn.Sequential(layer, nn.Linear(DIM, 4))
+        with pytest.raises(RuntimeError, match="write the training loop yourself"):
+            swarm.trainer(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))
         swarm._runtime.call(asyncio.sleep(20.0))
         return [step(model, torch.optim.SGD(model.parameters(), 0.1), batch) for batch in batches(5)]
 
