@@ -66,7 +66,7 @@ CPU = Plan(
         Kind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
     ),
     blocks=8,
-    in_flight=192,
+    in_flight=240,
 )
 GPU = Plan(
     (
