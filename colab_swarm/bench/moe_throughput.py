@@ -62,7 +62,7 @@ class Plan:
 
 CPU = Plan(
     (
-        Kind("ffn", lambda: FeedForward(128, 512), (128,), batch=112, merged=448),
+        Kind("ffn", lambda: FeedForward(256, 1024), (256,), batch=80, merged=320),
         Kind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
     ),
     blocks=8,
