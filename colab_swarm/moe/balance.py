@@ -43,6 +43,7 @@ class MixtureStatistics:
         lost_gradients: backward calls that failed: the expert may not have learned, its part counted as zero.
         unanswered: samples for which nobody answered, which passed unchanged.
         outliers: answers for single samples that lay too far from the others'.
+        sent_bytes, received_bytes: of activations and gradients, as they travelled.
     """
 
     batches: int = 0
@@ -51,6 +52,8 @@ class MixtureStatistics:
     lost_gradients: int = 0
     unanswered: int = 0
     outliers: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Usage:

@@ -44,7 +44,14 @@ class FindsExperts(Protocol):
 
 
 class CallsExperts(Protocol):
-    """Reaches experts wherever they are: `ExpertCalls`. Whatever goes wrong is an ExpertError."""
+    """Reaches experts wherever they are: `ExpertCalls`. Whatever goes wrong is an ExpertError.
+
+    Attributes:
+        sent_bytes, received_bytes: payload of all calls so far.
+    """
+
+    sent_bytes: int
+    received_bytes: int
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """What the expert makes of ``inputs``."""

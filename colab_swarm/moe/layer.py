@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -118,7 +118,10 @@ class MixtureOfExperts(nn.Module):
 
     def statistics(self) -> MixtureStatistics:
         """What happened so far."""
-        return self._usage.statistics()
+        calls = self._access.calls
+        return replace(
+            self._usage.statistics(), sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Of the same shape and dtype.

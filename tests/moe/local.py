@@ -36,6 +36,7 @@ class LocalExperts:
     ) -> None:
         self.grid, self._shape = grid, shape
         self.modules = {grid.uid(index): make() for index in living or grid}
+        self.sent_bytes = self.received_bytes = 0  # nothing travels
         self.dead: set[str] = set()
         self.dead_backward: set[str] = set()
         self.late: set[str] = set()
