@@ -20,9 +20,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colab_swarm.bench.report import Report
+
+if TYPE_CHECKING:
+    from colab_swarm.moe.balance import MixtureStatistics
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S = 2.0
@@ -159,20 +162,19 @@ def run(*, minutes: float, kill_every_s: float) -> Report:
                 time.sleep(0.02)  # the hosts share these cores
             with torch.no_grad():
                 right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
-            statistics_ = layer.statistics()
+            seen = layer.statistics()
         finally:
             incidents.over.set()
             if incidents.is_alive():
                 incidents.join()
-    return _report(story, right, statistics_)
+    return _report(story, right, seen)
 
 
-def _report(story: Story, right: float, seen: Any) -> Report:
+def _report(story: Story, right: float, seen: MixtureStatistics) -> Report:
     report = Report("expert_ordeal", quick=False)
     steps = len(story.losses)
-    report.add(
-        "moe.ordeal_steps", steps, "", f"without an exception; {len(story.killed)} hosts killed with -9"
-    )
+    report.add("moe.ordeal_steps", steps, "", "without an exception")
+    report.add("moe.ordeal_killed", len(story.killed), "hosts", "with -9")
     first, last = (statistics.fmean(part) for part in (story.losses[:SMOOTHED], story.losses[-SMOOTHED:]))
     report.add("moe.ordeal_loss", last, "", f"mean of the last {SMOOTHED} steps, {first:.3g} at first")
     report.add("moe.ordeal_accuracy", right, "", "of digits never trained on")

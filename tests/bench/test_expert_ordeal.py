@@ -9,5 +9,4 @@ from colab_swarm.bench.expert_ordeal import run
 def test_training_through_experts_goes_on_while_their_hosts_are_killed() -> None:
     report = run(minutes=0.11, kill_every_s=3.0)
     figures = {row.key: row.value for row in report.rows}
-    (steps,) = (row for row in report.rows if row.key == "moe.ordeal_steps")
-    assert figures["moe.ordeal_steps"] > 20 and "2 hosts killed" in steps.note
+    assert figures["moe.ordeal_killed"] >= 2 and figures["moe.ordeal_steps"] > 20

@@ -7,7 +7,6 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,10 @@ from torch import nn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.copies import SavePlace, SaveRecord
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, plan_host, sample_of
+from colab_swarm.moe.host import ExpertHost, plan_host
 from colab_swarm.moe.hosting import Hosting, HostSettings, Premises, Wanted
 from colab_swarm.moe.services import ExpertServices
 from colab_swarm.net.node import Node
@@ -367,51 +362,3 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
         assert snapshot.fault is None and "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()
-
-
-def test_experts_that_ship_tell_their_samples_and_others_must_be_told() -> None:
-    assert sample_of(FeedForward(8)) == (8,) and sample_of(TransformerBlock(8, 2)) == (-1, 8)
-    with pytest.raises(ValueError, match=r"what samples does Linear take\? Say sample=\(512,\)"):
-        plan_host(GRID, lambda: nn.Linear(4, 4))
-
-
-def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
-    plan = plan_host(Grid("ffn", (4, 4)), KIND.make)
-    assert (plan.wanted.count, plan.wanted.capacity) == (12, 16)
-    assert plan.arithmetic.startswith(
-        "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
-    )
-    plan = plan_host(Grid("ffn", (4, 4)), KIND.make, count=3)
-    assert (plan.wanted.count, plan.wanted.capacity) == (3, 7)
-    plan = plan_host(GRID, KIND.make, uids=["ffn.0.1", "ffn.1.1"])
-    assert plan.wanted == Wanted(2, 2, ("ffn.0.1", "ffn.1.1"))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"count": 0}, {"count": 1, "uids": ["ffn.0.0"]}, {"uids": ["ffn.9.9"]}, {"sample": (5,)}]
-)
-def test_what_cannot_be_hosted_is_told_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        plan_host(GRID, KIND.make, **wrong)
-
-
-def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_once() -> None:
-    class Odd(torch.optim.SGD):
-        def state_dict(self) -> dict[str, Any]:
-            return {"state": object()}
-
-    with pytest.raises(TypeError, match="cannot be saved without pickle"):
-        plan_host(GRID, KIND.make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
-
-
-@pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        HostSettings(**wrong)
-
-
-def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.moe.host.free_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* say count=1 to try"):
-        plan_host(GRID, KIND.make)
-    assert plan_host(GRID, KIND.make, count=1, limits=BatchLimits(max_batch_size=8)).wanted.count == 1
