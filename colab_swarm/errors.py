@@ -17,6 +17,7 @@ SwarmError
 ├── TunnelError           a tunnel could not be opened
 ├── HostError             another process of this peer's host died, failed or fell out of step
 ├── NoExpertsError        no expert of the prefix is alive
+├── StoreError            the store of a job of work units cannot be opened or used
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
@@ -102,6 +103,10 @@ class TunnelError(SwarmError, ConnectionError):
 
 class NoExpertsError(SwarmError, LookupError):
     """No expert of the prefix is alive; the text says how many were ever seen, and when."""
+
+
+class StoreError(SwarmError):
+    """The store of a job cannot be opened or used; the text says why and what to do."""
 
 
 class StateError(SwarmError):

@@ -1,0 +1,125 @@
+"""What a volunteer and the coordinator say to each other over HTTP.
+
+Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below, data
+and parameters are safetensors files. Faults of the volunteer are answered with 4xx and a `Problem`.
+
+    GET  /work/job                       JobCard: what there is to train
+    GET  /work/code                      the job's Python text; its SHA-256 is in the card
+    POST /work/units                     AskForUnits -> GivenUnits
+    GET  /work/data/SHA256               a subset (`Rows.encode`); ranges, ETag
+    GET  /work/parameters[/EPOCH-SUBSET] parameters to begin with (`Schema.encode`); ranges, ETag; header Version
+    HEAD /work/results/ASSIGNMENT        header Received: bytes of an upload that are here
+    PUT  /work/results/ASSIGNMENT        a piece of a result (`Schema.encode`), with Content-Range -> Taken
+    POST /work/return                    GiveBack -> GivenUnits (none)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from colab_swarm.net.membership import Signed
+from colab_swarm.net.peers import Message
+
+MAX_BODY_BYTES = 64 << 10
+"""Of a request that is no upload."""
+MAX_UNITS = 64
+MAX_HELD = 1024
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class Subset(Message, frozen=True):
+    """A file of data: its SHA-256, size in bytes, and number of samples."""
+
+    sha256: Digest
+    size_bytes: int
+    rows: int
+
+
+class JobCard(Signed, frozen=True):
+    """A job as volunteers see it, signed by its coordinator.
+
+    Attributes:
+        run_id: of the run that the coordinator serves.
+        name: of the job.
+        key, membership: the coordinator's public key, and what shows that it belongs to the run.
+        code_sha256: of the job's text; empty if it has none.
+        local_epochs, batch_size: of a unit.
+        schema: what a file of parameters begins with (`Schema.head`).
+        subsets: the data.
+    """
+
+    run_id: str
+    name: str
+    key: bytes
+    membership: bytes
+    code_sha256: str
+    local_epochs: Annotated[int, msgspec.Meta(ge=1)]
+    batch_size: Annotated[int, msgspec.Meta(ge=1)]
+    schema: bytes
+    subsets: tuple[Subset, ...]
+
+
+class AskForUnits(Message, frozen=True):
+    """Give me up to ``count`` units, best of data that I hold (``held``: SHA-256 of subsets).
+
+    ``name``: what people call me.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
+    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class GivenUnit(Message, frozen=True):
+    """Train ``data``, beginning with the file of ``parameters`` (a path below /work), within ``deadline_s`` seconds."""
+
+    assignment: AssignmentId
+    epoch: int
+    subset: int
+    data: Digest
+    parameters: str
+    deadline_s: float
+    seed: int
+
+
+class GivenUnits(Message, frozen=True):
+    """Units to train; if there are none, ask again in ``wait_s``, or no more if ``finished``.
+
+    Attributes:
+        epoch: where the job is.
+        accuracy: of the last epoch that ended.
+    """
+
+    units: tuple[GivenUnit, ...] = ()
+    wait_s: float = 0.0
+    finished: bool = False
+    epoch: int = 0
+    accuracy: float | None = None
+
+
+class Taken(Message, frozen=True):
+    """``received`` bytes of a result are here; ``accepted`` once it is whole and found good."""
+
+    received: int
+    accepted: bool = False
+
+
+class GiveBack(Message, frozen=True):
+    """I will not train these."""
+
+    assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
+
+
+class Problem(Message, frozen=True):
+    """Why a request was refused.
+
+    Attributes:
+        code: ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
+        text: for people: what is wrong, and what to do.
+    """
+
+    code: str
+    text: str

@@ -1,0 +1,137 @@
+"""The training of one work unit, a batch at a time: it can be saved between any two and gone on with elsewhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.rows import Indices, Rows
+from colab_swarm.workunits.weights import Floats, Schema
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How a unit is trained.
+
+    Attributes:
+        local_epochs: how often through the data.
+        batch_size: samples of one step.
+        seed: of the order of samples and of all chance in the model, so that replicas agree.
+    """
+
+    local_epochs: int
+    batch_size: int
+    seed: int
+
+
+class UnitTraining:
+    """Trains a copy of the server's parameters on one subset.
+
+    Attributes:
+        done: batches trained so far.
+        batches: of the whole unit.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rows: Rows,
+        lesson: Lesson,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``model``: with the parameters to begin with, trained in place. ``optimizer``: of it; None: a new one."""
+        self._job, self._rows, self.lesson = job, rows, lesson
+        self._device = device or torch.device("cpu")
+        self.model = model.to(self._device)
+        self._optimizer = optimizer or job.optimizer(self.model.parameters())
+        self._per_epoch = math.ceil(len(rows) / lesson.batch_size)
+        self.done, self.batches = 0, self._per_epoch * lesson.local_epochs
+        self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
+
+    def step(self) -> float:
+        """Train on the next batch; returns its loss.
+
+        Raises:
+            IndexError: the unit is done.
+        """
+        if self.done >= self.batches:
+            raise IndexError("the unit is done")
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # the user's own random numbers stay as they are
+            torch.manual_seed((self.lesson.seed * 1_000_003 + self.done) % (1 << 63))
+            self.model.train()
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._job.loss(self.model, self._rows.batch(self._indices(), self._device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def _indices(self) -> Indices:
+        epoch, place = divmod(self.done, self._per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.default_rng((self.lesson.seed, epoch))
+            self._order = epoch, rng.permutation(len(self._rows))
+        size = self.lesson.batch_size
+        return self._order[1][place * size : (place + 1) * size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs to go on from here."""
+        return {
+            "done": self.done,
+            "seed": self.lesson.seed,
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state of the same unit.
+
+        Raises:
+            ValueError: it is of another unit.
+        """
+        if state.get("seed") != self.lesson.seed or not 0 <= state.get("done", -1) <= self.batches:
+            raise ValueError("this was saved in another unit")
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+
+
+def unit_seed(seed: int, epoch: int, subset: int) -> int:
+    """The seed of a unit: other for each, the same for its replicas and after a restart."""
+    return int(np.random.SeedSequence((seed, epoch, subset)).generate_state(1, np.uint32)[0])
+
+
+def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
+    """Accuracy of ``model`` on ``rows``, between 0 and 1: mean over the samples."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    was_training, total = model.training, 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(rows), batch_size):
+            indices = np.arange(start, min(start + batch_size, len(rows)))
+            total += job.accuracy(model, rows.batch(indices, device)) * len(indices)
+    model.train(was_training)
+    return total / len(rows)
+
+
+class Evaluator:
+    """Measures parameters on the job's validation data."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
+        self.schema = Schema.of(self._model)
+
+    def accuracy(self, values: Floats) -> float:
+        """Of a model with these parameters (numel,)."""
+        self.schema.load(self._model, values)
+        return measure(self._job, self._model, self.rows)

@@ -1,0 +1,114 @@
+"""A model's parameters and buffers as one flat vector, and as the safetensors file that crosses the wire."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+MAX_WHOLE = 1 << 24
+"""Integers up to here are exact in float32."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Which values a model has.
+
+    Attributes:
+        entries: name and shape of each tensor of its state dict, in order.
+    """
+
+    entries: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Schema:
+        """Of a model.
+
+        Raises:
+            ValueError: it has complex values, or integers that float32 cannot tell.
+        """
+        state = model.state_dict()
+        for name, values in state.items():
+            if values.is_complex():
+                raise ValueError(f"{name} is complex: work units carry real numbers")
+            if not values.is_floating_point() and values.numel() and int(values.abs().max()) > MAX_WHOLE:
+                raise ValueError(f"{name} holds integers beyond {MAX_WHOLE:,}, which would be rounded")
+        return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
+
+    @property
+    def numel(self) -> int:
+        """Values of all tensors."""
+        return sum(math.prod(shape) for _, shape in self.entries)
+
+    def head(self) -> bytes:
+        """What a safetensors file with these tensors, as float32 one after the other, begins with."""
+        head, offset = {}, 0
+        for name, shape in self.entries:
+            end = offset + 4 * math.prod(shape)
+            head[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(head, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def encode(self, values: Floats) -> bytes:
+        """``values`` (numel,) as a safetensors file."""
+        return self.head() + values.astype("<f4", copy=False).tobytes()
+
+    def decode(self, data: bytes | memoryview) -> Floats:
+        """The values of a file, as a view of it.
+
+        Raises:
+            ValueError: it does not hold exactly these tensors; the text says what differs.
+        """
+        head = self.head()
+        if bytes(data[: len(head)]) != head:
+            raise ValueError(self._difference(data))
+        if len(data) != len(head) + 4 * self.numel:
+            raise ValueError(
+                f"{len(data):,} bytes, {len(head) + 4 * self.numel:,} expected: cut off or too long"
+            )
+        return np.frombuffer(data, dtype="<f4", offset=len(head))
+
+    def _difference(self, data: bytes | memoryview) -> str:
+        try:
+            size = int.from_bytes(data[:8], "little")
+            found = {
+                name: tuple(entry["shape"]) for name, entry in json.loads(bytes(data[8 : 8 + size])).items()
+            }
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return "not a safetensors file"
+        for name, shape in self.entries:
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != shape:
+                return f"{name} has shape {found[name]}, {shape} expected"
+        extra = found.keys() - dict(self.entries).keys()
+        return (
+            f"{min(extra)} is no tensor of this model" if extra else "other types or order than the model's"
+        )
+
+    def flatten(self, model: nn.Module) -> Floats:
+        """All values of ``model`` (numel,), copied."""
+        state = model.state_dict()
+        parts = [state[name].detach().reshape(-1).to("cpu", torch.float32) for name, _ in self.entries]
+        flat: Floats = torch.cat(parts).numpy() if parts else np.zeros(0, np.float32)
+        return flat.copy() if len(parts) == 1 else flat
+
+    def load(self, model: nn.Module, values: Floats) -> None:
+        """Set all values of ``model``."""
+        state, offset = model.state_dict(), 0
+        with torch.no_grad():
+            for name, shape in self.entries:
+                size = math.prod(shape)
+                part = torch.from_numpy(np.array(values[offset : offset + size])).reshape(shape)
+                target = state[name]
+                target.copy_(part if target.is_floating_point() else part.round())
+                offset += size
