@@ -72,4 +72,4 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
         values = schema.flatten(model)
     np.testing.assert_array_equal(values, serial.parameters)
     assert len(serial.accuracies) == 3
-    assert serial.accuracies[-1] > 0.3
+    assert serial.accuracies[-1] > serial.accuracies[0]
