@@ -1,0 +1,126 @@
+"""Jobs: what a plan may say, and jobs from files."""
+
+from __future__ import annotations
+
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colab_swarm.workunits.job import Job, WorkPlan, cross_entropy, share_correct
+from colab_swarm.workunits.unit_training import Evaluator
+from colab_swarm.workunits.weights import Schema
+from tests.workunits.digits import digits_job
+
+JOB = textwrap.dedent(
+    """
+    from dataclasses import dataclass
+    import torch
+    from colab_swarm.workunits.job import Job, WorkPlan
+
+    @dataclass
+    class Width:
+        hidden: int = 3
+
+    def model():
+        return torch.nn.Linear(4, Width().hidden)
+
+    def data():
+        raise RuntimeError("volunteers have no data")
+
+    job = Job("linear", model, data, data, plan=WorkPlan(alpha=0.5))
+    """
+)
+
+
+def test_a_job_from_a_file_carries_its_text_and_leaves_the_data_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    job = Job.load(path)
+    assert (job.name, job.plan.alpha, job.code) == ("linear", 0.5, JOB)
+    assert job.first_model().weight.shape == (3, 4)
+    again = Job.from_code(job.code, "sent by a coordinator")
+    assert torch.equal(again.first_model().weight, job.first_model().weight)  # the seed of the plan
+
+
+def test_errors_in_a_jobs_code_show_its_lines() -> None:
+    job = Job.from_code(JOB, "job.py of a coordinator")
+    with pytest.raises(RuntimeError, match="no data") as raised:
+        job.rows()
+    told = "".join(traceback.format_exception(raised.value))
+    assert (
+        'File "job.py of a coordinator"' in told and 'raise RuntimeError("volunteers have no data")' in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("x = 1", "defines no job"), ("job = 3", "defines no job"), ("#" * (1 << 20 | 1), "characters")],
+)
+def test_a_file_without_a_job_is_refused(code: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Job.from_code(code, "job.py")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"subsets": 0},
+        {"batch_size": 0},
+        {"max_epochs": 0},
+        {"replication": 0},
+        {"deadline_s": 0.0},
+        {"target_accuracy": 1.5},
+        {"alpha": 1.0},
+        {"alpha": -0.1},
+        {"alpha": "e/e"},
+        {"alpha": float("nan")},
+        {"tolerance": 0.0},
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        WorkPlan(**wrong)
+
+
+def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
+    assert [WorkPlan(alpha=0.95).alpha_of(e) for e in (1, 9)] == [0.95, 0.95]
+    assert [WorkPlan().alpha_of(e) for e in (1, 9)] == [0.5, 0.9]
+    assert WorkPlan(alpha=lambda e: 1 - 1 / (e + 9)).alpha_of(1) == 0.9
+    with pytest.raises(ValueError, match=r"alpha is 2\.0 in epoch 2"):
+        WorkPlan(alpha=float).alpha_of(2)
+
+
+def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
+    plan = WorkPlan(expected_volunteers=3, batch_size=32)
+    assert plan.subsets_of(100_000, 10**6) == 12
+    assert plan.subsets_of(600, 10**6) == 4
+    assert plan.subsets_of(20, 10**3) == 1
+    assert plan.subsets_of(100_000, 10**10) == 150  # none over 64 MiB
+    assert WorkPlan(subsets=50).subsets_of(100, 1) == 50
+    with pytest.raises(ValueError, match="only 10 samples"):
+        WorkPlan(subsets=50).subsets_of(10, 1)
+
+
+def test_a_job_wants_a_usable_name() -> None:
+    with pytest.raises(ValueError, match="no job name"):
+        Job("My Job!", torch.nn.Identity, (), ())
+
+
+def test_the_defaults_are_the_papers_loss_and_measure() -> None:
+    model, batch = torch.nn.Identity(), (torch.eye(3) * 50, torch.tensor([0, 1, 0]))
+    assert share_correct(model, batch) == pytest.approx(2 / 3)
+    assert float(cross_entropy(model, batch)) == pytest.approx(50 / 3)
+
+
+def test_accuracy_is_measured_on_as_many_samples_as_the_plan_says() -> None:
+    job = digits_job(validation_samples=50)
+    evaluator = Evaluator(job)
+    assert len(evaluator.rows) == 50
+    model = job.first_model()
+    accuracy = evaluator.accuracy(Schema.of(model).flatten(model))
+    assert 0 <= accuracy < 0.5
+    assert job.with_plan(alpha=0.9).plan.validation_samples == 50

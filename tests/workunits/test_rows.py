@@ -1,0 +1,95 @@
+"""Data as rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from colab_swarm.workunits.rows import Rows, rows_of
+
+IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)
+
+
+class Named(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"image": torch.from_numpy(IMAGES[place]), "label": int(LABELS[place])}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (IMAGES, LABELS),
+        (torch.from_numpy(IMAGES), torch.from_numpy(LABELS)),
+        TensorDataset(torch.from_numpy(IMAGES), torch.from_numpy(LABELS)),
+        {"image": IMAGES, "label": LABELS},
+        Named(),
+        datasets.Dataset.from_dict({"image": IMAGES.tolist(), "label": LABELS}),
+        lambda: (IMAGES, LABELS),
+    ],
+    ids=["arrays", "tensors", "dataset", "columns", "named", "hub", "loader"],
+)
+def test_whatever_a_user_has_becomes_the_same_rows(data: Any) -> None:
+    rows = rows_of(data)
+    assert len(rows) == 6
+    images, labels = rows.columns.values()
+    np.testing.assert_array_equal(images, IMAGES)
+    np.testing.assert_array_equal(labels, LABELS)
+    batch = rows.batch(np.array([2, 0]), torch.device("cpu"))
+    tensors = batch.values() if isinstance(batch, dict) else batch
+    assert [tuple(tensor.shape) for tensor in tensors] == [(2, 2, 2), (2,)]
+    assert list(rows.columns) == (["image", "label"] if rows.named else ["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ((IMAGES, LABELS[:5]), ValueError, "differ in length"),
+        ((np.zeros((0, 2)), np.zeros(0)), ValueError, "no sample"),
+        ({}, ValueError, "no column"),
+        ({"text": np.array(["a", "b"])}, ValueError, "text holds"),
+        ((np.float32(3), np.zeros(1)), ValueError, "differ in length"),
+        (TensorDataset(torch.zeros(0, 2)), ValueError, "no sample"),
+        (iter([1, 2]), TypeError, "no rows"),
+    ],
+)
+def test_data_without_rows_are_refused_with_a_reason(data: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rows_of(data)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 3))
+def test_subsets_hold_each_sample_once_and_are_equally_large(rows: int, subsets: int, seed: int) -> None:
+    parts = rows_of((np.arange(rows),)).cut(min(subsets, rows), seed=seed)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(np.concatenate([part.columns["0"] for part in parts])) == list(range(rows))
+
+
+def test_the_bytes_of_a_subset_are_the_same_each_time_and_give_it_back() -> None:
+    rows = rows_of({"b": LABELS, "a": IMAGES > 3})
+    data = rows.encode()
+    assert data == rows_of({"b": LABELS, "a": IMAGES > 3}).encode()
+    back = Rows.decode(data)
+    assert list(back.columns) == ["b", "a"] and back.named
+    for name, column in rows.columns.items():
+        np.testing.assert_array_equal(back.columns[name], column)
+        assert back.columns[name].dtype == column.dtype
+
+
+@given(st.binary(max_size=200), st.integers(0, 60))
+def test_garbled_subsets_are_refused(noise: bytes, place: int) -> None:
+    good = rows_of((LABELS,)).encode()
+    for data in (noise, good[:place], good[:place] + noise):
+        if data != good:
+            with pytest.raises(ValueError, match="subset"):
+                Rows.decode(data)
