@@ -7,14 +7,17 @@ several threads and processes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from colab_swarm.workunits.entries import Accepted, AnyEntry
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated
 from colab_swarm.workunits.weights import Floats
 
 Update: TypeAlias = Callable[[Floats], Floats]
+"""Of the parameters, which are read-only and only lent; it returns new ones, which it gives away."""
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,45 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections; what was kept stays."""
+
+
+class Stopwatch:
+    """Since when results are in the hands of this process, for `Assimilated.seconds`."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+
+    def start(self, accepted: Accepted) -> Accepted:
+        """``accepted`` was claimed just now."""
+        self._began[accepted.assignment] = time.perf_counter()
+        return accepted
+
+    def began(self, accepted: Accepted) -> float:
+        """When it was claimed; now, if that was elsewhere. Forgets it."""
+        return self._began.pop(accepted.assignment, time.perf_counter())
+
+
+def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
+    """What `Store.assimilate` adds to the log; ``began``: by `Stopwatch`."""
+    return Assimilated(
+        at=now,
+        unit=accepted.unit,
+        assignment=accepted.assignment,
+        server=server,
+        version=version,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def check_size(job: str, numel: int, first: Floats) -> None:
+    """Raise StoreError if a job of ``numel`` parameters is begun again with ``first``."""
+    if numel != len(first):
+        raise StoreError(
+            f"the store holds a job {job!r} of {numel:,} parameters, but the model has {len(first):,}: "
+            "give the job another name, or use another store"
+        )
+
+
+def not_begun(job: str) -> StoreError:
+    """The error of reading parameters that nobody put in."""
+    return StoreError(f"the store holds no job {job!r} yet: start its coordinator first")

@@ -1,0 +1,203 @@
+"""A store in one file, on SQLite: the default, durable, for several processes of one machine.
+
+The file's log is written ahead (WAL) and synced at each commit, so that what was kept outlives the death of any
+process. Writers follow one another: an assimilation holds the file's one write lock, readers go on beside it. Pages
+are 64 KiB, the most that SQLite allows: vectors of megabytes are read and written four times as fast as with the
+usual 4 KiB.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.entries import Accepted, AnyEntry, decode_entry, encode_entry
+from colab_swarm.workunits.store import Parameters, Stopwatch, Update, assimilated, check_size, not_begun
+from colab_swarm.workunits.weights import Floats
+
+BUSY_S = 60.0
+"""How long to wait for another writer."""
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS jobs (id INTEGER PRIMARY KEY, name TEXT UNIQUE, version INTEGER)",
+    "CREATE TABLE IF NOT EXISTS vectors (job INTEGER PRIMARY KEY, data BLOB)",  # apart, for updates in place
+    "CREATE TABLE IF NOT EXISTS log (position INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT, entry BLOB)",
+    "CREATE TABLE IF NOT EXISTS queue"
+    " (position INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT, assignment TEXT, entry BLOB, held_until REAL)",
+    "CREATE TABLE IF NOT EXISTS blobs (job TEXT, name TEXT, data BLOB, UNIQUE (job, name))",
+)
+
+
+class SqliteStore:
+    """A job's state in the file ``path``, which is made if there is none."""
+
+    shared = True
+
+    def __init__(self, path: str | Path, job: str) -> None:
+        self._path, self._job = Path(path), job
+        self._local, self._lock = threading.local(), threading.Lock()
+        self._connections: list[sqlite3.Connection] = []
+        self._stopwatch = Stopwatch()
+        with self._transaction() as connection:
+            for table in TABLES:
+                connection.execute(table)
+
+    def begin(self, first: Floats) -> None:
+        """See `Store.begin`."""
+        with self._transaction() as connection:
+            if self._head(connection) is None:
+                values = first.astype("<f4", copy=False).data
+                cursor = connection.execute("INSERT INTO jobs (name, version) VALUES (?, 0)", (self._job,))
+                connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, values))
+        check_size(self._job, len(self.parameters().values), first)
+
+    def append(
+        self,
+        entries: Sequence[AnyEntry],
+        *,
+        put: Mapping[str, bytes] | None = None,
+        drop: Collection[str] = (),
+    ) -> None:
+        """See `Store.append`."""
+        with self._transaction() as connection:
+            self._log(connection, entries)
+            rows = [(self._job, name, data) for name, data in (put or {}).items()]
+            connection.executemany("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", rows)
+            self._drop(connection, drop)
+
+    def _log(self, connection: sqlite3.Connection, entries: Sequence[AnyEntry]) -> None:
+        for entry in entries:
+            data = encode_entry(entry)
+            connection.execute("INSERT INTO log (job, entry) VALUES (?, ?)", (self._job, data))
+            if isinstance(entry, Accepted):
+                connection.execute(
+                    "INSERT INTO queue (job, assignment, entry, held_until) VALUES (?, ?, ?, 0)",
+                    (self._job, entry.assignment, data),
+                )
+
+    def _drop(self, connection: sqlite3.Connection, names: Collection[str]) -> None:
+        rows = [(self._job, name) for name in names]
+        connection.executemany("DELETE FROM blobs WHERE job = ? AND name = ?", rows)
+
+    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
+        """See `Store.entries`."""
+        found = self._rows(
+            "SELECT position, entry FROM log WHERE job = ? AND position > ? ORDER BY position",
+            self._job,
+            after,
+        )
+        return [(position, decode_entry(entry)) for position, entry in found]
+
+    def blob(self, name: str) -> bytes:
+        """See `Store.blob`."""
+        found: list[tuple[bytes]] = self._rows(
+            "SELECT data FROM blobs WHERE job = ? AND name = ?", self._job, name
+        )
+        if not found:
+            raise KeyError(name)
+        return found[0][0]
+
+    def parameters(self) -> Parameters:
+        """See `Store.parameters`."""
+        found = self._rows(
+            "SELECT version, data FROM jobs JOIN vectors ON id = job WHERE name = ?", self._job
+        )
+        if not found:
+            raise not_begun(self._job)
+        return Parameters(found[0][0], np.frombuffer(found[0][1], "<f4"))
+
+    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        """See `Store.claim`."""
+        with self._transaction() as connection:
+            found = connection.execute(
+                "UPDATE queue SET held_until = ? WHERE position ="
+                " (SELECT min(position) FROM queue WHERE job = ? AND held_until <= ?) RETURNING entry",
+                (now + lease_s, self._job, now),
+            ).fetchall()
+        if not found:
+            return None
+        entry = decode_entry(found[0][0])
+        assert isinstance(entry, Accepted)
+        return self._stopwatch.start(entry)
+
+    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        """See `Store.assimilate`."""
+        began = self._stopwatch.began(accepted)
+        with self._transaction() as connection:
+            taken = connection.execute(
+                "DELETE FROM queue WHERE job = ? AND assignment = ?", (self._job, accepted.assignment)
+            )
+            head = self._head(connection)
+            if taken.rowcount == 0 or head is None:
+                return None
+            row, version = head[0], head[1] + 1
+            with connection.blobopen("vectors", "data", row) as vector:
+                new = update(np.frombuffer(vector.read(), "<f4"))
+                vector.seek(0)
+                vector.write(new.astype("<f4", copy=False).data.cast("B"))
+            connection.execute("UPDATE jobs SET version = ? WHERE id = ?", (version, row))
+            self._drop(connection, [accepted.result])
+            entry = assimilated(accepted, version, server=server, now=now, began=began)
+            self._log(connection, [entry])
+        return version
+
+    def waiting(self) -> int:
+        """See `Store.waiting`."""
+        return int(self._rows("SELECT count(*) FROM queue WHERE job = ?", self._job)[0][0])
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        with self._lock:
+            while self._connections:
+                self._connections.pop().close()
+
+    def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
+        """Row and version of the job's parameters; None if it has none."""
+        found: tuple[int, int] | None = connection.execute(
+            "SELECT id, version FROM jobs WHERE name = ?", (self._job,)
+        ).fetchone()
+        return found
+
+    def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._errors():
+            return self._connection().execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._errors():
+            connection = self._connection()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self._path}: {error}. The folder must exist, be writable, have space, and lie on a disk of this "
+                "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
+            ) from error
+
+    def _connection(self) -> sqlite3.Connection:
+        """This thread's."""
+        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            found = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            found.execute("PRAGMA page_size = 65536")
+            found.execute("PRAGMA journal_mode = WAL")
+            found.execute("PRAGMA synchronous = NORMAL")
+            self._local.connection = found
+            with self._lock:
+                self._connections.append(found)
+        return found
