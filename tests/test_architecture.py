@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events", "snapshot", "runtime", "credentials"},
+    {"errors", "events", "snapshot", "runtime", "credentials", "markup"},
     {"tensors", "net"},
     {"dht"},
     {"averaging", "moe", "workunits", "trust"},
@@ -25,6 +25,10 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}
 SIM_USERS = {"sim", "simulation", "bench"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
+PLAIN_HTTP = {
+    "workunits/web.py",
+    "workunits/client.py",
+}  # pages for browsers, volunteers without links to peers
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -69,8 +73,10 @@ def test_imports_point_down(path: Path) -> None:
         assert not (top == "torch" and here in NO_TORCH), (
             f"{here} must not import torch: a relay starts without it"
         )
-        dashboard = (here, top) == ("backbone", "aiohttp")  # a page for browsers: no bytes between peers
-        assert top not in WIRE_LIBRARIES or here in {"net", "bench"} or dashboard, (
+        plain_http = top == "aiohttp" and (
+            here == "backbone" or path.relative_to(ROOT).as_posix() in PLAIN_HTTP
+        )
+        assert top not in WIRE_LIBRARIES or here in {"net", "bench"} or plain_http, (
             f"{here} imports {top}: net is its only home"
         )
 

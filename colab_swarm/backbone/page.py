@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib.resources import files
-from string import Template
 
 from colab_swarm.backbone.observer import RoundRow
 from colab_swarm.backbone.roster import PeerLine
 from colab_swarm.backbone.view import CollaborationView, View
+from colab_swarm.markup import card, count, duration, legend, page, size, table, text, tiles
 from colab_swarm.widgets.loss_band import judge, render_svg, sahajbert, ticks
 
-SCRIPT = """
-const live = document.getElementById("live"), lost = document.getElementById("lost");
-setInterval(async () => {
-  try {
-    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
-    if (answer.ok) live.innerHTML = await answer.text();
-    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
-  } catch { lost.style.display = "block"; }
-}, 3000);
+STYLE = """
+svg polyline { stroke: var(--trainer); }
+.trainer { fill: var(--trainer); background: var(--trainer); }
+.catching { fill: var(--catching); background: var(--catching); }
+.assistant { fill: var(--assistant); background: var(--assistant); }
+.forming { fill: var(--forming); background: var(--forming); }
+.lost { fill: var(--lost); background: var(--lost); } svg .name { fill: var(--text); } svg .away { opacity: .55; }
 """
 WIDTH = 760
 ROW = 20
@@ -39,30 +32,19 @@ SHOWN_ROUNDS = 15
 CLASSES = {"trainer": "trainer", "catching up": "catching", "assistant": "assistant"}
 
 
-def content_security_policy() -> str:
-    """What a browser may do with the page: run its one script, ask where it came from, nothing else."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
-
-
 def render_page(view: View) -> str:
     """The whole page."""
-    return _template().substitute(title=_text(view.run), live=render_live(view), script=SCRIPT)
-
-
-@cache
-def _template() -> Template:
-    return Template(files("colab_swarm.backbone").joinpath("page.html").read_text(encoding="utf-8"))
+    lost = "The backbone does not answer; this is what it said last."
+    return page(text(view.run), render_live(view), lost=lost, style=STYLE)
 
 
 def render_live(view: View) -> str:
     """The part of the page that changes."""
-    traffic = f"{_size(view.sent_bytes)} sent, {_size(view.received_bytes)} received"
+    traffic = f"{size(view.sent_bytes)} sent, {size(view.received_bytes)} received"
     return (
-        f"<h1>{_text(view.run)}</h1>"
-        f'<p class="soft">{_text(view.backbone)}: {_text(view.reached)}; {_count(view.linked, "peer")} linked; '
-        f"up {_duration(view.at - view.since)}; {traffic}</p>"
+        f"<h1>{text(view.run)}</h1>"
+        f'<p class="soft">{text(view.backbone)}: {text(view.reached)}; {count(view.linked, "peer")} linked; '
+        f"up {duration(view.at - view.since)}; {traffic}</p>"
         + "".join(
             _collaboration(one, view.at, alone=len(view.collaborations) == 1) for one in view.collaborations
         )
@@ -71,7 +53,7 @@ def render_live(view: View) -> str:
 
 
 def _collaboration(one: CollaborationView, now: float, *, alone: bool) -> str:
-    head = "" if alone else f"<h2>{_text(one.name)}</h2>"
+    head = "" if alone else f"<h2>{text(one.name)}</h2>"
     return (
         f"{head}{_standing_in(one)}{_tiles(one, now)}{_loss(one)}"
         f'<div class="two">{_rate(one)}{_checkpoints(one, now)}</div>'
@@ -97,10 +79,9 @@ def _tiles(one: CollaborationView, now: float) -> str:
         "samples/s": f"{one.samples_per_s:,.1f}",
         "steps/min": f"{rates[-1][1]:,.1f}" if rates and one.trainers else "–",
         "trainers": f"{one.trainers}" + (f" (+{one.catching_up})" if one.catching_up else ""),
-        "last saved": "–" if last is None else f"{_duration(now - last.at)} ago",
+        "last saved": "–" if last is None else f"{duration(now - last.at)} ago",
     }
-    tiles = (f'<div class="card"><h3>{name}</h3><b>{value}</b></div>' for name, value in shown.items())
-    return f'<div class="tiles">{"".join(tiles)}</div>'
+    return tiles(shown)
 
 
 def _loss(one: CollaborationView) -> str:
@@ -111,14 +92,14 @@ def _loss(one: CollaborationView) -> str:
     title = "Loss: median of the trainers" + (f", over the band of {reference.name}" if reference else "")
     verdict = judge(history, reference) if reference else None
     said = (
-        f'<p class="{"warning" if verdict.warning else "good"}">{_text(verdict.text)}</p>' if verdict else ""
+        f'<p class="{"warning" if verdict.warning else "good"}">{text(verdict.text)}</p>' if verdict else ""
     )
-    return _card(title, (chart or '<p class="soft">No two losses were told yet.</p>') + said)
+    return card(title, (chart or '<p class="soft">No two losses were told yet.</p>') + said)
 
 
 def _rate(one: CollaborationView) -> str:
     chart = render_svg(one.rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
-    return _card("Steps per minute", chart or '<p class="soft">Not known yet.</p>')
+    return card("Steps per minute", chart or '<p class="soft">Not known yet.</p>')
 
 
 def _checkpoints(one: CollaborationView, now: float) -> str:
@@ -126,13 +107,13 @@ def _checkpoints(one: CollaborationView, now: float) -> str:
         (
             f"step {kept.step:,}",
             "" if kept.loss is None else f"{kept.loss:.3f}",
-            _size(kept.size_bytes),
-            f"{_duration(now - kept.at)} ago",
+            size(kept.size_bytes),
+            f"{duration(now - kept.at)} ago",
         )
         for kept in reversed(one.checkpoints[-5:])
     ]
-    hub = f'<p class="soft">{_text(one.hub)}</p>' if one.hub else ""
-    return _card("Checkpoints", _table(("", "loss", "size", "saved"), rows) + hub)
+    hub = f'<p class="soft">{text(one.hub)}</p>' if one.hub else ""
+    return card("Checkpoints", table(("", "loss", "size", "saved"), rows) + hub)
 
 
 def _timeline(peers: Sequence[PeerLine], now: float) -> str:
@@ -151,7 +132,7 @@ def _timeline(peers: Sequence[PeerLine], now: float) -> str:
     ]
     more = f'<p class="soft">and {len(peers) - len(shown)} more</p>' if len(peers) > len(shown) else ""
     svg = _svg(bottom + 20, [*rows, *axis], "peers over time")
-    return _card(f"Peers {_legend(CLASSES.items())}", svg + more)
+    return card(f"Peers {legend(CLASSES.items())}", svg + more)
 
 
 def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
@@ -162,13 +143,13 @@ def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
         if span.until >= begin:
             bars.append(
                 f'<rect class="{CLASSES.get(span.role, "forming")}" x="{NAMES + (start - begin) * scale:.1f}" '
-                f'y="{y + 4}" width="{width:.1f}" height="{ROW - 8}" rx="2"><title>{_text(span.role)}, '
-                f"{_duration(span.until - span.since)}</title></rect>"
+                f'y="{y + 4}" width="{width:.1f}" height="{ROW - 8}" rx="2"><title>{text(span.role)}, '
+                f"{duration(span.until - span.since)}</title></rect>"
             )
     speed = f"{line.samples_per_s:,.1f}/s" if line.samples_per_s else "" if line.here else "gone"
     return (
-        f'<g class="{"here" if line.here else "away"}"><text class="name" x="0" y="{y + 14}">{_text(line.name, 20)}'
-        f"<title>{_text(line.id)}</title></text>{''.join(bars)}"
+        f'<g class="{"here" if line.here else "away"}"><text class="name" x="0" y="{y + 14}">{text(line.name, 20)}'
+        f"<title>{text(line.id)}</title></text>{''.join(bars)}"
         f'<text x="{WIDTH}" y="{y + 14}" text-anchor="end">{speed}</text></g>'
     )
 
@@ -189,46 +170,30 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
                 f'<rect class="{phase}" x="{at:.1f}" y="{y * ROW + 4}" width="{width:.1f}" height="{ROW - 8}"/>'
             )
             at += width
-        lost = f", {_count(one.spans_lost, 'span')} lost" if one.spans_lost else ""
+        lost = f", {count(one.spans_lost, 'span')} lost" if one.spans_lost else ""
         total = one.forming_s + one.exchange_s + one.recovery_s
         rows.append(
-            f'<text class="name" x="0" y="{y * ROW + 14}">step {one.step:,}: {_count(one.peers, "peer")}</text>'
+            f'<text class="name" x="0" y="{y * ROW + 14}">step {one.step:,}: {count(one.peers, "peer")}</text>'
             f'{"".join(bars)}<text x="{at + 8:.0f}" y="{y * ROW + 14}">{total:.2f} s, {one.samples:,.0f} samples, '
-            f"{_size(one.moved_bytes)}{lost}</text>"
+            f"{size(one.moved_bytes)}{lost}</text>"
         )
-    legend = _legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
-    return _card(f"Rounds that this peer took part in {legend}", _svg(ROW * len(shown), rows, "last rounds"))
+    phases = legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
+    return card(f"Rounds that this peer took part in {phases}", _svg(ROW * len(shown), rows, "last rounds"))
 
 
 def _contributions(view: View) -> str:
     rows = [
         (
-            _text(f"{one.name} ({one.id[:8]})"),
+            text(f"{one.name} ({one.id[:8]})"),
             f"{one.samples:,.0f}",
-            _size(one.reduced_bytes),
-            _size(one.relayed_bytes),
+            size(one.reduced_bytes),
+            size(one.relayed_bytes),
         )
         for one in view.contributions[:MAX_ROWS]
     ]
     if not rows:
         return ""
-    return _card("Contributions", _table(("peer", "samples", "reduced", "relayed"), rows))
-
-
-# --- parts of a page ------------------------------------------------------------------------------------------------
-
-
-def _card(title: str, inside: str) -> str:
-    return f'<div class="card"><h3>{title}</h3>{inside}</div>'
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML."""
-    if not rows:
-        return '<p class="soft">None yet.</p>'
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return card("Contributions", table(("peer", "samples", "reduced", "relayed"), rows))
 
 
 def _svg(height: int, parts: Iterable[str], label: str) -> str:
@@ -236,34 +201,3 @@ def _svg(height: int, parts: Iterable[str], label: str) -> str:
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="{label}" font-size="12">'
         f"{''.join(parts)}</svg>"
     )
-
-
-def _legend(keys: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
-
-
-def _text(text: str, limit: int = 200) -> str:
-    """Escaped, of printable characters, not endless."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text[: limit + 1])
-    return html.escape(plain if len(plain) <= limit else plain[: limit - 1] + "…")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _duration(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.1f} TB"

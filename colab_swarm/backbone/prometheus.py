@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from colab_swarm.backbone.view import CollaborationView, View
-
-Labels = tuple[tuple[str, str], ...]
+from colab_swarm.markup import Labels, Metric, exposition
 
 
 def render_prometheus(view: View) -> str:
     """The figures of the run, one a line."""
-    lines = []
-    for name, kind, samples in _metrics(view):
-        lines.append(f"# TYPE colab_swarm_{name} {kind}")
-        lines += [
-            f"colab_swarm_{name}{{{_labels(labels)}}} {float(value)!r}" for labels, value in samples.items()
-        ]
-    return "\n".join(lines) + "\n"
+    return exposition(_metrics(view))
 
 
-def _metrics(view: View) -> Iterator[tuple[str, str, dict[Labels, float]]]:
+def _metrics(view: View) -> Iterator[Metric]:
     run = (("run", view.run),)
     yield "uptime_seconds", "gauge", {run: view.at - view.since}
     yield "linked_peers", "gauge", {run: view.linked}
@@ -48,11 +41,3 @@ def _peers(models: dict[Labels, CollaborationView]) -> dict[Labels, float]:
         counts[(*labels, ("role", "catching up"))] = one.catching_up
         counts[(*labels, ("role", "assistant"))] = one.assistants
     return counts
-
-
-def _labels(labels: Labels) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

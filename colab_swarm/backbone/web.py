@@ -9,9 +9,10 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.backbone.config import Dashboard
-from colab_swarm.backbone.page import content_security_policy, render_live, render_page
+from colab_swarm.backbone.page import render_live, render_page
 from colab_swarm.backbone.prometheus import render_prometheus
 from colab_swarm.backbone.view import View
+from colab_swarm.markup import content_security_policy
 
 FRESH_S = 1.0
 ANSWERS_PER_S = 100

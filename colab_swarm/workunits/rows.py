@@ -69,7 +69,9 @@ class Rows:
     def encode(self) -> bytes:
         """As safetensors, compressed by zstd."""
         names = list(self.columns)
-        head = {"columns": msgspec.json.encode(names).decode(), "named": str(int(self.named))}
+        head = {
+            "rows": msgspec.json.encode((names, self.named)).decode()
+        }  # one key: their order is by chance
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
         return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata=head))
 
@@ -86,9 +88,9 @@ class Rows:
                 raise ValueError(f"a subset of {size:,} bytes: {MAX_DECODED_BYTES:,} at most")
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_DECODED_BYTES)
             head = _metadata(plain)
-            names = msgspec.json.decode(head["columns"], type=list[str])
+            names, named = msgspec.json.decode(head["rows"], type=tuple[list[str], bool])
             columns = load(plain)
-            rows = cls({name: columns[name] for name in names}, head["named"] == "1")
+            rows = cls({name: columns[name] for name in names}, named)
             _check(rows)
         except (zstandard.ZstdError, SafetensorError, LookupError, msgspec.MsgspecError, TypeError) as error:
             raise ValueError(f"not a subset of data: {error}") from error

@@ -1,0 +1,127 @@
+"""Pieces of web pages, and of the text that Prometheus reads. Pure functions; they make HTML of what is told to them.
+
+A page shows what ``/live`` answers, anew every three seconds; a browser is allowed nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from string import Template
+from typing import TypeAlias
+
+Labels: TypeAlias = tuple[tuple[str, str], ...]
+Metric: TypeAlias = tuple[str, str, Mapping[Labels, float]]
+"""Name, kind (``gauge`` or ``counter``), and value by labels."""
+SCRIPT = """
+const live = document.getElementById("live"), lost = document.getElementById("lost");
+setInterval(async () => {
+  try {
+    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
+    if (answer.ok) live.innerHTML = await answer.text();
+    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
+  } catch { lost.style.display = "block"; }
+}, 3000);
+"""
+
+
+def page(title: str, live: str, *, lost: str, style: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: escaped.
+        live: HTML of the part that changes.
+        lost: what to say while the server does not answer.
+        style: CSS of this page only.
+    """
+    return _template().substitute(title=title, live=live, lost=lost, style=style, script=SCRIPT)
+
+
+@cache
+def _template() -> Template:
+    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def content_security_policy() -> str:
+    """What a browser may do with a page: run its one script, ask where it came from, nothing else."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
+
+
+def card(title: str, inside: str) -> str:
+    """A box with a title; both are HTML."""
+    return f'<div class="card"><h3>{title}</h3>{inside}</div>'
+
+
+def tiles(figures: Mapping[str, str]) -> str:
+    """A row of figures by what they tell; both are HTML."""
+    shown = (f'<div class="card"><h3>{name}</h3><b>{value}</b></div>' for name, value in figures.items())
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under their columns; cells are HTML."""
+    if not rows:
+        return '<p class="soft">None yet.</p>'
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def legend(keys: Iterable[tuple[str, str]]) -> str:
+    """Names, each after a square of its CSS class."""
+    return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
+
+
+def text(plain: str, limit: int = 200) -> str:
+    """Escaped, of printable characters, ``limit`` of them at most."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in plain[: limit + 1])
+    return html.escape(printable if len(printable) <= limit else printable[: limit - 1] + "…")
+
+
+def count(number: int, noun: str) -> str:
+    """``1 peer``, ``2 peers``."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that fits."""
+    seconds = max(0.0, seconds)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def size(size_bytes: float) -> str:
+    """In the unit that fits, of 1000 each."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:,.1f} TB"
+
+
+def exposition(metrics: Iterable[Metric]) -> str:
+    """Figures in the text format that Prometheus reads, one a line."""
+    lines = []
+    for name, kind, samples in metrics:
+        lines.append(f"# TYPE colab_swarm_{name} {kind}")
+        lines += [
+            f"colab_swarm_{name}{{{_labels(labels)}}} {float(value)!r}" for labels, value in samples.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Labels) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
