@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from colab_swarm.workunits.rows import Rows, rows_of
+
+if TYPE_CHECKING:
+    from colab_swarm.workunits.serial import SerialResult
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
@@ -222,6 +225,16 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.plan.seed)
             return self.model()
+
+    def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
+        """Train on all data in one place, without units: the baseline; see `colab_swarm.workunits.serial`.
+
+        Args:
+            on_epoch: told each epoch, from 1, and its accuracy.
+        """
+        from colab_swarm.workunits.serial import train_serially
+
+        return train_serially(self, on_epoch=on_epoch)
 
     def rows(self) -> Rows:
         """The data.

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.serial import train_serially
 from colab_swarm.workunits.unit_training import Lesson, UnitTraining, unit_seed
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
@@ -58,7 +57,7 @@ def test_the_save_of_another_unit_is_refused() -> None:
 
 def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     job = digits_job(max_epochs=3)
-    serial = train_serially(job)
+    serial = job.train_serially()
     model = job.first_model()
     schema = Schema.of(model)
     values = schema.flatten(model)
