@@ -1,0 +1,128 @@
+"""Image classification as a job of work units: handwritten digits, or any images in an ``.npz`` file.
+
+job = classification_job()                                     # an MLP learns scikit-learn's digits in seconds
+job = classification_job("cifar10.npz", shape=(3, 32, 32), model="resnet")
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colab_swarm.workunits.job import Job, WorkPlan
+from colab_swarm.workunits.rows import Array
+
+TEST_SHARE = 0.2
+"""Of the digits, always the same ones."""
+HIDDEN = 128
+WIDTH = 16
+_PLAN = WorkPlan()
+
+
+class Pixels(nn.Module):
+    """uint8 pixels, of 0 to 255, as floats of 0 to 1."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, channels, h, w) -> the same."""
+        return images.float() / 255
+
+
+class PreActivation(nn.Module):
+    """Residual block of ResNetV2: norm, activation, convolution, twice; halves the sides if it gets wider."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        stride = 1 if channels == out else 2
+        self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(out)])
+        self.first = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride == 2 else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, channels, h, w) -> (n, out, h / stride, w / stride)."""
+        active = F.relu(self.norms[0](images))
+        changed: Tensor = self.second(F.relu(self.norms[1](self.first(active))))
+        return changed + self.shortcut(active)
+
+
+def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """A ResNetV2 of 8 layers for small images; the paper's has 552."""
+    widths = [WIDTH, WIDTH, 2 * WIDTH, 4 * WIDTH]
+    stem = nn.Conv2d(shape[0], WIDTH, 3, padding=1, bias=False)
+    blocks = [PreActivation(*pair) for pair in pairwise(widths)]
+    head = [nn.BatchNorm2d(widths[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(Pixels(), stem, *blocks, *head, nn.Linear(widths[-1], classes))
+
+
+def perceptron(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Two linear layers."""
+    inner = nn.Linear(int(np.prod(shape)), HIDDEN)
+    return nn.Sequential(Pixels(), nn.Flatten(), inner, nn.ReLU(), nn.Linear(HIDDEN, classes))
+
+
+def classification_job(
+    data: str | Path = "digits",
+    *,
+    shape: tuple[int, int, int] = (1, 8, 8),
+    classes: int = 10,
+    model: Literal["mlp", "resnet"] = "mlp",
+    plan: WorkPlan = _PLAN,
+) -> Job:
+    """A job that learns to classify images. Volunteers need no file of data.
+
+    Args:
+        data: ``digits`` (1,797 that scikit-learn carries), or an ``.npz`` file with ``x_train``, ``y_train``,
+            ``x_test`` and ``y_test``: pixels (n, h, w) or (n, h, w, channels) of 0 to 255, and labels.
+        shape: channels, height and width of an image.
+        classes: how many labels there are.
+        model: an MLP or a small ResNetV2.
+        plan: how it is cut into units.
+    """
+    make = {"mlp": perceptron, "resnet": resnet}[model]
+    return Job(
+        f"{Path(data).stem.lower()}-{model}",
+        partial(make, shape, classes),
+        data=lambda: _images(str(data), "train", shape),
+        validation=lambda: _images(str(data), "test", shape),
+        plan=plan,
+    )
+
+
+def _images(data: str, part: Literal["train", "test"], shape: tuple[int, int, int]) -> tuple[Array, Array]:
+    """Images (n, channels, h, w) of uint8, and labels (n,) of int64.
+
+    Raises:
+        FileNotFoundError, ValueError: the file is not there, or holds something else.
+    """
+    pixels, labels = _digits(part) if data == "digits" else _file(data, part)
+    if pixels.ndim == 4:
+        pixels = pixels.transpose(0, 3, 1, 2)
+    if pixels.size != len(labels) * np.prod(shape):
+        raise ValueError(
+            f"{data} holds images of {pixels.shape[1:]}, and the job was made for {shape}: say shape="
+        )
+    return np.ascontiguousarray(pixels).reshape(-1, *shape).astype(np.uint8), labels.astype(np.int64)
+
+
+def _digits(part: str) -> tuple[Any, Any]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    held_out = int(len(labels) * TEST_SHARE)
+    chosen = order[:held_out] if part == "test" else order[held_out:]
+    return (pixels[chosen] * 15).reshape(-1, 8, 8), labels[chosen]
+
+
+def _file(path: str, part: str) -> tuple[Any, Any]:
+    with np.load(path) as arrays:
+        missing = {f"x_{part}", f"y_{part}"} - set(arrays.files)
+        if missing:
+            raise ValueError(f"{path} has no {min(missing)}: it holds {', '.join(arrays.files)}")
+        return arrays[f"x_{part}"], arrays[f"y_{part}"]
