@@ -1,0 +1,340 @@
+"""Who trains what: the decisions of a coordinator.
+
+Every decision is a list of entries; it takes effect when they are applied, after they are in the store's log. So the
+decisions read `JobState` and change nothing. The rules:
+
+- The units of an epoch are assigned when all of the epoch before are assimilated.
+- A unit that expired, was rejected or given back goes to somebody else, the reliable first; whoever failed it gets it
+  again only after others had some time to take it.
+- Replicas of a unit are with different volunteers. It is accepted as soon as a majority of ``plan.replication``
+  agrees; while none does, one more replica is assigned.
+- Volunteers get units of data that they hold already.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from colab_swarm.workunits.entries import (
+    Accepted,
+    AnyEntry,
+    Assigned,
+    EpochEnded,
+    Expired,
+    Finished,
+    GaveBack,
+    Rejected,
+    Returned,
+    Unit,
+)
+from colab_swarm.workunits.job_state import JobState, Replica, UnitState
+from colab_swarm.workunits.overview import JobOverview, overview_of
+from colab_swarm.workunits.reliability import FIRST_ERROR_RATE, Reliability
+
+if TYPE_CHECKING:  # it needs torch, which a simulation does without
+    from colab_swarm.workunits.job import WorkPlan
+
+FIRST_DEADLINE_S = 600.0
+SLACK_S = 30.0
+LONGEST_DEADLINE_S = 86_400.0
+FEW = 2
+"""Units in flight of a volunteer that is new or unreliable."""
+PRESENT_S = 600.0
+"""A volunteer of whom the log has heard nothing for longer is taken to be gone."""
+MORE_REPLICAS = 3
+"""Beyond ``plan.replication``, until a majority agrees; then the unit begins anew."""
+MEASURE_S = 30.0
+"""An epoch ends without the accuracies that did not come so long after its last unit: their server died."""
+SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
+
+
+class Dispatcher:
+    """Decides for one job. Free of I/O; ``now`` is seconds since the epoch.
+
+    Args:
+        plan: of the job.
+        subsets: SHA-256 of each subset of the data.
+        rng: draws assignments' names, so that nobody guesses them, and chooses among equals.
+    """
+
+    def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
+        self._plan, self._subsets, self._rng = plan, tuple(subsets), rng
+        self.state = JobState(len(self._subsets))
+
+    @property
+    def epoch(self) -> int:
+        """Whose units are trained now, from 1."""
+        return min(self.state.epoch, self._plan.max_epochs)
+
+    @property
+    def finished(self) -> str | None:
+        """Why the job is done; None while it goes on."""
+        return self.state.finished
+
+    def apply(self, entry: AnyEntry) -> None:
+        """Take in the next entry of the log.
+
+        Raises:
+            ValueError: it is another job's log.
+        """
+        self.state.apply(entry)
+
+    def assign(
+        self, volunteer: str, count: int, held: Collection[str], *, now: float, version: int
+    ) -> list[Assigned]:
+        """Units for a volunteer that asks for ``count`` and holds the subsets ``held``; none if there are none for it.
+
+        Args:
+            volunteer: its id in hex.
+            count: how many it would take.
+            held: SHA-256 of subsets.
+            now: seconds since the epoch.
+            version: of the parameters that it will begin with.
+        """
+        record = self.state.volunteer(volunteer)
+        if self.finished or record.standing.banned_until > now:
+            return []
+        proven = record.standing.proven
+        lacking = [
+            (unit, state) for unit, state in self.state.units_of(self.epoch) if self._missing(state) > 0
+        ]
+        others = self._present(now) - {volunteer}
+        better = not proven and any(self.state.volunteers[other].standing.proven for other in others)
+        limit = self._limit(record.standing, near_end=len(lacking) <= len(others))
+        mine = [
+            (unit, state)
+            for unit, state in lacking
+            if not state.is_with(volunteer)
+            and (not others or self._had_time(state, None if better else volunteer, now))
+        ]
+        self._rng.shuffle(mine)
+        mine.sort(  # the proven get first what failed before, the rest last
+            key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held)
+        )
+        return [
+            Assigned(
+                at=now,
+                unit=unit,
+                assignment=self._new_name(),
+                volunteer=volunteer,
+                deadline=now + self._deadline_s(state),
+                version=version,
+            )
+            for unit, state in mine[: max(0, min(count, limit - len(record.out)))]
+        ]
+
+    def _missing(self, unit: UnitState) -> int:
+        """Replicas that the unit lacks."""
+        if unit.accepted is not None:
+            return 0
+        return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
+
+    def _present(self, now: float) -> set[str]:
+        """Volunteers that have not gone, as far as the log knows."""
+        return {
+            name
+            for name, volunteer in self.state.volunteers.items()
+            if volunteer.last_seen > now - PRESENT_S and volunteer.standing.banned_until <= now
+        }
+
+    def _limit(self, standing: Reliability, *, near_end: bool) -> int:
+        """Units in flight that it may have. Near an epoch's end all wait for the last ones."""
+        if standing.proven:
+            return self._plan.in_flight
+        unreliable = standing.error_rate > FIRST_ERROR_RATE
+        return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
+
+    def _had_time(self, unit: UnitState, failed_by: str | None, now: float) -> bool:
+        """Whether others could take the unit since ``failed_by`` failed it; None: since anybody did."""
+        failed_at = [at for volunteer, at in unit.failed_by.items() if failed_by in (None, volunteer)]
+        return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()  # each of them has asked by then
+
+    def _deadline_s(self, unit: UnitState) -> float:
+        """Set by the plan; else by the times of the latest units, and longer for one that expired before."""
+        if self._plan.deadline_s is not None:
+            return self._plan.deadline_s
+        times = sorted(self.state.unit_s)
+        usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S if times else FIRST_DEADLINE_S
+        expired = sum(replica.fate == "expired" for replica in unit.replicas)
+        return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
+
+    def _new_name(self) -> str:
+        while (name := f"{self._rng.getrandbits(128):032x}") in self.state.replicas:
+            pass  # the same seed after a restart
+        return name
+
+    def _poll_s(self) -> float:
+        if not self.state.unit_s:
+            return FIRST_WAIT_S
+        return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, statistics.median(self.state.unit_s) / 10))
+
+    def wait_s(self, volunteer: str, *, now: float) -> float:
+        """After how many seconds a volunteer that got nothing should ask again."""
+        ban_s = self.state.volunteer(volunteer).standing.banned_until - now
+        if ban_s > 0:
+            return ban_s
+        wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # so that not all come at once
+        expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
+        return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))
+
+    def _out(self) -> list[Replica]:
+        replicas = self.state.replicas
+        return [replicas[name] for volunteer in self.state.volunteers.values() for name in volunteer.out]
+
+    def ban_of(self, volunteer: str, *, now: float) -> str | None:
+        """Why a volunteer gets nothing, and until when; None if it is not banned."""
+        standing = self.state.volunteer(volunteer).standing
+        if standing.banned_until <= now:
+            return None
+        return (
+            f"{standing.rejected} of your results were refused: nothing for you in the next "
+            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then come again"
+        )
+
+    def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
+        """Why the result of an assignment is not wanted from ``volunteer``: code and text; None if it is.
+
+        A late result is wanted until its unit is somebody else's.
+        """
+        replica = self.state.replicas.get(assignment)
+        if replica is None or replica.volunteer != volunteer:
+            return "unknown", "this assignment is not yours: ask for units"
+        if (ban := self.ban_of(volunteer, now=now)) is not None:
+            return "banned", ban
+        if self.finished:
+            return "stale", f"the job is finished: {self.finished}"
+        if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica)):
+            return None
+        why = {
+            "returned": "its result is here already",
+            "accepted": "its result is here already",
+            "rejected": "its result was refused before",
+            "given back": "you gave it back",
+            "superseded": "enough other results agree",
+            "expired": f"its deadline passed {now - replica.deadline:.0f} s ago and somebody else has it",
+        }[replica.fate]
+        return "stale", f"unit {replica.unit} is not awaited from you: {why}; ask for other units"
+
+    def _still_lacking(self, late: Replica) -> bool:
+        unit = self.state.unit(late.unit)
+        return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
+
+    def expired(self, *, now: float) -> list[Expired]:
+        """Assignments whose deadline has passed, and those of banned volunteers."""
+        return [
+            Expired(at=now, assignment=replica.assignment)
+            for replica in self._out()
+            if replica.deadline <= now or self.state.volunteers[replica.volunteer].standing.banned_until > now
+        ]
+
+    def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
+        """The volunteer will not train these; those that are not its own, or not out, are passed over."""
+        out = self.state.volunteer(volunteer).out
+        return [GaveBack(at=now, assignment=name) for name in dict.fromkeys(assignments) if name in out]
+
+    def on_result(
+        self,
+        assignment: str,
+        change: float,
+        result: str,
+        *,
+        now: float,
+        distance: Callable[[str, str], float] | None = None,
+    ) -> list[AnyEntry]:
+        """A valid result has arrived.
+
+        Args:
+            assignment: whose.
+            change: how far it moved the parameters (L2 norm).
+            result: name of its blob.
+            now: seconds since the epoch.
+            distance: of two blobs, as a share of the change; needed if the plan has replicas.
+
+        Raises:
+            ValueError: it is not wanted any more: see `refusal`.
+        """
+        replica = self.state.replicas[assignment]
+        if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:
+            raise ValueError(refusal[1])
+        accepted = Accepted(
+            at=now,
+            unit=replica.unit,
+            assignment=assignment,
+            result=result,
+            alpha=self._plan.alpha_of(replica.unit.epoch),
+            base=replica.version,
+            change=change,
+        )
+        if self._plan.replication == 1:
+            return [accepted]
+        if distance is None:
+            raise ValueError(f"replication={self._plan.replication}: give the distance of two results")
+        returned = Returned(at=now, assignment=assignment, result=result)
+        return [returned, *self._judged(accepted, distance)]
+
+    def _judged(self, accepted: Accepted, distance: Callable[[str, str], float]) -> list[AnyEntry]:
+        """What follows for the unit if ``accepted`` joins the results that are back.
+
+        There was no majority before it came, so if there is one now, it belongs to it.
+        """
+        others = {replica.assignment: replica.result for replica in self.state.unit(accepted.unit).returned()}
+        results = {**others, accepted.assignment: accepted.result}
+        groups = [
+            {b for b in results if a == b or distance(results[a], results[b]) <= self._plan.tolerance}
+            for a in results
+        ]
+        majority = max((group for group in groups if accepted.assignment in group), key=len)
+        at, quorum = accepted.at, self._plan.replication // 2 + 1
+        if len(majority) >= quorum:
+            reason = f"it differs from the {len(majority)} results that agree"
+            odd = [Rejected(at=at, assignment=name, reason=reason) for name in results.keys() - majority]
+            return [*odd, accepted]
+        if len(results) < self._plan.replication + MORE_REPLICAS:
+            return []
+        reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
+        return [Rejected(at=at, assignment=name, reason=reason) for name in results]
+
+    def results_of(self, unit: Unit) -> list[str]:
+        """Blobs of the unit's results that wait for a majority."""
+        return [replica.result for replica in self.state.unit(unit).returned()]
+
+    def advance(self, *, now: float) -> list[AnyEntry]:
+        """The end of an epoch, and of the job, when they are due.
+
+        An epoch none of whose accuracies came has an accuracy of NaN.
+        """
+        ended = len(self.state.epochs) + 1
+        done_at = self.state.done_at.get(ended)
+        if self.finished or done_at is None:
+            return []
+        found = [entry.accuracy for entry in self.state.measured.get(ended, {}).values()]
+        if len(found) < len(self._subsets) and now < done_at + MEASURE_S:
+            return []
+        found = found or [math.nan]
+        accuracy = statistics.fmean(found)
+        epoch = EpochEnded(at=now, epoch=ended, accuracy=accuracy, low=min(found), high=max(found))
+        target = self._plan.target_accuracy
+        if target is not None and accuracy >= target:
+            return [epoch, Finished(at=now, reason=f"accuracy {accuracy:.3f} reached the target {target:g}")]
+        if ended >= self._plan.max_epochs:
+            return [epoch, Finished(at=now, reason=f"all {ended} epochs are done")]
+        return [epoch]
+
+    def overview(self) -> JobOverview:
+        """Where the job stands, for the status page."""
+        return overview_of(self.state, self.epoch, self._plan.max_epochs)
+
+    def check_invariants(self) -> None:
+        """Used by tests.
+
+        Raises:
+            AssertionError: the state contradicts itself.
+        """
+        self.state.check_invariants()
+        assert all(unit.epoch <= self._plan.max_epochs for unit in self.state.units)
+        for unit in self.state.units.values():
+            assert len(unit.live()) <= self._plan.replication + MORE_REPLICAS

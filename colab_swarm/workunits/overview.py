@@ -1,0 +1,121 @@
+"""Where a job stands, for people: what the status page shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colab_swarm.workunits.entries import EpochEnded, Measured
+from colab_swarm.workunits.job_state import JobState, UnitState, Volunteer
+
+
+@dataclass(frozen=True)
+class VolunteerRow:
+    """One volunteer.
+
+    Attributes:
+        volunteer, name: its id in hex, and what it calls itself.
+        reliability: between 0 and 1.
+        accepted, rejected, expired, in_flight: units.
+        banned_until, last_seen: seconds since the epoch; None: it never was banned.
+    """
+
+    volunteer: str
+    name: str
+    reliability: float
+    accepted: int
+    rejected: int
+    expired: int
+    in_flight: int
+    banned_until: float | None
+    last_seen: float
+
+
+@dataclass(frozen=True)
+class UnitCounts:
+    """Units of the epoch by state.
+
+    Attributes:
+        waiting: for a volunteer.
+        training: at volunteers, or with some of their replicas back.
+        queued: for a parameter server.
+        assimilated: done.
+    """
+
+    waiting: int
+    training: int
+    queued: int
+    assimilated: int
+
+
+@dataclass(frozen=True)
+class JobOverview:
+    """A job.
+
+    Attributes:
+        epoch: from 1.
+        max_epochs: of the plan.
+        finished: why; None while it goes on.
+        units: of this epoch.
+        volunteers: all that ever came, by their units accepted.
+        epochs: those that ended.
+        measured: accuracies of this epoch so far.
+        unit_s: what each of the latest units took, from assignment to result.
+        update_s: what each of the latest updates of the parameters took.
+        assimilated_at: when the latest were assimilated, seconds since the epoch.
+    """
+
+    epoch: int
+    max_epochs: int
+    finished: str | None
+    units: UnitCounts
+    volunteers: tuple[VolunteerRow, ...]
+    epochs: tuple[EpochEnded, ...]
+    measured: tuple[Measured, ...]
+    unit_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    assimilated_at: tuple[float, ...]
+
+    def units_per_minute(self, now: float) -> float:
+        """Assimilated over the last minutes; 0 if there were none."""
+        if not self.assimilated_at or now <= self.assimilated_at[0]:
+            return 0.0
+        return 60 * len(self.assimilated_at) / (now - self.assimilated_at[0])
+
+
+def overview_of(state: JobState, epoch: int, max_epochs: int) -> JobOverview:
+    """``state`` as people want to see it, with the units of ``epoch``."""
+    rows = sorted((_row(*pair) for pair in state.volunteers.items()), key=lambda row: -row.accepted)
+    return JobOverview(
+        epoch=epoch,
+        max_epochs=max_epochs,
+        finished=state.finished,
+        units=_counts([unit for _, unit in state.units_of(epoch)]),
+        volunteers=tuple(rows),
+        epochs=tuple(state.epochs),
+        measured=tuple(state.measured.get(epoch, {}).values()),
+        unit_s=tuple(state.unit_s),
+        update_s=tuple(state.update_s),
+        assimilated_at=tuple(state.assimilated_at),
+    )
+
+
+def _row(name: str, volunteer: Volunteer) -> VolunteerRow:
+    standing = volunteer.standing
+    return VolunteerRow(
+        volunteer=name,
+        name=volunteer.name,
+        reliability=standing.reliability,
+        accepted=standing.accepted,
+        rejected=standing.rejected,
+        expired=standing.expired,
+        in_flight=len(volunteer.out),
+        banned_until=standing.banned_until if standing.bans else None,
+        last_seen=volunteer.last_seen,
+    )
+
+
+def _counts(units: list[UnitState]) -> UnitCounts:
+    assimilated = sum(unit.assimilated for unit in units)
+    accepted = sum(unit.accepted is not None for unit in units)
+    training = sum(bool(unit.live()) for unit in units)
+    return UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated)

@@ -1,0 +1,312 @@
+"""Who trains what: deadlines, reassignment, quorums, epochs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
+from colab_swarm.workunits.entries import (
+    Accepted,
+    AnyEntry,
+    Assigned,
+    Assimilated,
+    EpochEnded,
+    Expired,
+    Finished,
+    Measured,
+    Met,
+    Rejected,
+    Returned,
+)
+from colab_swarm.workunits.job import WorkPlan
+
+ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
+
+
+class Desk:
+    """A dispatcher whose decisions take effect at once, at ``now``."""
+
+    def __init__(self, subsets: int = 4, **plan: object) -> None:
+        self.digests = [f"{subset:064x}" for subset in range(subsets)]
+        self.plan = WorkPlan(**{"max_epochs": 3, "deadline_s": 100.0, **plan})  # type: ignore[arg-type]
+        self.core = Dispatcher(self.plan, self.digests, random.Random(1))
+        self.now, self.version, self.values = 1000.0, 0, dict[str, float]()
+
+    def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
+        for entry in entries:
+            self.core.apply(entry)
+        return list(entries)
+
+    def ask(self, volunteer: str, count: int = 1, held: tuple[str, ...] = ()) -> list[Assigned]:
+        given = self.core.assign(volunteer, count, held, now=self.now, version=self.version)
+        self.commit(*given)
+        return given
+
+    def result(self, given: Assigned, value: float = 0.0) -> list[AnyEntry]:
+        """It trained ``value``; results that differ by over 0.05 disagree."""
+        name = f"result-{given.assignment}"
+        self.values[name] = value
+        entries = self.core.on_result(
+            given.assignment,
+            1.0,
+            name,
+            now=self.now,
+            distance=lambda a, b: abs(self.values[a] - self.values[b]),
+        )
+        return self.commit(*entries)
+
+    def reject(self, given: Assigned) -> None:
+        self.commit(Rejected(at=self.now, assignment=given.assignment, reason="not finite"))
+
+    def expire(self) -> list[Expired]:
+        expired = self.core.expired(now=self.now)
+        self.commit(*expired)
+        return expired
+
+    def assimilate(self, entries: list[AnyEntry], accuracy: float | None = 0.5) -> None:
+        for entry in entries:
+            if isinstance(entry, Accepted):
+                self.version += 1
+                self.commit(
+                    Assimilated(
+                        at=self.now,
+                        unit=entry.unit,
+                        assignment=entry.assignment,
+                        server="p",
+                        version=self.version,
+                        seconds=0.1,
+                    )
+                )
+                if accuracy is not None:
+                    self.commit(Measured(at=self.now, unit=entry.unit, accuracy=accuracy))
+
+    def prove(self, *volunteers: str) -> None:
+        """Each does one unit."""
+        for volunteer in volunteers:
+            (given,) = self.ask(volunteer)
+            self.assimilate(self.result(given))
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.core.check_invariants()
+
+
+def test_a_new_volunteer_gets_few_units_and_a_proven_one_as_many_as_the_plan_allows() -> None:
+    desk = Desk(subsets=20, in_flight=5)
+    given = desk.ask(ALICE, count=8)
+    assert len(given) == FEW
+    desk.result(given[0])
+    assert len(desk.ask(ALICE, count=8)) == 4  # and one that she has
+    assert desk.ask(ALICE, count=8) == []
+    desk.core.check_invariants()
+
+
+def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
+    for subset in range(8):
+        desk = Desk(subsets=8)
+        (given,) = desk.ask(ALICE, held=(desk.digests[subset],))
+        assert given.unit.subset == subset
+
+
+def test_an_expired_unit_goes_to_somebody_else() -> None:
+    desk = Desk(subsets=1)
+    (given,) = desk.ask(ALICE)
+    desk.commit(Met(at=desk.now + 99, volunteer=BOB, name="bob"))
+    desk.now += 100
+    assert [entry.assignment for entry in desk.expire()] == [given.assignment]
+    assert desk.core.refusal(given.assignment, ALICE, now=desk.now) is None  # still the only one who has it
+    assert desk.ask(ALICE) == []
+    (again,) = desk.ask(BOB)
+    assert again.unit == given.unit
+    code, text = desk.core.refusal(given.assignment, ALICE, now=desk.now + 5) or ("", "")
+    assert code == "stale"
+    assert "passed 5 s ago and somebody else has it" in text
+    with pytest.raises(ValueError, match="somebody else"):
+        desk.result(given)
+
+
+def test_a_volunteer_alone_gets_the_unit_that_it_failed_again_at_once() -> None:
+    desk = Desk(subsets=1)
+    (given,) = desk.ask(ALICE)
+    desk.now += 100
+    desk.expire()
+    (again,) = desk.ask(ALICE)
+    assert again.assignment != given.assignment
+
+
+def test_whoever_failed_a_unit_gets_it_again_when_the_others_did_not_take_it() -> None:
+    desk = Desk(subsets=1)
+    desk.commit(Met(at=desk.now, volunteer=BOB, name="bob"))
+    (given,) = desk.ask(ALICE)
+    desk.commit(*desk.core.give_back(ALICE, [given.assignment, "f" * 32], now=desk.now))
+    assert desk.ask(ALICE) == []
+    desk.now += 5
+    assert len(desk.ask(ALICE)) == 1
+
+
+def test_a_late_result_is_taken_while_nobody_else_has_the_unit() -> None:
+    desk = Desk(subsets=1)
+    (given,) = desk.ask(ALICE)
+    desk.now += 100
+    assert len(desk.expire()) == 1
+    (accepted,) = desk.result(given)
+    assert isinstance(accepted, Accepted)
+    assert desk.core.overview().units.queued == 1
+    desk.core.check_invariants()
+
+
+def test_reliable_volunteers_get_first_what_failed_before_and_unreliable_ones_last() -> None:
+    desk = Desk(subsets=9)
+    desk.prove(ALICE)
+    (failed,) = desk.ask(BOB)
+    desk.reject(failed)
+    assert all(given.unit != failed.unit for given in desk.ask(CAROL, count=2))
+    (given,) = desk.ask(ALICE)
+    assert given.unit == failed.unit
+
+
+def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_units() -> None:
+    desk = Desk(subsets=20)
+    desk.prove(ALICE)
+    given = desk.ask(ALICE, count=4)
+    for bad in given[:3]:
+        desk.reject(bad)
+    assert "3 of your results were refused" in (desk.core.ban_of(ALICE, now=desk.now) or "")
+    assert desk.ask(ALICE) == []
+    assert (desk.core.refusal(given[3].assignment, ALICE, now=desk.now) or "")[0] == "banned"
+    assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
+    desk.now += (first_s := desk.core.wait_s(ALICE, now=desk.now))
+    (again,) = desk.ask(ALICE)
+    desk.reject(again)
+    assert desk.core.wait_s(ALICE, now=desk.now) == 2 * first_s
+    desk.core.check_invariants()
+
+
+def test_a_result_is_refused_with_a_reason_unless_it_is_awaited(desk: Desk) -> None:
+    (given,) = desk.ask(ALICE)
+    assert desk.core.refusal(given.assignment, ALICE, now=desk.now) is None
+    assert (desk.core.refusal("0" * 32, ALICE, now=desk.now) or "")[0] == "unknown"
+    assert (desk.core.refusal(given.assignment, BOB, now=desk.now) or "")[0] == "unknown"
+    desk.result(given)
+    code, text = desk.core.refusal(given.assignment, ALICE, now=desk.now) or ("", "")
+    assert code == "stale"
+    assert "here already" in text
+
+
+def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last(
+    desk: Desk,
+) -> None:
+    ended: list[AnyEntry] = []
+    for epoch in (1, 2, 3):
+        entries = []
+        while given := desk.ask(ALICE):
+            assert given[0].unit.epoch == epoch
+            assert given[0].version == 4 * (epoch - 1)
+            entries += desk.result(given[0])
+        assert [entry.alpha for entry in entries if isinstance(entry, Accepted)] == [epoch / (epoch + 1)] * 4
+        assert desk.core.advance(now=desk.now) == []
+        for accuracy, entry in zip((0.1, 0.2, 0.3, 0.4), entries, strict=True):
+            desk.assimilate([entry], accuracy=accuracy)
+        ended += desk.commit(*desk.core.advance(now=desk.now))
+    assert [type(entry) for entry in ended] == [EpochEnded, EpochEnded, EpochEnded, Finished]
+    assert isinstance(ended[0], EpochEnded)
+    assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
+    assert desk.core.finished == "all 3 epochs are done"
+    assert desk.ask(ALICE) == []
+
+
+def test_the_job_ends_at_the_target_accuracy() -> None:
+    desk = Desk(subsets=1, target_accuracy=0.9)
+    desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.95)
+    desk.commit(*desk.core.advance(now=desk.now))
+    assert desk.core.finished == "accuracy 0.950 reached the target 0.9"
+
+
+def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
+    desk = Desk(subsets=1)
+    desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=None)
+    assert desk.core.advance(now=desk.now + MEASURE_S - 1) == []
+    (ended,) = desk.core.advance(now=desk.now + MEASURE_S)
+    assert isinstance(ended, EpochEnded)
+    assert ended.accuracy != ended.accuracy  # NaN
+
+
+def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide() -> None:
+    desk = Desk(subsets=1, replication=3)
+    alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
+    assert desk.ask(ALICE) == desk.ask(DAVE) == []
+    assert [type(entry) for entry in desk.result(alices, 1.0)] == [Returned]
+    assert [type(entry) for entry in desk.result(bobs, 5.0)] == [Returned]
+    assert len(desk.core.results_of(alices.unit)) == 2
+    _, rejected, accepted = desk.result(carols, 1.01)
+    assert isinstance(rejected, Rejected)
+    assert rejected.assignment == bobs.assignment
+    assert "differs from the 2 results" in rejected.reason
+    assert isinstance(accepted, Accepted)
+    assert accepted.assignment == carols.assignment
+    rows = {row.volunteer: (row.accepted, row.rejected) for row in desk.core.overview().volunteers}
+    assert rows == {ALICE: (1, 0), BOB: (0, 1), CAROL: (1, 0)}
+    desk.core.check_invariants()
+
+
+def test_a_replica_that_is_not_needed_any_more_is_nobodys_fault() -> None:
+    desk = Desk(subsets=1, replication=3)
+    alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
+    desk.result(alices)
+    desk.result(bobs)
+    assert (
+        "enough other results agree" in (desk.core.refusal(carols.assignment, CAROL, now=desk.now) or "")[1]
+    )
+    desk.now += 1000
+    assert desk.expire() == []
+
+
+def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_begins_anew() -> None:
+    desk = Desk(subsets=1, replication=2)
+    for number, volunteer in enumerate((ALICE, BOB, CAROL, DAVE, "e" * 64)):
+        (given,) = desk.ask(volunteer)
+        entries = desk.result(given, value=float(number))
+        desk.core.check_invariants()
+    assert [type(entry) for entry in entries] == [Returned] + [Rejected] * 5
+    assert desk.core.overview().units.waiting == 1
+
+
+def test_replicas_need_a_distance() -> None:
+    desk = Desk(replication=2)
+    (given,) = desk.ask(ALICE)
+    with pytest.raises(ValueError, match="replication=2: give the distance"):
+        desk.core.on_result(given.assignment, 1.0, "result", now=desk.now)
+
+
+def test_without_a_plans_deadline_it_follows_the_times_of_units_and_doubles_when_one_expires() -> None:
+    desk = Desk(subsets=30, deadline_s=None)
+    (given,) = desk.ask(ALICE)
+    assert given.deadline == desk.now + FIRST_DEADLINE_S
+    desk.now += 10
+    desk.result(given)
+    (given,) = desk.ask(ALICE)
+    assert given.deadline == desk.now + 4 * 10 + 30
+    desk.now += 71
+    desk.expire()
+    (again,) = (one for one in desk.ask(ALICE, count=8) + desk.ask(ALICE, count=40) if one.unit == given.unit)
+    assert again.deadline == desk.now + 2 * 70
+
+
+def test_whoever_finds_nothing_asks_again_soon_and_when_a_deadline_passes() -> None:
+    desk = Desk(subsets=1)
+    desk.ask(ALICE)
+    assert 0.7 < desk.core.wait_s(BOB, now=desk.now) < 1.3
+    assert desk.core.wait_s(BOB, now=desk.now + 99.6) == pytest.approx(0.4)
+
+
+def test_the_log_of_a_job_with_more_subsets_is_refused() -> None:
+    big, small = Desk(subsets=40), Desk(subsets=1)
+    entries = [entry for volunteer in (ALICE, BOB, CAROL) for entry in big.ask(volunteer, count=2)]
+    with pytest.raises(ValueError, match="this job has 1 subsets"):
+        small.commit(*entries)
