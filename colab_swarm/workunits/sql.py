@@ -1,0 +1,247 @@
+"""A store in PostgreSQL, MariaDB or MySQL: strong consistency, which the paper compares with Redis (section IV-D).
+
+An assimilation locks the parameters' row before it reads them, and keeps it until the new ones are in: no update is
+ever lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every server's limit
+on the size of a packet or a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.entries import Accepted, AnyEntry, decode_entry, encode_entry
+from colab_swarm.workunits.store import Parameters, Stopwatch, Update, assimilated, check_size, not_begun
+from colab_swarm.workunits.weights import Floats
+
+PIECE_BYTES = 1 << 20
+CONNECT_S = 10
+PARAMETERS = "parameters"
+"""The blob that the parameters are."""
+_tables = sa.MetaData()
+JOBS = sa.Table(
+    "swarm_jobs",
+    _tables,
+    sa.Column("job", sa.String(64), primary_key=True),
+    sa.Column("version", sa.BigInteger, nullable=False),
+)
+ENDS = sa.Table(  # of the logs: a row of its own, so that the coordinator's entries do not wait for an assimilation
+    "swarm_ends",
+    _tables,
+    sa.Column("job", sa.String(64), primary_key=True),
+    sa.Column("position", sa.BigInteger, nullable=False),
+)
+LOG = sa.Table(
+    "swarm_log",
+    _tables,
+    sa.Column("job", sa.String(64), primary_key=True),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("entry", sa.LargeBinary(PIECE_BYTES), nullable=False),
+)
+QUEUE = sa.Table(
+    "swarm_queue",
+    _tables,
+    sa.Column("job", sa.String(64), primary_key=True),
+    sa.Column("assignment", sa.String(32), primary_key=True),
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("entry", sa.LargeBinary(PIECE_BYTES), nullable=False),
+    sa.Column("held_until", sa.Double, nullable=False),
+)
+BLOBS = sa.Table(
+    "swarm_blobs",
+    _tables,
+    sa.Column("job", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("piece", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("data", sa.LargeBinary(PIECE_BYTES), nullable=False),
+)
+
+
+class SqlStore:
+    """A job's state in the database at ``url``; the tables are made if they are missing."""
+
+    shared = True
+
+    def __init__(self, url: str, job: str) -> None:
+        self._job, self._stopwatch = job, Stopwatch()
+        self._where = sa.make_url(url).render_as_string(hide_password=True)
+        with self._errors():
+            # a snapshot per statement: rows that a transaction waited for are seen as they are then
+            self._engine = sa.create_engine(
+                url,
+                isolation_level="READ COMMITTED",
+                pool_pre_ping=True,
+                connect_args={"connect_timeout": CONNECT_S},
+            )
+            try:
+                _tables.create_all(self._engine)
+            except SQLAlchemyError:  # another process makes them at this moment
+                _tables.create_all(self._engine)
+
+    def begin(self, first: Floats) -> None:
+        """See `Store.begin`."""
+        with self._transaction() as connection:
+            found = connection.execute(sa.select(JOBS.c.version).where(JOBS.c.job == self._job)).first()
+            if found is None:
+                connection.execute(JOBS.insert(), {"job": self._job, "version": 0})
+                self._put(connection, PARAMETERS, first.astype("<f4", copy=False).data.cast("B"))
+        check_size(self._job, len(self.parameters().values), first)
+
+    def append(
+        self,
+        entries: Sequence[AnyEntry],
+        *,
+        put: Mapping[str, bytes] | None = None,
+        drop: Collection[str] = (),
+    ) -> None:
+        """See `Store.append`."""
+        with self._transaction() as connection:
+            for name, data in (put or {}).items():
+                self._put(connection, name, memoryview(data))
+            for name in drop:
+                self._drop(connection, name)
+            self._log(connection, entries)
+
+    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
+        """See `Store.entries`."""
+        with self._transaction() as connection:
+            rows = connection.execute(
+                sa.select(LOG.c.position, LOG.c.entry)
+                .where(LOG.c.job == self._job, LOG.c.position > after)
+                .order_by(LOG.c.position)
+            ).all()
+        return [(row.position, decode_entry(row.entry)) for row in rows]
+
+    def blob(self, name: str) -> bytes:
+        """See `Store.blob`."""
+        with self._transaction() as connection:
+            pieces = connection.execute(
+                sa.select(BLOBS.c.data)
+                .where(BLOBS.c.job == self._job, BLOBS.c.name == name)
+                .order_by(BLOBS.c.piece)
+            ).all()
+        if not pieces:
+            raise KeyError(name)
+        return b"".join(piece.data for piece in pieces)
+
+    def parameters(self) -> Parameters:
+        """See `Store.parameters`."""
+        with self._transaction() as connection:
+            return self._parameters(connection)
+
+    def _parameters(self, connection: sa.Connection) -> Parameters:
+        rows = connection.execute(  # one statement: version and values of the same moment
+            sa.select(JOBS.c.version, BLOBS.c.data)
+            .join_from(JOBS, BLOBS, JOBS.c.job == BLOBS.c.job)
+            .where(JOBS.c.job == self._job, BLOBS.c.name == PARAMETERS)
+            .order_by(BLOBS.c.piece)
+        ).all()
+        if not rows:
+            raise not_begun(self._job)
+        return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
+
+    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        """See `Store.claim`."""
+        with self._transaction() as connection:
+            found = connection.execute(
+                sa.select(QUEUE.c.assignment, QUEUE.c.entry)
+                .where(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
+                .order_by(QUEUE.c.position)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            ).first()
+            if found is None:
+                return None
+            row = self._queued(found.assignment)
+            connection.execute(sa.update(QUEUE).where(row).values(held_until=now + lease_s))
+        entry = decode_entry(found.entry)
+        assert isinstance(entry, Accepted)
+        return self._stopwatch.start(entry)
+
+    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        """See `Store.assimilate`."""
+        began = self._stopwatch.began(accepted)
+        with self._transaction() as connection:
+            mine = JOBS.c.job == self._job
+            connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
+            taken = connection.execute(sa.delete(QUEUE).where(self._queued(accepted.assignment)))
+            if taken.rowcount == 0:
+                return None
+            old = self._parameters(connection)
+            new, version = update(old.values), old.version + 1
+            self._put(connection, PARAMETERS, new.astype("<f4", copy=False).data.cast("B"))
+            connection.execute(sa.update(JOBS).where(mine).values(version=version))
+            self._drop(connection, accepted.result)
+            self._log(connection, [assimilated(accepted, version, server=server, now=now, began=began)])
+        return version
+
+    def waiting(self) -> int:
+        """See `Store.waiting`."""
+        with self._transaction() as connection:
+            count = sa.select(sa.func.count()).select_from(QUEUE).where(QUEUE.c.job == self._job)
+            return int(connection.execute(count).scalar_one())
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._engine.dispose()
+
+    def _queued(self, assignment: str) -> sa.ColumnElement[bool]:
+        return sa.and_(QUEUE.c.job == self._job, QUEUE.c.assignment == assignment)
+
+    def _put(self, connection: sa.Connection, name: str, data: memoryview) -> None:
+        self._drop(connection, name)
+        starts = range(0, max(1, len(data)), PIECE_BYTES)
+        rows = [
+            {"job": self._job, "name": name, "piece": piece, "data": bytes(data[start : start + PIECE_BYTES])}
+            for piece, start in enumerate(starts)
+        ]
+        connection.execute(BLOBS.insert(), rows)
+
+    def _drop(self, connection: sa.Connection, name: str) -> None:
+        connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name == name))
+
+    def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
+        """The last thing in a transaction: others' entries wait from here, so that all are seen in their order."""
+        if not entries:
+            return
+        mine = ENDS.c.job == self._job
+        moved = connection.execute(
+            sa.update(ENDS).where(mine).values(position=ENDS.c.position + len(entries))
+        )
+        if moved.rowcount == 0:
+            connection.execute(ENDS.insert(), {"job": self._job, "position": len(entries)})
+        end: int = connection.execute(sa.select(ENDS.c.position).where(mine)).scalar_one()
+        rows: list[dict[str, Any]] = [
+            {"job": self._job, "position": position, "entry": encode_entry(entry)}
+            for position, entry in enumerate(entries, end - len(entries) + 1)
+        ]
+        connection.execute(LOG.insert(), rows)
+        queued = [
+            row | {"assignment": entry.assignment, "held_until": 0.0}
+            for row, entry in zip(rows, entries, strict=True)
+            if isinstance(entry, Accepted)
+        ]
+        if queued:
+            connection.execute(QUEUE.insert(), queued)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        with self._errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).strip()
+            raise StoreError(
+                f"{self._where}: {reason}. Check that the server runs, that the database exists, that user and "
+                "password are right, and that the disk has space"
+            ) from error
