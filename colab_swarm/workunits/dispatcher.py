@@ -324,9 +324,9 @@ class Dispatcher:
             return [epoch, Finished(at=now, reason=f"all {ended} epochs are done")]
         return [epoch]
 
-    def overview(self) -> JobOverview:
+    def overview(self, *, now: float) -> JobOverview:
         """Where the job stands, for the status page."""
-        return overview_of(self.state, self.epoch, self._plan.max_epochs)
+        return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
 
     def check_invariants(self) -> None:
         """Used by tests.

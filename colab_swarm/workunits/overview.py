@@ -16,7 +16,7 @@ class VolunteerRow:
         volunteer, name: its id in hex, and what it calls itself.
         reliability: between 0 and 1.
         accepted, rejected, expired, in_flight: units.
-        banned_until, last_seen: seconds since the epoch; None: it never was banned.
+        banned_until, last_seen: seconds since the epoch; None: it is not banned.
     """
 
     volunteer: str
@@ -82,9 +82,11 @@ class JobOverview:
         return 60 * len(self.assimilated_at) / (now - self.assimilated_at[0])
 
 
-def overview_of(state: JobState, epoch: int, max_epochs: int) -> JobOverview:
+def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
     """``state`` as people want to see it, with the units of ``epoch``."""
-    rows = sorted((_row(*pair) for pair in state.volunteers.items()), key=lambda row: -row.accepted)
+    rows = sorted(
+        (_row(name, record, now) for name, record in state.volunteers.items()), key=lambda row: -row.accepted
+    )
     return JobOverview(
         epoch=epoch,
         max_epochs=max_epochs,
@@ -99,7 +101,7 @@ def overview_of(state: JobState, epoch: int, max_epochs: int) -> JobOverview:
     )
 
 
-def _row(name: str, volunteer: Volunteer) -> VolunteerRow:
+def _row(name: str, volunteer: Volunteer, now: float) -> VolunteerRow:
     standing = volunteer.standing
     return VolunteerRow(
         volunteer=name,
@@ -109,7 +111,7 @@ def _row(name: str, volunteer: Volunteer) -> VolunteerRow:
         rejected=standing.rejected,
         expired=standing.expired,
         in_flight=len(volunteer.out),
-        banned_until=standing.banned_until if standing.bans else None,
+        banned_until=standing.banned_until if standing.banned_until > now else None,
         last_seen=volunteer.last_seen,
     )
 

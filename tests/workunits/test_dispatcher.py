@@ -157,7 +157,7 @@ def test_a_late_result_is_taken_while_nobody_else_has_the_unit() -> None:
     assert len(desk.expire()) == 1
     (accepted,) = desk.result(given)
     assert isinstance(accepted, Accepted)
-    assert desk.core.overview().units.queued == 1
+    assert desk.core.overview(now=desk.now).units.queued == 1
     desk.core.check_invariants()
 
 
@@ -250,7 +250,9 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert "differs from the 2 results" in rejected.reason
     assert isinstance(accepted, Accepted)
     assert accepted.assignment == carols.assignment
-    rows = {row.volunteer: (row.accepted, row.rejected) for row in desk.core.overview().volunteers}
+    rows = {
+        row.volunteer: (row.accepted, row.rejected) for row in desk.core.overview(now=desk.now).volunteers
+    }
     assert rows == {ALICE: (1, 0), BOB: (0, 1), CAROL: (1, 0)}
     desk.core.check_invariants()
 
@@ -274,7 +276,7 @@ def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_begins_anew
         entries = desk.result(given, value=float(number))
         desk.core.check_invariants()
     assert [type(entry) for entry in entries] == [Returned] + [Rejected] * 5
-    assert desk.core.overview().units.waiting == 1
+    assert desk.core.overview(now=desk.now).units.waiting == 1
 
 
 def test_replicas_need_a_distance() -> None:
