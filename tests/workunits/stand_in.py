@@ -1,0 +1,305 @@
+"""A coordinator that does as its script says: on loopback, with real tokens and data, and faults where a test wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from colab_swarm.errors import NotAdmitted
+from colab_swarm.net.identity import Identity
+from colab_swarm.workunits.backoff import BackoffSettings
+from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    GiveBack,
+    GivenUnit,
+    GivenUnits,
+    JobCard,
+    Problem,
+    Subset,
+    Taken,
+)
+from colab_swarm.workunits.tokens import Gate, Token
+from colab_swarm.workunits.unit_training import unit_seed
+from colab_swarm.workunits.weights import Floats, Schema
+
+RUN = "test-run"
+QUICK = BackoffSettings(first_s=0.01, most_s=0.02)
+Respond: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Fault: TypeAlias = Callable[[web.Request, Respond], Awaitable[web.StreamResponse]]
+
+
+class StandIn:
+    """Hands out every subset once per epoch; its parameters never change unless a test changes them.
+
+    Attributes:
+        results: what was uploaded and accepted, by assignment.
+        given, returned: assignments that were handed out, and given back.
+        seen: method and path of all requests, in order.
+        fired: the same of those that met a fault.
+        refuse: why uploads are refused; None to accept them.
+        ahead_s: its clock, before this machine's.
+    """
+
+    def __init__(self, job: Job, *, subsets: int = 2, epochs: int = 1, deadline_s: float = 60.0) -> None:
+        self.job, self.deadline_s, self.identity = job, deadline_s, Identity()
+        self.schema = Schema.of(job.first_model())
+        self.values, self.version = self.schema.flatten(job.first_model()), 0
+        self.files = [rows.encode() for rows in job.rows().cut(subsets, seed=0)]
+        self.units = deque((epoch, subset) for epoch in range(1, epochs + 1) for subset in range(subsets))
+        self.given: dict[str, GivenUnit] = {}
+        self.results: dict[str, Floats] = {}
+        self.returned: list[str] = []
+        self.seen: list[str] = []
+        self.fired: list[str] = []
+        self.refuse: Problem | None = None
+        self.ahead_s, self.url = 0.0, ""
+        self._received: dict[str, bytearray] = {}
+        self._gate, self._script = Gate(None), list[tuple[str, Fault]]()
+
+    def meets(self, what: str, *faults: Fault) -> None:
+        """The next requests whose method and path begin with ``what`` meet these faults, one each."""
+        self._script += [(what, fault) for fault in faults]
+
+    def card(self) -> JobCard:
+        subsets = tuple(
+            Subset(sha256(data).hexdigest(), len(data), len(rows))
+            for data, rows in zip(
+                self.files, self.job.rows().cut(len(self.files), seed=0), strict=True
+            )
+        )
+        code = sha256(self.job.code.encode()).hexdigest() if self.job.code else ""
+        plan, key = self.job.plan, self.identity.public_key
+        card = JobCard(
+            RUN, self.job.name, key, b"", code, plan.local_epochs, plan.batch_size, self.schema.head(), subsets
+        )
+        return card.signed(self.identity.sign)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[StandIn]:
+        """Answers at `url`, until the block ends."""
+        app = web.Application(client_max_size=1 << 24, middlewares=[self._answer])
+        app.add_routes(
+            [
+                web.get("/work/job", self._job),
+                web.get("/work/code", self._code),
+                web.post("/work/units", self._units),
+                web.get("/work/data/{digest}", self._data),
+                web.get("/work/parameters", self._parameters),
+                web.put("/work/results/{assignment}", self._upload),
+                web.post("/work/return", self._return),
+            ]
+        )
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Respond) -> web.StreamResponse:
+        what = f"{request.method} {request.path}"
+        self.seen.append(what)
+        for scripted in self._script:
+            if what.startswith(scripted[0]):
+                self._script.remove(scripted)
+                self.fired.append(what)
+                return await scripted[1](request, self._admitted(handler))
+        return await self._admitted(handler)(request)
+
+    def _admitted(self, respond: Respond) -> Respond:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                _, digest = self._gate.check(
+                    request.headers.get("Authorization", ""), request.method, request.path_qs, now=self._now()
+                )
+            except NotAdmitted as error:
+                return problem(401, "token", str(error))
+            assert sha256(await request.read()).digest() == digest
+            return await respond(request)
+
+        return answer
+
+    def _now(self) -> float:
+        import time
+
+        return time.time() + self.ahead_s
+
+    async def _job(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.card().encode())
+
+    async def _code(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.job.code)
+
+    async def _units(self, request: web.Request) -> web.Response:
+        ask = msgspec.msgpack.decode(await request.read(), type=AskForUnits)
+        units = []
+        while self.units and len(units) < ask.count:
+            epoch, subset = self.units.popleft()
+            unit = GivenUnit(
+                random.randbytes(16).hex(),
+                epoch,
+                subset,
+                sha256(self.files[subset]).hexdigest(),
+                "parameters",
+                self.deadline_s,
+                unit_seed(self.job.plan.seed, epoch, subset),
+            )
+            self.given[unit.assignment] = unit
+            units.append(unit)
+        open_ = len(self.given) - len(self.results) - len(self.returned)
+        finished = not units and not open_
+        return _packed(GivenUnits(tuple(units), 0.01, finished, epoch=1, accuracy=0.5))
+
+    async def _data(self, request: web.Request) -> web.Response:
+        digest = request.match_info["digest"]
+        for data in self.files:
+            if sha256(data).hexdigest() == digest:
+                return _ranged(request, data, f'"{digest}"')
+        return problem(404, "unknown", "no such data")
+
+    async def _parameters(self, request: web.Request) -> web.Response:
+        return _ranged(request, self.schema.encode(self.values), f'"{self.version}"')
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        assignment = request.match_info["assignment"]
+        if self.refuse is not None:
+            return problem(422, self.refuse.code, self.refuse.text)
+        if assignment not in self.given or assignment in self.results:
+            return problem(409, "stale", "this result is here already")
+        here = self._received.setdefault(assignment, bytearray())
+        place, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
+        if int(place.partition("-")[0]) != len(here):
+            answer = problem(409, "stale", "go on where I am")
+            answer.headers["Received"] = str(len(here))
+            return answer
+        here += await request.read()
+        if len(here) < int(total):
+            return _packed(Taken(len(here)))
+        self.results[assignment] = self.schema.decode(bytes(here))
+        return _packed(Taken(len(here), accepted=True))
+
+    async def _return(self, request: web.Request) -> web.Response:
+        self.returned += msgspec.msgpack.decode(await request.read(), type=GiveBack).assignments
+        return _packed(GivenUnits())
+
+
+def _packed(message: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.msgpack.encode(message))
+
+
+def _ranged(request: web.Request, data: bytes, etag: str) -> web.Response:
+    headers = {"ETag": etag, "Version": etag.strip('"')}
+    if request.headers.get("If-None-Match") == etag:
+        return web.Response(status=304, headers=headers)
+    start = request.http_range.start
+    if start is None or request.headers.get("If-Range", etag) != etag:
+        return web.Response(body=data, headers=headers)
+    headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    return web.Response(status=206, body=data[start:], headers=headers)
+
+
+def problem(status: int, code: str, text: str) -> web.Response:
+    return web.Response(status=status, body=msgspec.msgpack.encode(Problem(code, text)))
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def answers(status: int, body: bytes = b"<html>proxy</html>", **headers: str) -> Fault:
+    """Somebody in between answers."""
+
+    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
+        await request.read()
+        return web.Response(
+            status=status, body=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
+
+    return fault
+
+
+def says(status: int, code: str, text: str) -> Fault:
+    """The coordinator refuses."""
+
+    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
+        await request.read()
+        return problem(status, code, text)
+
+    return fault
+
+
+def breaks_after(size_bytes: int) -> Fault:
+    """The connection breaks within the answer's body."""
+
+    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
+        whole = await respond(request)
+        assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
+        assert size_bytes < len(whole.body)
+        part = web.StreamResponse(status=whole.status, headers=whole.headers)
+        part.content_length = len(whole.body)
+        await part.prepare(request)
+        await part.write(bytes(whole.body[:size_bytes]))
+        _hang_up(request)
+        return part
+
+    return fault
+
+
+async def loses_its_answer(request: web.Request, respond: Respond) -> web.StreamResponse:
+    """All is done as asked, but nobody hears of it."""
+    await respond(request)
+    _hang_up(request)
+    return web.Response()
+
+
+async def hangs_up(request: web.Request, respond: Respond) -> web.StreamResponse:
+    """The request is lost."""
+    _hang_up(request)
+    return web.Response()
+
+
+async def garbles(request: web.Request, respond: Respond) -> web.StreamResponse:
+    """A bit of the body turns over."""
+    whole = await respond(request)
+    assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
+    body = bytearray(whole.body)
+    body[len(body) // 2] ^= 1
+    return web.Response(status=whole.status, body=bytes(body), headers={"ETag": whole.headers.get("ETag", "")})
+
+
+class Waits:
+    """An answer that waits until a test lets it go. ``reached`` is set when the request is there."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: web.Request, respond: Respond) -> web.StreamResponse:
+        self.reached.set()
+        await self.go_on.wait()
+        return await respond(request)
+
+
+def _hang_up(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.close()
+
+
+def client_of(standin: StandIn, *, token: Token | None = None) -> CoordinatorClient:
+    """Of an open run, in a hurry."""
+    return CoordinatorClient(
+        standin.url, token or Token(Identity()), run_id=RUN, authority=None, backoff=QUICK, rng=random.Random(0)
+    )

@@ -1,0 +1,293 @@
+"""The volunteer's requests: what a bad line costs, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from colab_swarm.errors import CallRefused, NotAdmitted
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Membership
+from colab_swarm.workunits import client as client_module
+from colab_swarm.workunits.backoff import Backoff, BackoffSettings
+from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.workunits.tokens import Token
+from tests.workunits.digits import digits_job
+from tests.workunits.stand_in import (
+    QUICK,
+    RUN,
+    Fault,
+    StandIn,
+    answers,
+    breaks_after,
+    client_of,
+    garbles,
+    hangs_up,
+    loses_its_answer,
+    says,
+)
+
+TIME_LIMIT_S = 20.0
+
+
+def talk(
+    scene: Callable[[StandIn, CoordinatorClient], Awaitable[None]], standin: StandIn | None = None
+) -> StandIn:
+    """Play a scene between a stand-in and a client."""
+    standin = standin or StandIn(digits_job())
+
+    async def main() -> None:
+        async with asyncio.timeout(TIME_LIMIT_S), standin.serving(), client_of(standin) as client:
+            await scene(standin, client)
+
+    asyncio.run(main())
+    return standin
+
+
+def test_waits_double_up_to_a_bound_and_begin_anew_after_a_success() -> None:
+    backoff = Backoff(BackoffSettings(first_s=1.0, most_s=5.0), random.Random(0))
+    for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
+        assert whole_s / 2 <= backoff.failed() <= whole_s
+    backoff.succeeded()
+    assert backoff.failed() <= 1.0
+
+
+def test_a_wait_is_as_long_as_the_other_side_asks_within_reason() -> None:
+    backoff = Backoff(BackoffSettings(), random.Random(0))
+    assert backoff.failed(asked_s=30.0) == 30.0
+    assert backoff.failed(asked_s=1e9) == 900.0
+
+
+def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
+    job = replace(digits_job(), code="job = 'ünit'")
+
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/code", garbles)
+        card = await client.card()
+        assert card == standin.card()
+        assert await client.code(card) == job.code
+
+    assert talk(scene, StandIn(job)).fired == ["GET /work/code"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [answers(502), answers(407), answers(302), answers(200), says(429, "busy", "later"), hangs_up],
+    ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "hangs up"],
+)
+def test_what_is_not_the_coordinators_refusal_is_tried_again(fault: Fault) -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/job", fault, fault)
+        assert await client.card() == standin.card()
+        assert client.trouble == ""
+
+    assert len(talk(scene).fired) == 2
+
+
+def test_while_nobody_answers_the_trouble_is_told() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/job", answers(503, Retry_After="77"))
+        asking = asyncio.create_task(client.card())
+        while not client.trouble:
+            await asyncio.sleep(0)
+        assert client.trouble == "coordinator unreachable (answer 503 Service Unavailable), trying again in 77 s"
+        asking.cancel()
+
+    talk(scene)
+
+
+def test_a_refusal_ends_the_call_with_its_reason() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("POST /work/units", says(403, "banned", "three bad results"))
+        with pytest.raises(CallRefused, match="three bad results") as refused:
+            await client.ask(1)
+        assert refused.value.code == "banned"
+
+    assert talk(scene).seen == ["POST /work/units"]
+
+
+def test_a_volunteer_whose_clock_is_wrong_takes_the_coordinators() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        slow = CoordinatorClient(
+            standin.url,
+            Token(Identity()),
+            run_id=RUN,
+            authority=None,
+            backoff=QUICK,
+            clock=lambda: time.time() - 3600,
+        )
+        async with slow:
+            assert await slow.card() == standin.card()
+            await slow.ask(1)
+
+    assert talk(scene).seen == ["GET /work/job"] * 2 + ["POST /work/units"]
+
+
+def test_a_token_that_is_refused_for_another_reason_is_refused_at_once() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/job", says(401, "token", "revoked"))
+        with pytest.raises(CallRefused, match="revoked"):
+            await client.card()
+
+    talk(scene)
+
+
+def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        other = CoordinatorClient(standin.url, Token(Identity()), run_id="other", authority=None)
+        async with other:
+            with pytest.raises(NotAdmitted, match="another run"):
+                await other.card()
+        standin.meets("GET /work/job", answers(200, body=_renamed(standin)))
+        with pytest.raises(NotAdmitted, match="wrong signature"):
+            await client.card()
+
+    talk(scene)
+
+
+def _renamed(standin: StandIn) -> bytes:
+    import msgspec
+
+    return msgspec.msgpack.encode(msgspec.structs.replace(standin.card(), name="other"))
+
+
+def test_a_coordinator_has_to_belong_to_the_run() -> None:
+    authority = Identity()
+
+    async def scene(standin: StandIn, _: CoordinatorClient) -> None:
+        client = CoordinatorClient(
+            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, backoff=QUICK
+        )
+        async with client:
+            with pytest.raises(NotAdmitted):
+                await client.card()
+            standin.identity = authority
+            assert (await client.card()).key == authority.public_key
+
+    talk(scene)
+
+
+def test_a_broken_download_of_data_goes_on_where_it_ended() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        subset = standin.card().subsets[0]
+        standin.meets("GET /work/data", breaks_after(1000), breaks_after(500))
+        data = await client.data(subset)
+        assert sha256(data).hexdigest() == subset.sha256
+        assert client.received_bytes == subset.size_bytes  # none of it twice
+
+    assert len(talk(scene).fired) == 2
+
+
+def test_garbled_data_are_fetched_anew() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/data", garbles)
+        assert await client.data(standin.card().subsets[1]) == standin.files[1]
+
+    assert talk(scene).fired
+
+
+def test_a_download_longer_than_told_is_not_taken() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        standin.meets("GET /work/data", answers(200, body=bytes(1 << 20)))
+        assert await client.data(standin.card().subsets[0]) == standin.files[0]
+        assert client.received_bytes < 2 * len(standin.files[0]) + (1 << 16)
+
+    assert talk(scene).fired
+
+
+def test_parameters_that_change_within_a_broken_download_begin_anew() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
+            answer = await breaks_after(2000)(request, respond)
+            standin.values, standin.version = standin.values + 1, 1
+            return answer
+
+        standin.meets("GET /work/parameters", breaks_and_changes)
+        values = await client.parameters("parameters", standin.schema)
+        np.testing.assert_array_equal(values, standin.values)
+
+    assert talk(scene).fired
+
+
+def test_parameters_that_have_not_changed_are_not_fetched_again() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        first = await client.parameters("parameters", standin.schema)
+        before = client.received_bytes
+        assert await client.parameters("parameters", standin.schema) is first
+        assert client.received_bytes == before
+        standin.values, standin.version = standin.values + 1, 1
+        np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
+
+    assert len(talk(scene).seen) == 3
+
+
+def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        other = bytearray(standin.schema.encode(standin.values))
+        other[20] ^= 1
+        standin.meets("GET /work/parameters", answers(200, body=bytes(other)))
+        np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
+
+    assert talk(scene).fired
+
+
+def test_an_upload_goes_on_after_a_lost_request_and_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
+
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        (unit,) = (await client.ask(1)).units
+        result = standin.schema.encode(standin.values + 1)
+        standin.meets("PUT /work/results", loses_its_answer, hangs_up)
+        taken = await client.upload(unit.assignment, result)
+        assert taken.accepted and taken.received == len(result)
+        np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
+        assert client.sent_bytes == len(result) - 4096  # the answer to the first piece was lost
+
+    assert len(talk(scene).fired) == 2
+
+
+def test_an_upload_that_a_killed_process_began_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
+
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        (unit,) = (await client.ask(1)).units
+        result = standin.schema.encode(standin.values)
+        standin.meets("PUT /work/results", StandIn._admitted_piece if False else hangs_up)
+        await client.upload(unit.assignment, result)
+        assert unit.assignment in standin.results
+
+    talk(scene)
+
+
+def test_a_refused_upload_ends_with_the_reason() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        (unit,) = (await client.ask(1)).units
+        standin.meets("PUT /work/results", says(422, "invalid", "NaN in it"))
+        with pytest.raises(CallRefused, match="NaN in it"):
+            await client.upload(unit.assignment, standin.schema.encode(standin.values))
+
+    talk(scene)
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(standin: StandIn, _: CoordinatorClient) -> None:
+        monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
+        client = CoordinatorClient(
+            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, backoff=QUICK
+        )
+        async with client:
+            assert await client.card() == standin.card()
+
+    talk(scene)
+
+
+def test_a_repr_shows_no_secret() -> None:
+    client = CoordinatorClient("https://example.org/", Token(Identity()), run_id=RUN, authority=None)
+    assert repr(client) == "CoordinatorClient(https://example.org)"
