@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 120.0
 """A result whose server died goes to another after that."""
 IDLE = BackoffSettings(first_s=0.01, most_s=0.25)
-TROUBLE = BackoffSettings(first_s=0.2, most_s=30.0)
+TROUBLE = BackoffSettings(first_s=0.1, most_s=30.0)
 
 
 class ParameterServer:
