@@ -177,8 +177,8 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
             f'{"".join(bars)}<text x="{at + 8:.0f}" y="{y * ROW + 14}">{total:.2f} s, {one.samples:,.0f} samples, '
             f"{size(one.moved_bytes)}{lost}</text>"
         )
-    phases = legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
-    return card(f"Rounds that this peer took part in {phases}", _svg(ROW * len(shown), rows, "last rounds"))
+    names = legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
+    return card(f"Rounds that this peer took part in {names}", _svg(ROW * len(shown), rows, "last rounds"))
 
 
 def _contributions(view: View) -> str:

@@ -1,0 +1,158 @@
+"""The coordinator's page: a `JobStatus` as HTML. Pure functions; every text from a volunteer is escaped."""
+
+from __future__ import annotations
+
+import math
+
+from colab_swarm.markup import card, duration, legend, page, table, text, tiles
+from colab_swarm.workunits.overview import UnitCounts, VolunteerRow
+from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.svg import accuracy_svg
+
+STYLE = """
+.lead { max-width: 46em; margin-bottom: 12px; }
+.bar { display: flex; height: 18px; border-radius: 9px; overflow: hidden; background: var(--line); margin: 4px 0 8px; }
+.bar span { height: 100%; } .keys { display: flex; flex-wrap: wrap; gap: 2px 16px; } .keys .key { margin-left: 0; }
+.assimilated { background: var(--assistant); } .queued { background: var(--catching); }
+.training { background: var(--trainer); }
+.waiting { background: var(--line); } .key.waiting { border: 1px solid var(--soft); }
+.mean { fill: none; stroke: var(--trainer); stroke-width: 2; stroke-linejoin: round; } .dot { fill: var(--trainer); }
+.band { fill: var(--trainer); fill-opacity: .18; } .level { stroke: var(--line); }
+.target { stroke: var(--assistant); stroke-width: 1.5; stroke-dasharray: 6 4; }
+.rule { display: inline-block; width: 16px; height: 0; border-top: 2px dashed var(--assistant);
+  margin: 0 5px 3px 12px; }
+.mark { background: var(--trainer); } .range { background: var(--trainer); opacity: .3; }
+code { background: var(--back); padding: 1px 5px; border-radius: 4px; }
+.scroll { overflow-x: auto; } .scroll th, .scroll td { white-space: nowrap; }
+.scroll td:first-child { white-space: normal; min-width: 120px; }
+"""
+MAX_ROWS = 50
+PRESENT_S = 600.0
+"""A volunteer of whom nothing was heard for longer is not counted."""
+PHASES = {
+    "assimilated": "done",
+    "queued": "trained, waiting for a parameter server",
+    "training": "with a volunteer",
+    "waiting": "not begun",
+}
+
+
+def render_page(status: JobStatus) -> str:
+    """The whole page."""
+    lost = "The coordinator does not answer; this is what it said last."
+    return page(text(status.name), render_live(status), lost=lost, style=STYLE)
+
+
+def render_live(status: JobStatus) -> str:
+    """The part of the page that changes."""
+    samples = sum(status.rows)
+    return (
+        f"<h1>{text(status.name)}</h1>"
+        f'<p class="soft lead">A model of {status.numel:,} numbers is trained here by volunteers on '
+        f"{samples:,} samples. Each takes a <b>unit</b>, one of {len(status.rows)} parts of the data, trains a copy of "
+        "the model on it and sends the copy back; a parameter server blends it into the model. When all "
+        "units were trained once, an <b>epoch</b> is over.</p>"
+        f"{_fault(status)}{_progress(status)}{_tiles(status)}{_accuracy(status)}{_volunteers(status)}{_help(status)}"
+        f'<p class="soft">This coordinator has been up for {duration(status.at - status.since)}. '
+        "The same figures for programs: <code>/status.json</code> and <code>/metrics</code>.</p>"
+    )
+
+
+def _fault(status: JobStatus) -> str:
+    if not status.fault:
+        return ""
+    return f'<p class="warning">Training waits, the store does not answer: {text(status.fault)}</p>'
+
+
+def _progress(status: JobStatus) -> str:
+    view, units = status.overview, status.overview.units
+    if view.finished:
+        title = f"Finished after epoch {len(view.epochs)}: {text(view.finished)}"
+        units = UnitCounts(waiting=0, training=0, queued=0, assimilated=len(status.rows))
+    else:
+        title = f"Epoch {view.epoch} of {view.max_epochs}"
+        title += " at most" if status.target_accuracy is not None else ""
+    counts = {phase: getattr(units, phase) for phase in PHASES}
+    whole = sum(counts.values()) or 1
+    bars = "".join(
+        f'<span class="{phase}" style="width:{100 * number / whole:.2f}%"></span>'
+        for phase, number in counts.items()
+    )
+    keys = "".join(
+        f"<span>{legend([(f'<b>{counts[phase]}</b> {words}', phase)])}</span>"
+        for phase, words in PHASES.items()
+    )
+    said = f"{units.assimilated} of {whole} units done"
+    bar = (
+        f'<div class="bar" role="progressbar" aria-label="{said}" aria-valuemin="0" aria-valuemax="{whole}" '
+        f'aria-valuenow="{units.assimilated}">{bars}</div>'
+    )
+    return card(title, f'{bar}<div class="keys soft">{keys}</div>')
+
+
+def _tiles(status: JobStatus) -> str:
+    view, update_s = status.overview, status.update_s
+    ended = [one.accuracy for one in view.epochs if math.isfinite(one.accuracy)]
+    present = sum(status.at - one.last_seen < PRESENT_S for one in view.volunteers)
+    shown = {
+        "accuracy": f"{ended[-1]:.1%}" if ended else "–",
+        "volunteers here": f"{present}",
+        "units / hour": f"{status.units_per_s * 3600:,.0f}" if status.units_per_s else "–",
+        "samples / s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "–",
+        "model update": _ms(update_s[0]) if update_s else "–",
+        "slow update": _ms(update_s[1]) if update_s else "–",
+        "parameter servers": f"{status.servers}" + (f" ({status.backlog} waiting)" if status.backlog else ""),
+    }
+    return f'<div class="card"><h3>Now</h3>{tiles(shown)}</div>'
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms" if seconds < 9.9 else f"{seconds:,.0f} s"
+
+
+def _accuracy(status: JobStatus) -> str:
+    chart = accuracy_svg(status.overview.epochs, status.target_accuracy)
+    keys = legend([("mean of the epoch", "mark"), ("lowest to highest", "range")])
+    target = '<span class="rule"></span>target' if status.target_accuracy is not None else ""
+    missing = '<p class="soft">Known when the first epoch is over.</p>'
+    return card(f"Accuracy on data the model has not learned from {keys}{target}", chart or missing)
+
+
+def _volunteers(status: JobStatus) -> str:
+    rows = [_row(one, status.at) for one in status.overview.volunteers[:MAX_ROWS]]
+    more = len(status.overview.volunteers) - len(rows)
+    columns = ("volunteer", "reliability", "units done", "refused", "late", "in hand", "last seen")
+    after = f'<p class="soft">and {more:,} more</p>' if more else ""
+    return card("Volunteers", f'<div class="scroll">{table(columns, rows)}</div>{after}')
+
+
+def _row(one: VolunteerRow, now: float) -> tuple[str, ...]:
+    return (
+        f'{text(one.name or "without a name", 40)} <span class="soft">{text(one.volunteer[:8])}</span>',
+        _reliability(one, now),
+        f"{one.accepted:,}",
+        f"{one.rejected:,}",
+        f"{one.expired:,}",
+        f"{one.in_flight:,}",
+        f"{duration(now - one.last_seen)} ago",
+    )
+
+
+def _reliability(one: VolunteerRow, now: float) -> str:
+    if one.banned_until is not None and one.banned_until > now:
+        return f"banned for {duration(one.banned_until - now)}"
+    if not one.accepted + one.rejected + one.expired:
+        return "new"
+    words = "high" if one.reliability >= 0.9 else "fair" if one.reliability >= 0.6 else "low"
+    return f"{words} ({one.reliability:.0%})"
+
+
+def _help(status: JobStatus) -> str:
+    if status.overview.finished:
+        return ""
+    return card(
+        "How to volunteer",
+        "<p>Ask the organizer for the link. In a notebook: <code>cs.volunteer(link)</code> after "
+        "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
+        "You can stop whenever you like: what you leave goes to somebody else.</p>",
+    )

@@ -1,0 +1,143 @@
+"""A coordinator in this process, on loopback, and a volunteer that can say anything to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+from torch import nn
+
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import Message
+from colab_swarm.workunits.coordination import Coordination, CoordinationSettings
+from colab_swarm.workunits.entries import AnyEntry
+from colab_swarm.workunits.job import Job, WorkPlan
+from colab_swarm.workunits.memory import MemoryStore
+from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
+from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.tokens import Gate, Token
+from colab_swarm.workunits.uploads import Uploads
+from colab_swarm.workunits.web import CoordinatorServer
+from colab_swarm.workunits.weights import Floats
+
+M = TypeVar("M", bound=Message)
+RUN = "digits-run"
+
+
+def tiny_job(**plan: Any) -> Job:
+    """A job without anything to learn: 64 samples of noise in 4 subsets, a model of 15 values."""
+    rng = np.random.default_rng(0)
+    inputs, labels = rng.normal(size=(64, 4)).astype(np.float32), rng.integers(0, 3, 64)
+    given = WorkPlan(**{"subsets": 4, "max_epochs": 2, **plan})
+    return Job("tiny", partial(nn.Linear, 4, 3), (inputs, labels), (inputs, labels), plan=given)
+
+
+class Answer:
+    """What came back, read whole."""
+
+    def __init__(self, status: int, headers: Any, body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    def message(self, kind: type[M]) -> M:
+        return msgspec.msgpack.decode(self.body, type=kind)
+
+    @property
+    def problem(self) -> Problem:
+        return self.message(Problem)
+
+
+class Scene:
+    """A coordinator over HTTP, and what it wrote."""
+
+    def __init__(self, coordination: Coordination, store: Store, folder: Path, gate: Gate) -> None:
+        self.coordination, self.store = coordination, store
+        self.uploads = Uploads(coordination, folder / "uploads")
+        self.server = CoordinatorServer(coordination, self.uploads, gate)
+        self.session: aiohttp.ClientSession | None = None
+        self.alice, self.bob = Stranger(self), Stranger(self)
+
+    @property
+    def log(self) -> list[AnyEntry]:
+        return [entry for _, entry in self.store.entries()]
+
+    def kinds(self) -> list[str]:
+        return [type(entry).__name__ for entry in self.log]
+
+    def values(self, change: float = 0.01) -> Floats:
+        """A result: the newest parameters, moved a little."""
+        return self.store.parameters().values + np.float32(change)
+
+
+class Stranger:
+    """Signs requests as a peer does, and sends whatever a test wants."""
+
+    def __init__(self, scene: Scene, membership: bytes = b"") -> None:
+        self._scene = scene
+        self.token = Token(Identity(), membership)
+
+    async def send(
+        self, method: str, path: str, body: bytes = b"", *, now: float | None = None, **headers: str
+    ) -> Answer:
+        """``headers``: with underscores for dashes; they win over those that a good volunteer sends."""
+        signed = self.token.header(method, path, body, now=time.time() if now is None else now)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        assert self._scene.session is not None
+        url = self._scene.server.url.rstrip("/") + path
+        async with self._scene.session.request(
+            method, url, data=body or None, headers={"Authorization": signed, **given}
+        ) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    async def ask(self, count: int = 1, name: str = "alice") -> tuple[GivenUnit, ...]:
+        body = msgspec.msgpack.encode(AskForUnits(count, (), name))
+        return (await self.send("POST", "/work/units", body)).message(GivenUnits).units
+
+    async def upload(self, assignment: str, data: bytes, *, start: int = 0, whole: int = 0) -> Answer:
+        """Bytes of a file of ``whole`` bytes (0: ``data`` end it) in one piece."""
+        place = f"bytes {start}-{start + len(data) - 1}/{whole or start + len(data)}"
+        return await self.send("PUT", f"/work/results/{assignment}", data, Content_Range=place)
+
+    async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
+        """Ask for units and bring results at once."""
+        coordination = self._scene.coordination
+        given = await self.ask(count)
+        file = coordination.schema.encode(self._scene.values(change))
+        return [await self.upload(one.assignment, file) for one in given]
+
+
+@asynccontextmanager
+async def coordinating(
+    job: Job, folder: Path, *, store: Store | None = None, gate: Gate | None = None, **settings: Any
+) -> AsyncIterator[Scene]:
+    """A coordinator that has started; without settings with one parameter server, quick to notice things."""
+    store = store or MemoryStore(job.name)
+    given = CoordinationSettings(folder, **{"servers": 1, "tick_s": 0.02, **settings})
+    coordination = Coordination(job, store, Token(Identity()), RUN, given)
+    scene = Scene(coordination, store, folder, gate or Gate(None))
+    await coordination.start()
+    try:
+        await scene.server.start("127.0.0.1", 0)
+        async with aiohttp.ClientSession() as scene.session:
+            yield scene
+    finally:
+        await scene.server.close()
+        await coordination.stop()
+        coordination.check_invariants()
+
+
+def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 30.0) -> None:
+    """To its end, in a loop of its own."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await main()
+
+    asyncio.run(bounded())

@@ -1,0 +1,175 @@
+"""The coordinator over HTTP, to those who mean well."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.entries import AnyEntry
+from colab_swarm.workunits.memory import MemoryStore
+from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
+from colab_swarm.workunits.rows import Rows
+from tests.workunits.local import RUN, Scene, coordinating, run, tiny_job
+
+
+def test_the_card_tells_what_there_is_to_train(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            card = (await scene.alice.send("GET", "/work/job")).message(JobCard)
+            assert card.is_signed_by(card.key) and (card.run_id, card.name) == (RUN, "tiny")
+            assert [subset.rows for subset in card.subsets] == [16] * 4
+            assert card.code_sha256 == ""
+            assert (await scene.alice.send("GET", "/work/code")).body == b""
+
+    run(main)
+
+
+def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            digest = (await scene.alice.ask())[0].data
+            path = f"/work/data/{digest}"
+            whole = await scene.alice.send("GET", path)
+            assert sha256(whole.body).hexdigest() == digest and len(Rows.decode(whole.body)) == 16
+            assert whole.headers["ETag"] == f'"{digest}"' and "immutable" in whole.headers["Cache-Control"]
+            part = await scene.alice.send("GET", path, Range="bytes=10-19")
+            assert (part.status, part.body) == (206, whole.body[10:20])
+            assert part.headers["Content-Range"] == f"bytes 10-19/{len(whole.body)}"
+            again = await scene.alice.send("GET", path, If_None_Match=f'"{digest}"')
+            assert (again.status, again.body) == (304, b"")
+            beyond = await scene.alice.send("GET", path, Range=f"bytes={len(whole.body)}-")
+            assert beyond.status == 416 and "no such range" in beyond.problem.text
+
+    run(main)
+
+
+def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_new_whole(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            first = await scene.alice.send("GET", "/work/parameters")
+            assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
+            np.testing.assert_array_equal(
+                scene.coordination.schema.decode(first.body), scene.store.parameters().values
+            )
+            headers = {"Range": "bytes=8-", "If_Range": '"0"'}
+            assert (await scene.alice.send("GET", "/work/parameters", **headers)).status == 206
+            await scene.alice.train()
+            await until(scene, "Measured")
+            await scene.alice.ask()  # the coordinator has read that by its answer
+            later = await scene.alice.send("GET", "/work/parameters", **headers)
+            assert (later.status, later.headers["Version"], len(later.body)) == (200, "1", len(first.body))
+
+    run(main)
+
+
+def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            while not scene.coordination.status().overview.finished:
+                for answer in await scene.alice.train(2):
+                    assert answer.message(Taken).accepted
+                await asyncio.sleep(0.01)
+            await scene.coordination.wait_finished()
+            assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
+            answer = await scene.alice.send("POST", "/work/units", msgspec.msgpack.encode((1,)))
+            assert answer.message(GivenUnits).finished
+
+    run(main)
+
+
+def test_an_upload_goes_on_where_it_broke_off(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            name = (await scene.alice.ask())[0].assignment
+            file = scene.coordination.schema.encode(scene.values())
+            first = await scene.alice.upload(name, file[:50], whole=len(file))
+            assert first.message(Taken) == Taken(50)
+            head = await scene.alice.send("HEAD", f"/work/results/{name}")
+            assert (head.status, head.headers["Received"]) == (200, "50")
+            gap = await scene.alice.upload(name, file[60:], start=60)
+            assert (gap.status, gap.headers["Received"]) == (409, "50")
+            assert (await scene.alice.upload(name, file[50:], start=50)).message(Taken) == Taken(
+                len(file), True
+            )
+
+    run(main)
+
+
+def test_units_that_are_given_back_go_to_somebody_else(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(subsets=1), tmp_path) as scene:
+            name = (await scene.alice.ask())[0].assignment
+            assert await scene.bob.ask() == ()
+            answer = await scene.alice.send("POST", "/work/return", msgspec.msgpack.encode(GiveBack((name,))))
+            assert answer.status == 200 and scene.kinds()[-1] == "GaveBack"
+            assert len(await scene.bob.ask()) == 1
+
+    run(main)
+
+
+class Failing(MemoryStore):
+    """A store that can be out of order."""
+
+    broken = False
+    failures = 0
+
+    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
+        if self.broken:
+            self.failures += 1
+            raise StoreError("the store is away")
+        return super().entries(after)
+
+
+def test_while_the_store_is_away_volunteers_are_told_to_come_again_and_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = Failing("tiny")
+        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+            name = (await scene.alice.ask())[0].assignment
+            file = scene.coordination.schema.encode(scene.values())
+            await scene.alice.upload(name, file[:90], whole=len(file))
+            store.broken = True
+            for answer in (
+                await scene.alice.send("POST", "/work/units", msgspec.msgpack.encode((1,))),
+                await scene.alice.upload(name, file[90:], start=90, whole=len(file)),
+            ):
+                assert (answer.status, answer.problem.code) == (503, "busy")
+                assert int(answer.headers["Retry-After"]) > 0
+            assert scene.coordination.status().fault == "the store is away" and store.failures >= 2
+            store.broken = False
+            assert (await scene.alice.upload(name, file[90:], start=90)).message(Taken).accepted
+            assert scene.coordination.status().fault == ""
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", ["/", "/live", "/status.json", "/metrics"])
+def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            assert scene.session is not None
+            url = scene.server.url.rstrip("/") + path
+            async with scene.session.get(url) as answer:
+                assert answer.status == 200 and "tiny" in await answer.text()
+                assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+                assert answer.headers["Cache-Control"] == "no-store"
+            for verb in ("POST", "PUT", "DELETE"):
+                async with scene.session.request(verb, url) as answer:
+                    assert answer.status == 405
+
+    run(main)
+
+
+async def until(scene: Scene, kind: str) -> None:
+    """Until an entry of this kind is in the log."""
+    while kind not in scene.kinds():
+        await asyncio.sleep(0.005)
