@@ -47,11 +47,11 @@ def postgresql_server() -> Iterator[str]:
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
     user = _other_user("postgres")
     with _folder(user) as folder:
-        data, socket = folder / "data", folder / ".s.PGSQL.5432"
+        data = folder / "data"
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
         _run([initdb, *options, f"--pgdata={data}"], user)
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        with _running(server, Path(f"{socket}.lock").exists, folder, user):
+        with _running(server, lambda: _says(data / "postmaster.pid", "ready"), folder, user):
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
 
 
@@ -105,6 +105,10 @@ def _folder(user: str | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _says(file: Path, word: str) -> bool:
+    return file.exists() and word in file.read_text()
 
 
 def _run(command: list[str], user: str | None) -> None:

@@ -1,0 +1,80 @@
+"""Stores for tests: each test of them runs against every kind whose server is installed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from colab_swarm.bench import store_servers
+from colab_swarm.workunits.entries import Accepted, Assimilated, Unit
+from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.weights import Floats
+
+SERVERS = {
+    "redis": store_servers.redis_server,
+    "postgresql": store_servers.postgresql_server,
+    "mariadb": store_servers.mariadb_server,
+}
+SHARED = ("sqlite", *SERVERS)
+KINDS = ("memory", *SHARED)
+_numbers = itertools.count()
+
+
+def url_of(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Body of the fixture ``url``: a store of this kind, for as long as the tests of it run."""
+    if kind == "memory":
+        yield "memory"
+    elif kind == "sqlite":
+        yield str(tmp_path_factory.mktemp("store") / "store.db")
+    else:
+        try:
+            with SERVERS[kind]() as url:
+                yield url
+        except store_servers.Absent as absent:
+            pytest.skip(str(absent))
+
+
+def new_job() -> str:
+    """A name that no test had before."""
+    return f"job-{next(_numbers)}"
+
+
+def accepted(subset: int, *, epoch: int = 1) -> Accepted:
+    """A result that waits."""
+    name = f"{epoch:016x}{subset:016x}"
+    unit = Unit(epoch, subset)
+    return Accepted(
+        at=5.0, unit=unit, assignment=name, result=f"result-{name}", alpha=0.5, base=0, change=1.0
+    )
+
+
+def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> Store:
+    """A store with zeros for parameters and ``units`` results that wait."""
+    store = open_store(url, job)
+    store.begin(np.zeros(numel, np.float32))
+    for subset in range(units):
+        one = accepted(subset)
+        store.append([one], put={one.result: b"result"})
+    return store
+
+
+def plus_one(values: Floats) -> Floats:
+    """Counts assimilations."""
+    return values + np.float32(1)
+
+
+def check_invariants(store: Store) -> None:
+    """What is true of every store at any time: no unit twice, versions without gaps, nothing lost."""
+    log = store.entries()
+    positions = [position for position, _ in log]
+    assert positions == sorted(set(positions))
+    queued = [entry.assignment for _, entry in log if isinstance(entry, Accepted)]
+    done = [entry for _, entry in log if isinstance(entry, Assimilated)]
+    assert [entry.version for entry in done] == list(range(1, len(done) + 1))
+    assert len({entry.unit for entry in done}) == len(done)
+    assert store.waiting() == len(queued) - len(done)
+    assert store.parameters().version == len(done)
