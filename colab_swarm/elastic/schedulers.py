@@ -1,0 +1,292 @@
+"""When a peer may start its next forward pass: the schedulers of "Elastic Consistency", sections 4.1 and 5.
+
+At step t a peer has its own gradient whole, and of the others' what has arrived. A scheduler says whether that is
+enough. None lets a peer run further ahead than ``max_delay`` steps: at its default of one step, all of step t - 1
+must have arrived before step t ends. Peers that are lost are waited for by none.
+
+==================  ==================================================  =========  =====================
+scheduler           goes on from step t when                            max_delay  B (Table 1)
+==================  ==================================================  =========  =====================
+Synchronous         everything arrived                                  0          0
+NormBounded         a beta-fraction of one's own norm arrived           1          (p - 1) M / p
+VarianceBounded     everything arrived, or timeout_s passed             1          3 sigma
+BoundedStaleness    everything up to step t - tau arrived               tau        (p - 1) tau M / p
+CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
+                    be missing
+==================  ==================================================  =========  =====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from colab_swarm.elastic import bounds
+from colab_swarm.elastic.bounds import Facts
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What came of one other peer's gradient.
+
+    Attributes:
+        norm: of the buckets that arrived, together.
+        numel: values in them.
+        complete: nothing is missing.
+    """
+
+    norm: float
+    numel: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How step ``step`` stands at a peer that has its own gradient.
+
+    Attributes:
+        step: t, from 0.
+        peers: p, of the group at its start.
+        own_norm, own_numel: of its own gradient.
+        arrived: of step t, one for each other peer that is not lost.
+        overdue: peers, not lost, of which something of step t - max_delay or before is missing.
+        owed: gradients (of a peer, of a step up to t) of peers not lost of which something is missing.
+        lost: peers that are gone.
+        waited_s: since its own backward pass ended.
+    """
+
+    step: int
+    peers: int
+    own_norm: float
+    own_numel: int
+    arrived: tuple[Arrived, ...]
+    overdue: int
+    owed: int
+    lost: int
+    waited_s: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of step t is there."""
+        return all(one.complete for one in self.arrived)
+
+    @property
+    def missing(self) -> float:
+        """The share of the others' values of step t that has not arrived."""
+        expected = len(self.arrived) * self.own_numel
+        return 1 - sum(one.numel for one in self.arrived) / expected if expected else 0.0
+
+
+class Scheduler(Protocol):
+    """Decides when a peer goes on to its next step. Pure."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_delay(self) -> int:
+        """A step ends only when all gradients that are so many steps old have arrived."""
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether one's own gradient stands in for what is missing, until that arrives."""
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """Whether the step may end, and the next forward pass begin."""
+
+    def ask_again_s(self, standing: Standing) -> float | None:
+        """In how many seconds time alone makes `may_go_on` true; None: only an arrival, or a loss, does."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """B, the elastic consistency constant; None: there is none for this codec."""
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Perfectly consistent: every gradient of the step is waited for."""
+
+    name = "synchronous"
+    max_delay = 0
+    stand_in = False
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When everything arrived."""
+        return not standing.overdue
+
+    def ask_again_s(self, standing: Standing) -> None:
+        """Time changes nothing."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """0, but for codec and crashes."""
+        return _with_codec(bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+
+
+@dataclass(frozen=True)
+class NormBounded:
+    """Goes on when every other peer's received norm is at least ``beta`` times one's own (section 5).
+
+    With ``beta=1`` everything is waited for: norms of different peers differ, and one's own norm may be reached before
+    the other's gradient is whole.
+
+    Attributes:
+        beta: 0 never waits for this step's gradients, 1 is perfectly consistent.
+        measure: ``l2``, the norm; ``l0``, the count of values, as the paper's relaxed variant.
+    """
+
+    beta: float
+    measure: Literal["l2", "l0"] = "l2"
+
+    name = "norm-bounded"
+    max_delay = 1
+    stand_in = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta={self.beta} is no fraction: choose 0 (never wait) to 1 (always wait)")
+        if self.measure not in ("l2", "l0"):
+            raise ValueError(
+                f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)"
+            )
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When enough of every peer's gradient arrived."""
+        return not standing.overdue and all(self._enough(one, standing) for one in standing.arrived)
+
+    def _enough(self, one: Arrived, standing: Standing) -> bool:
+        if one.complete or self.beta == 1:
+            return one.complete
+        if self.measure == "l0":
+            return one.numel >= self.beta * standing.own_numel
+        return one.norm >= self.beta * standing.own_norm
+
+    def ask_again_s(self, standing: Standing) -> None:
+        """Time changes nothing."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """That of one step of delay, whatever beta below 1: a small part of a gradient may have a large norm."""
+        own = 0.0 if self.beta == 1 else bounds.bounded_staleness(facts.peers, 1, facts.m)
+        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+
+
+@dataclass(frozen=True)
+class VarianceBounded:
+    """One's own gradient stands in for what did not come in time, and is corrected in the next step (section 5).
+
+    Attributes:
+        timeout_s: how long missing gradients are waited for after one's own backward pass.
+    """
+
+    timeout_s: float
+
+    name = "variance-bounded"
+    max_delay = 1
+    stand_in = True
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout_s)
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When everything arrived, or the timeout is over."""
+        return not standing.overdue and (standing.complete or standing.waited_s >= self.timeout_s)
+
+    def ask_again_s(self, standing: Standing) -> float | None:
+        """When the timeout is over."""
+        waits = not standing.overdue and not standing.complete and standing.waited_s < self.timeout_s
+        return self.timeout_s - standing.waited_s if waits else None
+
+    def bound(self, facts: Facts) -> float | None:
+        """3 sigma."""
+        own = bounds.variance_bounded(facts.sigma)
+        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+
+
+@dataclass(frozen=True)
+class BoundedStaleness:
+    """Waits for nothing that is younger than ``tau`` steps (section 4.1 c).
+
+    Attributes:
+        tau: steps by which a gradient may be late, at least 1.
+    """
+
+    tau: int
+
+    name = "bounded-staleness"
+    stand_in = False
+
+    def __post_init__(self) -> None:
+        if self.tau < 1:
+            raise ValueError(f"tau={self.tau} allows no delay: choose at least 1, or use Synchronous()")
+
+    @property
+    def max_delay(self) -> int:
+        """tau."""
+        return self.tau
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When everything up to step t - tau arrived."""
+        return not standing.overdue
+
+    def ask_again_s(self, standing: Standing) -> None:
+        """Time changes nothing."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """(p - 1) tau M / p."""
+        own = bounds.bounded_staleness(facts.peers, self.tau, facts.m)
+        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+
+
+@dataclass(frozen=True)
+class CrashTolerant:
+    """Synchronous, but ``f`` gradients may be missing: of lost peers at once, of slow ones after a timeout.
+
+    What comes late is applied when it comes: Lemma 14 bounds what is missing at any time, not what ever was. Lost
+    peers use up the allowance. When more than f are lost the others still go on, and the bound grows with the loss,
+    but slow peers are then waited for.
+
+    Attributes:
+        f: gradients that may be missing at any time, at least 1.
+        timeout_s: how long a peer that is not lost is waited for.
+    """
+
+    f: int
+    timeout_s: float
+
+    name = "crash-tolerant"
+    stand_in = False
+
+    def __post_init__(self) -> None:
+        if self.f < 1:
+            raise ValueError(f"f={self.f} tolerates nothing: choose at least 1, or use Synchronous()")
+        _check_timeout(self.timeout_s)
+
+    @property
+    def max_delay(self) -> int:
+        """f: a gradient that is so late is not the only one missing, streams keep their order."""
+        return self.f
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When everything arrived, or so little is missing after the timeout as is allowed."""
+        return not standing.owed or (self._tolerable(standing) and standing.waited_s >= self.timeout_s)
+
+    def _tolerable(self, standing: Standing) -> bool:
+        return not standing.overdue and standing.owed + standing.lost <= self.f
+
+    def ask_again_s(self, standing: Standing) -> float | None:
+        """When the timeout is over."""
+        waits = standing.owed and self._tolerable(standing) and standing.waited_s < self.timeout_s
+        return self.timeout_s - standing.waited_s if waits else None
+
+    def bound(self, facts: Facts) -> float | None:
+        """f M / p."""
+        return _with_codec(bounds.faults(facts.peers, max(self.f, facts.crashed), facts.m), facts)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not timeout_s >= 0:
+        raise ValueError(f"timeout_s={timeout_s} is no time: choose seconds, 0 or more")
+
+
+def _with_codec(bound: float, facts: Facts) -> float | None:
+    if facts.gamma is None or facts.gamma >= 1:
+        return None
+    return bound + bounds.compression(facts.gamma, facts.m)
