@@ -148,21 +148,16 @@ class SqlStore:
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
         """See `Store.claim`."""
+        waits = sa.and_(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
         with self._transaction() as connection:
-            found = connection.execute(
-                sa.select(QUEUE.c.assignment, QUEUE.c.entry)
-                .where(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
-                .order_by(QUEUE.c.position)
-                .limit(1)
-                .with_for_update(skip_locked=True)
-            ).first()
-            if found is None:
-                return None
-            row = self._queued(found.assignment)
-            connection.execute(sa.update(QUEUE).where(row).values(held_until=now + lease_s))
-        entry = decode_entry(found.entry)
-        assert isinstance(entry, Accepted)
-        return self._stopwatch.start(entry)
+            rows = connection.execute(sa.select(QUEUE).where(waits).order_by(QUEUE.c.position)).all()
+            for row in rows:  # others may take it between the two statements
+                take = sa.update(QUEUE).where(waits, QUEUE.c.assignment == row.assignment)
+                if connection.execute(take.values(held_until=now + lease_s)).rowcount:
+                    entry = decode_entry(row.entry)
+                    assert isinstance(entry, Accepted)
+                    return self._stopwatch.start(entry)
+        return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         """See `Store.assimilate`."""
@@ -170,7 +165,9 @@ class SqlStore:
         with self._transaction() as connection:
             mine = JOBS.c.job == self._job
             connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
-            taken = connection.execute(sa.delete(QUEUE).where(self._queued(accepted.assignment)))
+            taken = connection.execute(
+                sa.delete(QUEUE).where(QUEUE.c.job == self._job, QUEUE.c.assignment == accepted.assignment)
+            )
             if taken.rowcount == 0:
                 return None
             old = self._parameters(connection)
@@ -190,9 +187,6 @@ class SqlStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._engine.dispose()
-
-    def _queued(self, assignment: str) -> sa.ColumnElement[bool]:
-        return sa.and_(QUEUE.c.job == self._job, QUEUE.c.assignment == assignment)
 
     def _put(self, connection: sa.Connection, name: str, data: memoryview) -> None:
         self._drop(connection, name)

@@ -1,0 +1,33 @@
+"""``python -m tests.workunits.store_process URL JOB NAME [pause]``: a parameter server that adds one per result.
+
+It tells each result that it has taken, and ends when none waits. With ``pause`` it stops in the middle of the first.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.weights import Floats
+
+
+def main(url: str, job: str, name: str, pause: str = "") -> None:
+    """Assimilate all that waits."""
+    store = open_store(url, job)
+
+    def update(values: Floats) -> Floats:
+        print("in the middle", flush=True)
+        if pause:
+            threading.Event().wait()
+        return values + values.dtype.type(1)
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    while claimed := store.claim(name, now=1.0, lease_s=60.0):
+        store.assimilate(claimed, update, server=name, now=1.0)
+    store.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

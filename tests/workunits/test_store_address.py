@@ -1,0 +1,53 @@
+"""Addresses of stores, and stores that cannot be reached."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.memory import MemoryStore
+from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.sqlite import SqliteStore
+
+UNREACHABLE = (
+    "redis://:topsecret@127.0.0.1:1/0",
+    "unix:///nowhere/redis.sock?password=topsecret",
+    "postgresql+psycopg://bob:topsecret@127.0.0.1:1/jobs",
+    "mysql+pymysql://bob:topsecret@127.0.0.1:1/jobs",
+)
+
+
+def test_files_are_sqlite_and_memory_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    addresses = ("job.db", f"{tmp_path}/other", "sqlite:///relative", f"sqlite:///{tmp_path}/absolute")
+    for address in addresses:
+        store = open_store(address, "job")
+        assert isinstance(store, SqliteStore) and store.shared
+        store.close()
+    assert {"job.db", "other", "relative", "absolute"} <= set(os.listdir(tmp_path))
+    memory = open_store("memory", "job")
+    assert isinstance(memory, MemoryStore) and not memory.shared
+
+
+@pytest.mark.parametrize("address", ["redis", "", "sqlite://", "mongodb://here", "postgresql://here/jobs"])
+def test_an_address_of_no_known_form_is_answered_with_the_forms(address: str) -> None:
+    with pytest.raises(ValueError, match=r"is no store: use memory, a file such as job\.db .* redis://HOST"):
+        open_store(address, "job")
+
+
+@pytest.mark.parametrize("address", UNREACHABLE)
+def test_an_unreachable_server_is_told_with_what_to_do_and_no_password(address: str) -> None:
+    with pytest.raises(StoreError, match=r"Check that .*run.* password") as caught:
+        open_store(address, "job")
+    assert "topsecret" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="The folder must exist"):
+        open_store(f"{tmp_path}/missing/job.db", "job")
+    (tmp_path / "text.db").write_text("this is no database" * 100)
+    with pytest.raises(StoreError, match=r"text\.db: file is not a database"):
+        open_store(f"{tmp_path}/text.db", "job")

@@ -1,0 +1,59 @@
+"""What only Redis does: nobody waits, so that a change of the values can be lost, but never an entry."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from colab_swarm.workunits.entries import Assimilated
+from colab_swarm.workunits.weights import Floats
+from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
+
+pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
+
+
+def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_log(url: str) -> None:
+    store = begun(url, new_job(), units=2)
+
+    def overtaken(values: Floats) -> Floats:
+        assert store.assimilate(accepted(1), plus_one, server="carol", now=1.0) == 1
+        return values + np.float32(10)
+
+    assert store.assimilate(accepted(0), overtaken, server="bob", now=2.0) == 2
+    np.testing.assert_array_equal(store.parameters().values, np.full(3, 10, np.float32))
+    done = [entry for _, entry in store.entries() if isinstance(entry, Assimilated)]
+    assert [(entry.server, entry.version) for entry in done] == [("carol", 1), ("bob", 2)]
+    check_invariants(store)
+    store.close()
+
+
+def test_what_a_server_computed_for_a_unit_that_was_done_meanwhile_is_thrown_away(url: str) -> None:
+    job = new_job()
+    store = begun(url, job, units=1)
+
+    def too_late(values: Floats) -> Floats:
+        assert store.assimilate(accepted(0), plus_one, server="carol", now=1.0) == 1
+        return values + np.float32(10)
+
+    assert store.assimilate(accepted(0), too_late, server="bob", now=2.0) is None
+    np.testing.assert_array_equal(store.parameters().values, np.ones(3, np.float32))
+    with Redis.from_url(url) as redis:
+        assert redis.keys(f"colab-swarm:{job}:new:*") == []
+        assert redis.ttl(f"colab-swarm:{job}:parameters") == -1  # they do not expire
+    check_invariants(store)
+    store.close()
+
+
+def test_a_server_that_keeps_all_in_memory_is_told_of(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        begun(url, new_job()).close()
+    assert "if it stops, job" in caplog.text and "appendonly yes" in caplog.text
+    caplog.clear()
+    with Redis.from_url(url) as redis:
+        redis.config_set("appendonly", "yes")
+        begun(url, new_job()).close()
+        redis.config_set("appendonly", "no")
+    assert not caplog.text
