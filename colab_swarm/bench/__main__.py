@@ -24,6 +24,7 @@ BENCHMARKS = (
     "moe-throughput",
     "moe-convergence",
     "beam-search",
+    "parameter-store",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence")

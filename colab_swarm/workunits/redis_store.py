@@ -172,7 +172,7 @@ class RedisStore:
             version, found = old.version, 1
             while found > 0:
                 entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
-                args = [accepted.assignment, version, encode_entry(entry)]
+                args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1
         return None if found < 0 else version

@@ -1,6 +1,7 @@
 """``python -m tests.workunits.store_process URL JOB NAME [pause]``: a parameter server that adds one per result.
 
-It tells each result that it has taken, and ends when none waits. With ``pause`` it stops in the middle of the first.
+It says that it has claimed its first result, waits for a line, and goes on until no result waits. With ``pause`` it
+stops in the middle of the first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ def main(url: str, job: str, name: str, pause: str = "") -> None:
             threading.Event().wait()
         return values + values.dtype.type(1)
 
-    print("ready", flush=True)
+    claimed = store.claim(name, now=1.0, lease_s=60.0)
+    print("claimed", flush=True)
     sys.stdin.readline()
-    while claimed := store.claim(name, now=1.0, lease_s=60.0):
+    while claimed:
         store.assimilate(claimed, update, server=name, now=1.0)
+        claimed = store.claim(name, now=1.0, lease_s=60.0)
     store.close()
 
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.parametrize("url", SHARED, indirect=True)
 
 @contextmanager
 def server_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A parameter server in a process of its own, which begins at the first line it gets."""
+    """A parameter server in a process of its own, which has claimed a result and waits for `go`."""
     command = [sys.executable, "-m", "tests.workunits.store_process", *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert process.stdout is not None and process.stdout.readline() == "claimed\n"
             yield process
         finally:
             process.kill()
@@ -103,7 +103,7 @@ def test_a_server_killed_anywhere_leaves_all_or_nothing_of_each_assimilation(url
 @pytest.mark.slow
 def test_two_processes_share_the_results_and_assimilate_each_once(url: str) -> None:
     job = new_job()
-    store = begun(url, job, units=60, numel=100_000)
+    store = begun(url, job, units=20, numel=100_000)
     with ExitStack() as stack:
         servers = [stack.enter_context(server_process(url, job, name)) for name in ("bob", "carol")]
         for server in servers:
@@ -112,8 +112,8 @@ def test_two_processes_share_the_results_and_assimilate_each_once(url: str) -> N
             server.communicate(timeout=60)
             assert server.returncode == 0
     done = [entry for _, entry in store.entries() if isinstance(entry, Assimilated)]
-    assert len(done) == 60 and {entry.server for entry in done} == {"bob", "carol"}
+    assert len(done) == 20 and {entry.server for entry in done} == {"bob", "carol"}
     if not url.startswith("unix:"):  # Redis may lose changes of the values
-        np.testing.assert_array_equal(store.parameters().values, np.full(100_000, 60, np.float32))
+        np.testing.assert_array_equal(store.parameters().values, np.full(100_000, 20, np.float32))
     check_invariants(store)
     store.close()

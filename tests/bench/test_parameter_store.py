@@ -1,0 +1,37 @@
+"""The benchmark of stores tells what an update takes in each that is installed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import pytest
+
+from colab_swarm.bench import parameter_store
+from colab_swarm.bench.store_servers import Absent
+
+
+def absent() -> AbstractContextManager[str]:
+    raise Absent("redis-server is not installed")
+
+
+def test_updates_are_timed_and_absent_programs_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, sqlite = parameter_store.STORES["memory"], parameter_store.STORES["sqlite"]
+    stores = {"memory": memory, "mariadb": sqlite, "redis": (absent, "")}
+    monkeypatch.setattr(parameter_store, "STORES", stores)
+    monkeypatch.setattr(parameter_store, "NUMEL", 1000)
+    report = parameter_store.run(quick=True)
+    figures = {row.key: row.value for row in report.rows}
+    assert figures.keys() == {"store.memory_ms", "store.mariadb_ms", "store.sql_ms"}
+    assert 0 < figures["store.memory_ms"] < 1000 and figures["store.sql_ms"] == figures["store.mariadb_ms"]
+    assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
+    figures = {row.key: row.value for row in parameter_store.run(quick=True).rows}
+    if "store.redis_ms" not in figures or "store.sql_ms" not in figures:
+        pytest.skip("Redis, or PostgreSQL and MariaDB, are not installed")
+    assert figures["store.sql_to_redis"] > 0.5
