@@ -46,6 +46,8 @@ READ_S, SEND_S = 300.0, 3600.0
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5
 """After how many seconds to come again."""
+LIMITS = {"lingering_time": 2.0, "shutdown_timeout": 2.0}
+"""Seconds to take in what is not wanted before the line is cut, and to end what goes on when it closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
 """Pages for all browsers together."""
@@ -79,6 +81,7 @@ class CoordinatorServer:
 
     Attributes:
         url: of the page, and of all else.
+        running: uploads and downloads that go on.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class CoordinatorServer:
     ) -> None:
         self.url = ""
         self._coordination, self._uploads, self._gate, self._clock = coordination, uploads, gate, clock
-        self._running = {"upload": 0, "download": 0}
+        self.running = {"upload": 0, "download": 0}
         self._pages: dict[str, bytes] = {}
         self._paged_at, self._paged = float("-inf"), 0
         self._runner: web.AppRunner | None = None
@@ -115,7 +118,7 @@ class CoordinatorServer:
         routes.add_get("/work/parameters/{unit}", self._base)
         routes.add_head("/work/results/{assignment}", self._received)
         routes.add_put("/work/results/{assignment}", self._piece)
-        self._runner = web.AppRunner(app, access_log=None, lingering_time=2.0, auto_decompress=False)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, **LIMITS)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         port = self._runner.addresses[0][1]
@@ -193,13 +196,13 @@ class CoordinatorServer:
 
     @asynccontextmanager
     async def _one_of(self, kind: str, most: int) -> AsyncIterator[None]:
-        if self._running[kind] >= most:
+        if self.running[kind] >= most:
             raise Refused("busy", f"{most} {kind}s are going on: come again in a second")
-        self._running[kind] += 1
+        self.running[kind] += 1
         try:
             yield
         finally:
-            self._running[kind] -= 1
+            self.running[kind] -= 1
 
     # -- the job, units and results
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -58,7 +59,7 @@ class Scene:
     """A coordinator over HTTP, and what it wrote."""
 
     def __init__(self, coordination: Coordination, store: Store, folder: Path, gate: Gate) -> None:
-        self.coordination, self.store = coordination, store
+        self.coordination, self.store, self.folder = coordination, store, folder
         self.uploads = Uploads(coordination, folder / "uploads")
         self.server = CoordinatorServer(coordination, self.uploads, gate)
         self.session: aiohttp.ClientSession | None = None
@@ -70,6 +71,12 @@ class Scene:
 
     def kinds(self) -> list[str]:
         return [type(entry).__name__ for entry in self.log]
+
+    def state(self) -> tuple[object, ...]:
+        """All that a request could have changed."""
+        newest, folder = self.store.parameters(), self.folder
+        files = sorted((str(file), file.stat().st_size) for file in folder.rglob("*") if file.is_file())
+        return self.log, newest.version, newest.values.tobytes(), self.store.waiting(), files
 
     def values(self, change: float = 0.01) -> Floats:
         """A result: the newest parameters, moved a little."""
@@ -95,6 +102,22 @@ class Stranger:
             method, url, data=body or None, headers={"Authorization": signed, **given}
         ) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
+
+    async def raw(self, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
+        """Byte for byte, whatever HTTP says of it; the rest of the body never comes, and the answer is waited for."""
+        url = urlsplit(self._scene.server.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        signed = self.token.header(method, target, body, now=time.time())
+        given = {"Host": "x", "Authorization": signed, **headers}
+        lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
+        try:
+            writer.write("\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode() + body)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            found = dict(line.lower().split(": ", 1) for line in head[1:-2])
+            size = 0 if method == "HEAD" else int(found.get("content-length", 0))
+            return Answer(int(head[0].split()[1]), found, await reader.readexactly(size))
+        finally:
+            writer.close()
 
     async def ask(self, count: int = 1, name: str = "alice") -> tuple[GivenUnit, ...]:
         body = msgspec.msgpack.encode(AskForUnits(count, (), name))
@@ -141,3 +164,9 @@ def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 30.0) -> None
             await main()
 
     asyncio.run(bounded())
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Until something is so."""
+    while not happened():
+        await asyncio.sleep(0.005)

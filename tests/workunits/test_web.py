@@ -15,7 +15,7 @@ from colab_swarm.workunits.entries import AnyEntry
 from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
 from colab_swarm.workunits.rows import Rows
-from tests.workunits.local import RUN, Scene, coordinating, run, tiny_job
+from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 
 
 def test_the_card_tells_what_there_is_to_train(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_ne
             headers = {"Range": "bytes=8-", "If_Range": '"0"'}
             assert (await scene.alice.send("GET", "/work/parameters", **headers)).status == 206
             await scene.alice.train()
-            await until(scene, "Measured")
+            await until(lambda: "Measured" in scene.kinds())
             await scene.alice.ask()  # the coordinator has read that by its answer
             later = await scene.alice.send("GET", "/work/parameters", **headers)
             assert (later.status, later.headers["Version"], len(later.body)) == (200, "1", len(first.body))
@@ -167,9 +167,3 @@ def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> N
                     assert answer.status == 405
 
     run(main)
-
-
-async def until(scene: Scene, kind: str) -> None:
-    """Until an entry of this kind is in the log."""
-    while kind not in scene.kinds():
-        await asyncio.sleep(0.005)
