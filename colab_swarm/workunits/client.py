@@ -195,18 +195,25 @@ class CoordinatorClient:
         Raises:
             CallRefused: it is no use; the text says why.
         """
-        target, at = f"/work/results/{assignment}", 0
+        target, at, whole = f"/work/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
-            nonlocal at
+            nonlocal at, whole
             while True:
                 piece = data[at : at + PIECE_BYTES]
                 place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
-                async with self._request("PUT", target, piece, place) as answer:
-                    if answer.status == CONFLICT:  # an answer was lost, or a killed process sent some before
-                        at = _received(answer, unlike=at)
-                        continue
-                    taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
+                try:
+                    async with self._request("PUT", target, piece, place) as answer:
+                        if answer.status == CONFLICT:  # an answer was lost, or a killed process sent some
+                            at = _received(answer, unlike=at)
+                            continue
+                        taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
+                except CallRefused as error:
+                    if whole and error.code == "stale":  # it was taken, and the answer lost
+                        return Taken(len(data), accepted=True)
+                    raise
+                finally:
+                    whole = at + len(piece) == len(data)
                 self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
@@ -279,7 +286,9 @@ class CoordinatorClient:
             Trouble: somebody else does, or the coordinator cannot answer now.
         """
         if self._session is None:  # in the loop, which there is none of at construction
-            self._session = aiohttp.ClientSession(timeout=TIMEOUT, headers=HEADERS, trust_env=True)
+            self._session = aiohttp.ClientSession(
+                timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
+            )
         token = self.token.header(method, target, body, now=self._now())
         async with self._session.request(
             method,
@@ -316,6 +325,14 @@ class CoordinatorClient:
 
     def _now(self) -> float:
         return self._clock() + self._ahead_s
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """Keeps aiohttp from sending the same bytes again on its own: a token is good for one request."""
+    try:
+        return await send(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise Trouble(str(error)) from error
 
 
 async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:

@@ -1,9 +1,10 @@
-"""A coordinator that does as its script says: on loopback, with real tokens and data, and faults where a test wants them."""
+"""A coordinator on loopback that does as its script says: real tokens and data, and faults where a test wants them."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -43,11 +44,13 @@ class StandIn:
 
     Attributes:
         results: what was uploaded and accepted, by assignment.
+        received: what has come of uploads.
         given, returned: assignments that were handed out, and given back.
+        asked: for units, in order.
         seen: method and path of all requests, in order.
         fired: the same of those that met a fault.
         refuse: why uploads are refused; None to accept them.
-        ahead_s: its clock, before this machine's.
+        membership: of the run, encoded.
     """
 
     def __init__(self, job: Job, *, subsets: int = 2, epochs: int = 1, deadline_s: float = 60.0) -> None:
@@ -59,11 +62,12 @@ class StandIn:
         self.given: dict[str, GivenUnit] = {}
         self.results: dict[str, Floats] = {}
         self.returned: list[str] = []
+        self.asked: list[AskForUnits] = []
         self.seen: list[str] = []
         self.fired: list[str] = []
         self.refuse: Problem | None = None
-        self.ahead_s, self.url = 0.0, ""
-        self._received: dict[str, bytearray] = {}
+        self.url, self.membership = "", b""
+        self.received: dict[str, bytearray] = {}
         self._gate, self._script = Gate(None), list[tuple[str, Fault]]()
 
     def meets(self, what: str, *faults: Fault) -> None:
@@ -73,14 +77,20 @@ class StandIn:
     def card(self) -> JobCard:
         subsets = tuple(
             Subset(sha256(data).hexdigest(), len(data), len(rows))
-            for data, rows in zip(
-                self.files, self.job.rows().cut(len(self.files), seed=0), strict=True
-            )
+            for data, rows in zip(self.files, self.job.rows().cut(len(self.files), seed=0), strict=True)
         )
         code = sha256(self.job.code.encode()).hexdigest() if self.job.code else ""
-        plan, key = self.job.plan, self.identity.public_key
+        plan, key, shown = self.job.plan, self.identity.public_key, self.membership
         card = JobCard(
-            RUN, self.job.name, key, b"", code, plan.local_epochs, plan.batch_size, self.schema.head(), subsets
+            RUN,
+            self.job.name,
+            key,
+            shown,
+            code,
+            plan.local_epochs,
+            plan.batch_size,
+            self.schema.head(),
+            subsets,
         )
         return card.signed(self.identity.sign)
 
@@ -125,7 +135,7 @@ class StandIn:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 _, digest = self._gate.check(
-                    request.headers.get("Authorization", ""), request.method, request.path_qs, now=self._now()
+                    request.headers.get("Authorization", ""), request.method, request.path_qs, now=time.time()
                 )
             except NotAdmitted as error:
                 return problem(401, "token", str(error))
@@ -133,11 +143,6 @@ class StandIn:
             return await respond(request)
 
         return answer
-
-    def _now(self) -> float:
-        import time
-
-        return time.time() + self.ahead_s
 
     async def _job(self, request: web.Request) -> web.Response:
         return web.Response(body=self.card().encode())
@@ -147,6 +152,7 @@ class StandIn:
 
     async def _units(self, request: web.Request) -> web.Response:
         ask = msgspec.msgpack.decode(await request.read(), type=AskForUnits)
+        self.asked.append(ask)
         units = []
         while self.units and len(units) < ask.count:
             epoch, subset = self.units.popleft()
@@ -181,7 +187,7 @@ class StandIn:
             return problem(422, self.refuse.code, self.refuse.text)
         if assignment not in self.given or assignment in self.results:
             return problem(409, "stale", "this result is here already")
-        here = self._received.setdefault(assignment, bytearray())
+        here = self.received.setdefault(assignment, bytearray())
         place, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
         if int(place.partition("-")[0]) != len(here):
             answer = problem(409, "stale", "go on where I am")
@@ -278,7 +284,9 @@ async def garbles(request: web.Request, respond: Respond) -> web.StreamResponse:
     assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
     body = bytearray(whole.body)
     body[len(body) // 2] ^= 1
-    return web.Response(status=whole.status, body=bytes(body), headers={"ETag": whole.headers.get("ETag", "")})
+    return web.Response(
+        status=whole.status, body=bytes(body), headers={"ETag": whole.headers.get("ETag", "")}
+    )
 
 
 class Waits:
@@ -301,5 +309,10 @@ def _hang_up(request: web.Request) -> None:
 def client_of(standin: StandIn, *, token: Token | None = None) -> CoordinatorClient:
     """Of an open run, in a hurry."""
     return CoordinatorClient(
-        standin.url, token or Token(Identity()), run_id=RUN, authority=None, backoff=QUICK, rng=random.Random(0)
+        standin.url,
+        token or Token(Identity()),
+        run_id=RUN,
+        authority=None,
+        backoff=QUICK,
+        rng=random.Random(0),
     )

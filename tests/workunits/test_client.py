@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
+from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits.backoff import Backoff, BackoffSettings
 from colab_swarm.workunits.client import CoordinatorClient
@@ -97,7 +99,9 @@ def test_while_nobody_answers_the_trouble_is_told() -> None:
         asking = asyncio.create_task(client.card())
         while not client.trouble:
             await asyncio.sleep(0)
-        assert client.trouble == "coordinator unreachable (answer 503 Service Unavailable), trying again in 77 s"
+        assert (
+            client.trouble == "coordinator unreachable (answer 503 Service Unavailable), trying again in 77 s"
+        )
         asking.cancel()
 
     talk(scene)
@@ -145,21 +149,21 @@ def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() ->
         async with other:
             with pytest.raises(NotAdmitted, match="another run"):
                 await other.card()
-        standin.meets("GET /work/job", answers(200, body=_renamed(standin)))
+        renamed = msgspec.structs.replace(standin.card(), name="other")
+        standin.meets("GET /work/job", answers(200, body=renamed.encode()))
         with pytest.raises(NotAdmitted, match="wrong signature"):
             await client.card()
 
     talk(scene)
 
 
-def _renamed(standin: StandIn) -> bytes:
-    import msgspec
-
-    return msgspec.msgpack.encode(msgspec.structs.replace(standin.card(), name="other"))
-
-
 def test_a_coordinator_has_to_belong_to_the_run() -> None:
     authority = Identity()
+
+    def membership(standin: StandIn, role: Role) -> bytes:
+        now = time.time()
+        plain = Membership(RUN, role, standin.identity.public_key, "carol", now, now + 60)
+        return plain.signed(authority.sign).encode()
 
     async def scene(standin: StandIn, _: CoordinatorClient) -> None:
         client = CoordinatorClient(
@@ -168,6 +172,11 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
         async with client:
             with pytest.raises(NotAdmitted):
                 await client.card()
+            standin.membership = membership(standin, Role.VIEWER)
+            with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
+                await client.card()
+            standin.membership = membership(standin, Role.WORKER)
+            assert (await client.card()).key == standin.identity.public_key
             standin.identity = authority
             assert (await client.card()).key == authority.public_key
 
@@ -253,17 +262,27 @@ def test_an_upload_goes_on_after_a_lost_request_and_a_lost_answer(monkeypatch: p
     assert len(talk(scene).fired) == 2
 
 
-def test_an_upload_that_a_killed_process_began_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
-
+def test_an_upload_that_a_killed_process_began_goes_on() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
-        result = standin.schema.encode(standin.values)
-        standin.meets("PUT /work/results", StandIn._admitted_piece if False else hangs_up)
+        result = standin.schema.encode(standin.values + 1)
+        standin.received[unit.assignment] = bytearray(result[:5000])
         await client.upload(unit.assignment, result)
-        assert unit.assignment in standin.results
+        np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
+        assert client.sent_bytes == len(result) - 5000
 
     talk(scene)
+
+
+def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        (unit,) = (await client.ask(1)).units
+        standin.meets("PUT /work/results", loses_its_answer)
+        assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
+        with pytest.raises(CallRefused, match="already"):
+            await client.upload(unit.assignment, standin.schema.encode(standin.values))
+
+    assert talk(scene).fired
 
 
 def test_a_refused_upload_ends_with_the_reason() -> None:
