@@ -23,10 +23,13 @@ if TYPE_CHECKING:
         NoExpertsError,
         PeerError,
         StateError,
+        StoreError,
         SwarmError,
         TermsError,
         TunnelError,
     )
+    from colab_swarm.jobs.coordinator import coordinate
+    from colab_swarm.jobs.volunteer import volunteer
     from colab_swarm.joining import create, join
     from colab_swarm.moe.blocks import FeedForward, TransformerBlock
     from colab_swarm.moe.expert import ExpertRule
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
     from colab_swarm.trust.authority import Allowlist
+    from colab_swarm.workunits.job import Job, WorkPlan
 
 _HOMES = {
     "Allowlist": "trust.authority",
@@ -53,6 +57,7 @@ _HOMES = {
     "ExpertRule": "moe.expert",
     "FeedForward": "moe.blocks",
     "InviteError": "errors",
+    "Job": "workunits.job",
     "JoinError": "errors",
     "Lamb": "training.lamb",
     "Lars": "training.lars",
@@ -62,13 +67,16 @@ _HOMES = {
     "RelayQuota": "net.relay",
     "Simulation": "simulation",
     "StateError": "errors",
+    "StoreError": "errors",
     "Swarm": "swarm",
     "SwarmError": "errors",
     "SwarmOptimizer": "training.optimizer",
     "TermsError": "errors",
     "TransformerBlock": "moe.blocks",
     "TunnelError": "errors",
+    "WorkPlan": "workunits.job",
     "albert": "recipes.albert",
+    "coordinate": "jobs.coordinator",
     "create": "joining",
     "doctor": "diagnosis.doctor",
     "host_optimizer": "training.host",
@@ -76,6 +84,7 @@ _HOMES = {
     "parameter_groups": "recipes.hyperparameters",
     "simulate": "simulation",
     "swav": "recipes.swav.recipe",
+    "volunteer": "jobs.volunteer",
 }
 
 __all__ = [  # noqa: RUF022 - by subject
@@ -100,6 +109,11 @@ __all__ = [  # noqa: RUF022 - by subject
     "FeedForward",
     "TransformerBlock",
     "ExpertRule",
+    "Job",
+    "WorkPlan",
+    "coordinate",
+    "volunteer",
+    "StoreError",
     "SwarmError",
     "PeerError",
     "InviteError",

@@ -1,4 +1,4 @@
-"""The command line: ``colab-swarm demo | backbone | relay | peer | experts | doctor | bench``."""
+"""The command line: ``colab-swarm demo | backbone | relay | peer | experts | doctor | bench``, and `cli_work`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from colab_swarm.cli_work import add_work_commands
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.joining import create, join
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (backbone, relay, peer, experts):
         _add_network(command)
+    add_work_commands(commands)
 
     bench = commands.add_parser("bench", help="measure: link, dht, averaging, overhead", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
@@ -382,11 +384,9 @@ def _tell_events(swarm: Swarm, tell: Tell) -> None:
 
 def _teller(json_lines: bool) -> Tell:
     def tell(kind: str, **facts: Any) -> None:
-        if json_lines:
-            print(json.dumps({"event": kind, **facts}), flush=True)
-        else:
-            shown = "  ".join(f"{name} {_short(value)}" for name, value in facts.items() if value is not None)
-            print(f"{kind:>9}  {shown}", flush=True)
+        known = (f"{name} {_short(value)}" for name, value in facts.items() if value is not None)
+        text = json.dumps({"event": kind, **facts}) if json_lines else f"{kind:>9}  {'  '.join(known)}"
+        print(text, flush=True)
 
     return tell
 

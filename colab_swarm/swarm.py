@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.arrays import ArrayAverages
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from colab_swarm.averaging.moshpit import GridResult
+    from colab_swarm.jobs.coordinator import Coordinator, CoordinatorOptions
+    from colab_swarm.jobs.in_swarm import WorkInSwarm
+    from colab_swarm.jobs.volunteer import Volunteer
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.moe.experts import HostOptions, MixtureOptions, SwarmExperts
     from colab_swarm.moe.host import ExpertHost
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
     from colab_swarm.widgets.panel import Panel
+    from colab_swarm.workunits.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +253,50 @@ class Swarm(Member):
             raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
-    def panel(self) -> Panel:
+    def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
+        """Hand out a job in work units (VC-ASGD) to peers of this swarm, and to whoever has the coordinator's link.
+
+        Args:
+            job: a `Job`, or the file that defines one.
+            **options: ``folder``, ``store``, ``servers``, ``host``, ``port``, ``url``, ``tunnel``: see
+                `CoordinatorOptions`.
+
+        Raises:
+            FileNotFoundError, ValueError, TypeError, StoreError, OSError: see `coordinate`.
+            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
+        """
+        self._check_role()
+        return self._work().coordinate(job, options)
+
+    def volunteer(
+        self,
+        *,
+        job: Job | None = None,
+        trust_code: bool = False,
+        units: int = 1,
+        folder: str | Path | None = None,
+        device: str | None = None,
+    ) -> Volunteer:
+        """Train work units for the swarm's coordinator; see `cs.volunteer`, which needs no swarm but a link.
+
+        Raises:
+            JoinError: nobody coordinates in this swarm, or does not answer.
+            ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
+            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
+        """
+        self._check_role()
+        return self._work().volunteer(
+            job=job, trust_code=trust_code, units=units, folder=folder, device=device
+        )
+
+    def _work(self) -> WorkInSwarm:
+        from colab_swarm.jobs.in_swarm import WorkInSwarm
+
+        self._check_here()
+        entrance = self._require_real().entrance
+        return WorkInSwarm(self._runtime, self._services, entrance, self.name)
+
+    def panel(self) -> Panel[SwarmSnapshot]:
         """A live view of the swarm: widgets in a notebook, text elsewhere."""
         from colab_swarm.widgets.panel import Panel
 

@@ -17,9 +17,9 @@ LAYERS = [
     {"recipes"},
     {"sim"},
     {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {"access", "presence", "overview", "member", "swarm", "joining", "simulation"},
+    {"access", "presence", "overview", "member", "swarm", "jobs", "joining", "simulation"},
     {"diagnosis", "backbone"},
-    {"cli", "demo", "bench", "__init__"},
+    {"cli", "cli_work", "demo", "bench", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}

@@ -48,7 +48,8 @@ class PreActivation(nn.Module):
         """(n, channels, h, w) -> (n, out, h / stride, w / stride)."""
         active = F.relu(self.norms[0](images))
         changed: Tensor = self.second(F.relu(self.norms[1](self.first(active))))
-        return changed + self.shortcut(active)
+        kept: Tensor = self.shortcut(active)
+        return changed + kept
 
 
 def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:

@@ -10,8 +10,12 @@ from typing import Any, Self
 
 PROJECT = "OWNER/colab_swarm"
 """On GitHub; whoever publishes a copy puts its own owner here."""
-COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/join_colab.ipynb"
-KAGGLE_URL = f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/join_kaggle.ipynb"
+COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
+KAGGLE_URL = (
+    f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
+)
+NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
+"""On Colab and on Kaggle, by what the invitation is for."""
 MAX_QR_CHARACTERS = 1500
 """A longer line makes a code that no camera reads from a screen."""
 QR_WIDTH = 200
@@ -30,23 +34,34 @@ class Invitation(str):
         role: what its bearer may be, such as ``worker``.
         expires_at: seconds since the epoch.
         uses: how many peers may join by it; None for any number.
+        purpose: of `NOTEBOOKS`: which of them the badges open.
     """
 
     run: str
     role: str
     expires_at: float
     uses: int | None
+    purpose: str
 
-    def __new__(cls, text: str, *, run: str, role: str, expires_at: float, uses: int | None = None) -> Self:
+    def __new__(
+        cls,
+        text: str,
+        *,
+        run: str,
+        role: str,
+        expires_at: float,
+        uses: int | None = None,
+        purpose: str = "join",
+    ) -> Self:
         invitation = super().__new__(cls, text)
         invitation.run, invitation.role = run, role
         invitation.expires_at, invitation.uses = expires_at, uses
+        invitation.purpose = purpose
         return invitation
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
         """An invitation is sent to other processes, by pickle too."""
-        facts = {"run": self.run, "role": self.role, "expires_at": self.expires_at, "uses": self.uses}
-        return (str(self),), facts
+        return (str(self),), dict(vars(self))
 
     def described(self) -> str:
         """Run, role, expiry and uses, in one line."""
@@ -75,21 +90,23 @@ class Invitation(str):
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _repr_html_(self) -> str:
+        colab, kaggle = NOTEBOOKS[self.purpose]
+        badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
         return (
             '<div style="font-family:sans-serif;font-size:13px;line-height:1.5;max-width:760px">'
             f"<p><b>{html.escape(self.described())}</b></p>{self._qr_html()}"
             f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
             'background:transparent;color:inherit;user-select:all" title="one click selects all of it">'
             f"{html.escape(self)}</code></p>"
-            f"<p>{_badge(COLAB_URL, 'Open in Colab')}{_badge(KAGGLE_URL, 'Open in Kaggle')}"
-            "and paste the line there.</p></div>"
+            f"<p>{badges}and paste the line there.</p></div>"
         )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
 
-def _badge(url: str, text: str) -> str:
+def _badge(url: str, notebook: str, text: str) -> str:
+    url = url.replace("NAME", notebook)
     return f'<a href="{html.escape(url)}" target="_blank" rel="noopener" style="{BADGE}">{text} ↗</a>'
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, Signed
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Role
 
@@ -50,16 +51,33 @@ class SignedRequest(Signed, frozen=True):
 _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
+class Signs(Protocol):
+    """Whoever has a key: an `Identity`, or a peer of a swarm."""
+
+    @property
+    def id(self) -> PeerId: ...
+
+    @property
+    def public_key(self) -> bytes: ...
+
+    def sign(self, data: bytes) -> bytes: ...
+
+
 class Token:
     """What a peer signs its requests with. Its repr holds no secret.
 
     Args:
         identity: the peer's key.
-        membership: of the run, encoded; empty where everybody may join.
+        membership: of the run, encoded; empty where everybody may join. A function where it is renewed.
     """
 
-    def __init__(self, identity: Identity, membership: bytes = b"") -> None:
-        self.identity, self.membership = identity, membership
+    def __init__(self, identity: Signs, membership: bytes | Callable[[], bytes] = b"") -> None:
+        self.identity, self._membership = identity, membership
+
+    @property
+    def membership(self) -> bytes:
+        """The one that holds now."""
+        return self._membership if isinstance(self._membership, bytes) else self._membership()
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
         """The header's value; ``now``: seconds since the epoch, by the coordinator's clock."""

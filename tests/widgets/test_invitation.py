@@ -43,7 +43,10 @@ def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
     page = invitation()._repr_html_()
     tree = parsed(page)
     assert LINE in "".join(tree.itertext())
-    assert [link.attrib["href"] for link in tree.iter("a")] == [COLAB_URL, KAGGLE_URL]
+    assert [link.attrib["href"] for link in tree.iter("a")] == [
+        COLAB_URL.replace("NAME", "join_colab"),
+        KAGGLE_URL.replace("NAME", "join_kaggle"),
+    ]
     assert any(element.tag.endswith("svg") for element in tree.iter())
     assert not re.search(r"<script|src=\"|url\(|<img| on\w+=", page)
     assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge

@@ -1,0 +1,1 @@
+"""The face of work units: coordinate a job, volunteer for one."""
