@@ -156,6 +156,11 @@ class Ledger:
             del self._owed[key]
         self._forget_settled()
 
+    @property
+    def ready(self) -> bool:
+        """Whether one's own gradient is whole, so that the step may end."""
+        return self._own_since is not None
+
     def standing(self, now: float) -> Standing:
         """How the open step stands."""
         own, oldest = self._gradient(self._me, self.step), self.step - self._scheduler.max_delay

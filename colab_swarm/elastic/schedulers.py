@@ -24,6 +24,9 @@ from typing import Literal, Protocol
 from colab_swarm.elastic import bounds
 from colab_swarm.elastic.bounds import Facts
 
+RESOLUTION_S = 1e-3
+"""Clocks round; who asks again a hair too early would ask for ever."""
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -192,7 +195,7 @@ class VarianceBounded:
     def ask_again_s(self, standing: Standing) -> float | None:
         """When the timeout is over."""
         waits = not standing.overdue and not standing.complete and standing.waited_s < self.timeout_s
-        return self.timeout_s - standing.waited_s if waits else None
+        return _left(self.timeout_s, standing) if waits else None
 
     def bound(self, facts: Facts) -> float | None:
         """3 sigma."""
@@ -274,11 +277,15 @@ class CrashTolerant:
     def ask_again_s(self, standing: Standing) -> float | None:
         """When the timeout is over."""
         waits = standing.owed and self._tolerable(standing) and standing.waited_s < self.timeout_s
-        return self.timeout_s - standing.waited_s if waits else None
+        return _left(self.timeout_s, standing) if waits else None
 
     def bound(self, facts: Facts) -> float | None:
         """f M / p."""
         return _with_codec(bounds.faults(facts.peers, max(self.f, facts.crashed), facts.m), facts)
+
+
+def _left(timeout_s: float, standing: Standing) -> float:
+    return max(RESOLUTION_S, timeout_s - standing.waited_s)
 
 
 def _check_timeout(timeout_s: float) -> None:

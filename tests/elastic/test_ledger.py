@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.elastic.ledger import Ledger
+from colab_swarm.elastic.schedulers import (
+    BoundedStaleness,
+    CrashTolerant,
+    NormBounded,
+    Scheduler,
+    Synchronous,
+    VarianceBounded,
+)
+from colab_swarm.tensors.codecs import Floats
+
+ALICE, BOB, CAROL = range(3)
+
+
+def of(*values: float) -> Floats:
+    return np.array(values, np.float32)
+
+
+def alice(scheduler: Scheduler, peers: int = 2) -> Ledger:
+    """Her ledger; buckets of 2 values and of 1, her gradient of step 0 is (1, 2), (3)."""
+    ledger = Ledger([2, 1], peers, ALICE, scheduler)
+    ledger.on_own(0, 0, of(1, 2), now=0.0)
+    ledger.on_own(0, 1, of(3), now=1.0)
+    return ledger
+
+
+def test_a_step_applies_the_mean_of_all_gradients() -> None:
+    ledger = alice(Synchronous())
+    assert ledger.standing(1.0).overdue == 1
+    assert ledger.on_received(BOB, 0, 0, of(3, 4)) and ledger.on_received(BOB, 0, 1, of(5))
+    standing = ledger.standing(3.5)
+    assert (standing.overdue, standing.owed, standing.waited_s) == (0, 0, 2.5)
+    assert standing.arrived[0].complete and standing.arrived[0].norm == pytest.approx(50**0.5)
+    closed = ledger.close_step()
+    assert [list(bucket) for bucket in closed.gradients] == [[2, 3], [4]]
+    assert not closed.missing and ledger.step == 1
+
+
+def test_what_is_missing_counts_as_nothing_and_is_added_when_it_comes() -> None:
+    ledger = alice(NormBounded(0.0))
+    ledger.on_received(BOB, 0, 1, of(5))
+    closed = ledger.close_step()
+    assert [list(bucket) for bucket in closed.gradients] == [[0.5, 1], [4]]
+    assert closed.missing == {(BOB, 0, 0)}
+    assert ledger.on_received(BOB, 0, 0, of(3, 4))
+    for bucket, size in enumerate((2, 1)):
+        ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
+    closed = ledger.close_step()
+    assert [list(bucket) for bucket in closed.gradients] == [[1.5, 2], [0]]
+    assert [(late.peer, late.step, late.bucket) for late in closed.late] == [(BOB, 0, 0)]
+
+
+def test_ones_own_values_stand_in_until_the_true_ones_come() -> None:
+    ledger = alice(VarianceBounded(0.0))
+    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[1, 2], [3]]
+    ledger.on_received(BOB, 0, 0, of(3, 6))
+    for bucket, size in enumerate((2, 1)):
+        ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
+    assert ledger.standing(2.0).overdue == 1, "of step 0 a bucket is missing still"
+    ledger.on_received(BOB, 0, 1, of(5))
+    assert ledger.standing(2.0).overdue == 0
+    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[1, 2], [1]]
+
+
+def test_a_bucket_counts_once() -> None:
+    ledger = alice(NormBounded(0.0))
+    assert ledger.on_received(BOB, 0, 0, of(3, 4))
+    assert not ledger.on_received(BOB, 0, 0, of(30, 40))
+    ledger.close_step()
+    assert ledger.on_received(BOB, 0, 1, of(5))
+    assert not ledger.on_received(BOB, 0, 1, of(50)) and not ledger.on_received(BOB, 0, 0, of(30, 40))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "furthest"), [(Synchronous(), 1), (NormBounded(0.5), 2), (BoundedStaleness(4), 5)]
+)
+def test_nobody_can_be_further_ahead_than_the_scheduler_lets_it(scheduler: Scheduler, furthest: int) -> None:
+    ledger = alice(scheduler)
+    assert ledger.on_received(BOB, furthest, 1, of(5))
+    assert not ledger.on_received(BOB, furthest + 1, 1, of(5))
+
+
+def test_what_does_not_exist_is_not_wanted() -> None:
+    ledger = alice(Synchronous())
+    for peer, bucket, values in (
+        (ALICE, 1, of(5)),
+        (2, 1, of(5)),
+        (-1, 1, of(5)),
+        (BOB, 2, of(5)),
+        (BOB, -1, of(5)),
+    ):
+        assert not ledger.on_received(peer, 0, bucket, values)
+    assert not ledger.on_received(BOB, 0, 1, of(5, 5)), "the wrong size"
+    assert not ledger.on_received(BOB, -1, 1, of(5))
+
+
+def test_a_lost_peers_values_count_and_its_missing_ones_are_waited_for_by_none() -> None:
+    ledger = alice(Synchronous(), peers=3)
+    ledger.on_received(BOB, 0, 0, of(3, 4))
+    ledger.on_received(CAROL, 0, 0, of(2, 3))
+    ledger.on_received(CAROL, 0, 1, of(6))
+    assert ledger.standing(1.0).overdue == 1
+    ledger.on_lost(BOB)
+    standing = ledger.standing(1.0)
+    assert (standing.overdue, standing.lost, len(standing.arrived)) == (0, 1, 1)
+    assert not ledger.on_received(BOB, 0, 1, of(5))
+    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[2, 3], [3]], (
+        "divided by three still"
+    )
+    ledger.check_invariants()
+
+
+def test_nothing_stands_in_for_a_lost_peer() -> None:
+    ledger = alice(VarianceBounded(0.0))
+    ledger.on_lost(BOB)
+    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[0.5, 1], [1.5]]
+
+
+def test_what_a_peer_owed_when_it_was_lost_is_forgotten() -> None:
+    ledger = alice(CrashTolerant(1, 0.0))
+    assert ledger.close_step().missing
+    ledger.on_lost(BOB)
+    assert not ledger.missing
+    ledger.check_invariants()
+
+
+def test_a_step_does_not_end_before_ones_own_gradient_is_whole() -> None:
+    ledger = Ledger([2, 1], 2, ALICE, NormBounded(0.0))
+    ledger.on_own(0, 1, of(3), now=0.0)
+    assert not ledger.ready and ledger.standing(9.0).waited_s == 0.0
+    with pytest.raises(ValueError, match="not whole"):
+        ledger.close_step()
+
+
+def test_ones_own_bucket_of_another_step_or_twice_is_an_error() -> None:
+    ledger = alice(Synchronous())
+    for step, bucket, values in ((0, 1, of(3)), (1, 1, of(3)), (0, 7, of(3))):
+        with pytest.raises(ValueError, match="bucket"):
+            ledger.on_own(step, bucket, values, now=2.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    peers=st.integers(2, 5),
+    scheduler=st.sampled_from([Synchronous(), NormBounded(0.3), VarianceBounded(0.0), BoundedStaleness(3)]),
+)
+def test_whatever_the_order_all_is_applied_once(seed: int, peers: int, scheduler: Scheduler) -> None:
+    """Values arrive in any order that the scheduler allows; after the last the sum is that of synchronous steps."""
+    rng, steps, sizes = random.Random(seed), 6, [3, 1, 2]
+    gradients = np.random.default_rng(seed).normal(size=(steps, peers, len(sizes), 3)).astype(np.float32)
+    ledger, applied = Ledger(sizes, peers, ALICE, scheduler), np.zeros((len(sizes), 3), np.float32)
+    coming = [
+        (peer, step, bucket) for step in range(steps) for peer in range(1, peers) for bucket in range(3)
+    ]
+
+    def value(peer: int, step: int, bucket: int) -> Floats:
+        return np.ascontiguousarray(gradients[step, peer, bucket, : sizes[bucket]])
+
+    def close() -> None:
+        for bucket, gradient in enumerate(ledger.close_step().gradients):
+            applied[bucket, : sizes[bucket]] += gradient
+        ledger.check_invariants()
+
+    for step in range(steps):
+        for bucket in range(3):
+            ledger.on_own(step, bucket, value(ALICE, step, bucket), now=0.0)
+        while not scheduler.may_go_on(ledger.standing(0.0)) or (coming and rng.random() < 0.5):
+            piece = coming.pop(rng.randrange(min(len(coming), 5)))
+            if not ledger.on_received(*piece, value(*piece)):
+                coming.append(piece)  # too far ahead
+        close()
+    for piece in coming:
+        assert ledger.on_received(*piece, value(*piece))
+    for bucket, size in enumerate(sizes):
+        ledger.on_own(steps, bucket, np.zeros(size, np.float32), now=0.0)
+    for bucket, gradient in enumerate(ledger.close_step().gradients):  # stand-ins of this step are of zeros
+        applied[bucket, : sizes[bucket]] += gradient
+    for bucket, size in enumerate(sizes):
+        whole = gradients[:, :, bucket, :size].sum((0, 1)) / peers
+        np.testing.assert_allclose(applied[bucket, :size], whole, atol=1e-5)

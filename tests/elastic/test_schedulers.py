@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from colab_swarm.elastic.bounds import Facts
+from colab_swarm.elastic.schedulers import (
+    Arrived,
+    BoundedStaleness,
+    CrashTolerant,
+    NormBounded,
+    Scheduler,
+    Standing,
+    Synchronous,
+    VarianceBounded,
+)
+
+NOTHING, PART, ALL = Arrived(0.0, 0, False), Arrived(0.6, 20, False), Arrived(1.0, 100, True)
+
+
+def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> Standing:
+    """Of a peer whose gradient has norm 1 and 100 values; what did not arrive is owed."""
+    owed = sum(not one.complete for one in arrived)
+    peers = 1 + len(arrived) + lost
+    return Standing(7, peers, 1.0, 100, arrived, overdue, owed, lost, waited_s)
+
+
+def test_synchronous_waits_for_all_that_are_not_lost() -> None:
+    assert Synchronous().may_go_on(standing(ALL, ALL))
+    assert Synchronous().may_go_on(standing(ALL, lost=1))
+    assert not Synchronous().may_go_on(standing(ALL, NOTHING, overdue=1, waited_s=1e6))
+
+
+@pytest.mark.parametrize(
+    ("beta", "goes_on"), [(0.0, True), (0.5, True), (0.6, True), (0.7, False), (1.0, False)]
+)
+def test_norm_bounded_goes_on_at_a_beta_fraction_of_its_own_norm(beta: float, goes_on: bool) -> None:
+    assert NormBounded(beta).may_go_on(standing(PART)) is goes_on
+    assert NormBounded(beta).may_go_on(standing(ALL))
+
+
+def test_norm_bounded_may_count_values_instead() -> None:
+    assert NormBounded(0.2, "l0").may_go_on(standing(PART))
+    assert not NormBounded(0.3, "l0").may_go_on(standing(PART))
+
+
+def test_norm_bounded_asks_enough_of_every_peer() -> None:
+    assert not NormBounded(0.5).may_go_on(standing(ALL, PART, NOTHING))
+
+
+def test_beta_1_waits_for_the_rest_of_a_gradient_that_is_larger_than_ones_own() -> None:
+    larger = Arrived(5.0, 99, False)
+    assert not NormBounded(1.0).may_go_on(standing(larger))
+    assert NormBounded(0.99).may_go_on(standing(larger))
+
+
+@pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)])
+def test_none_goes_on_while_something_too_old_is_missing(scheduler: Scheduler) -> None:
+    assert scheduler.may_go_on(standing(NOTHING, waited_s=9.0))
+    assert not scheduler.may_go_on(standing(NOTHING, overdue=1, waited_s=9.0))
+    assert scheduler.ask_again_s(standing(NOTHING, overdue=1)) is None
+
+
+def test_variance_bounded_goes_on_when_its_timeout_is_over() -> None:
+    scheduler = VarianceBounded(timeout_s=0.5)
+    assert not scheduler.may_go_on(standing(PART, waited_s=0.4))
+    assert scheduler.ask_again_s(standing(PART, waited_s=0.4)) == pytest.approx(0.1)
+    assert scheduler.may_go_on(standing(PART, waited_s=0.5))
+    assert scheduler.may_go_on(standing(ALL)) and scheduler.ask_again_s(standing(ALL)) is None
+
+
+def test_who_asks_a_rounding_error_too_early_is_not_told_to_ask_at_once() -> None:
+    asked = VarianceBounded(0.3).ask_again_s(standing(PART, waited_s=0.3 - 1e-15))
+    assert asked is not None and asked >= 1e-3
+
+
+def test_crash_tolerant_leaves_out_one_slow_peer_after_the_timeout_and_a_lost_one_at_once() -> None:
+    scheduler = CrashTolerant(f=1, timeout_s=0.5)
+    assert scheduler.may_go_on(standing(ALL, lost=1))
+    assert not scheduler.may_go_on(standing(ALL, NOTHING, waited_s=0.4))
+    assert scheduler.ask_again_s(standing(ALL, NOTHING, waited_s=0.4)) == pytest.approx(0.1)
+    assert scheduler.may_go_on(standing(ALL, NOTHING, waited_s=0.5))
+
+
+def test_crash_tolerant_never_leaves_out_more_than_f() -> None:
+    scheduler = CrashTolerant(f=1, timeout_s=0.5)
+    for too_much in (standing(NOTHING, NOTHING, waited_s=9.0), standing(NOTHING, lost=1, waited_s=9.0)):
+        assert not scheduler.may_go_on(too_much)
+        assert scheduler.ask_again_s(replace(too_much, waited_s=0.0)) is None
+
+
+def test_more_crashes_than_f_stop_nobody_but_raise_the_bound() -> None:
+    scheduler = CrashTolerant(f=1, timeout_s=0.5)
+    assert scheduler.may_go_on(standing(ALL, lost=2))
+    assert scheduler.bound(Facts(4, 2.0, 1.0)) == pytest.approx(0.5)
+    assert scheduler.bound(Facts(4, 2.0, 1.0, crashed=2)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "bound"),
+    [
+        (Synchronous(), 0.0),
+        (NormBounded(1.0), 0.0),
+        (NormBounded(0.9), 1.5),
+        (VarianceBounded(1.0), 3.0),
+        (BoundedStaleness(3), 4.5),
+        (CrashTolerant(2, 1.0), 1.0),
+    ],
+)
+def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None:
+    facts = Facts(peers=4, m=2.0, sigma=1.0)
+    assert scheduler.bound(facts) == pytest.approx(bound)
+    compressed = scheduler.bound(replace(facts, gamma=0.5))
+    assert compressed == pytest.approx(bound + 6**0.5 * 2.0)
+
+
+@pytest.mark.parametrize("gamma", [None, 1.0])
+def test_a_codec_of_which_nothing_is_known_has_no_bound(gamma: float | None) -> None:
+    assert Synchronous().bound(Facts(4, 2.0, 1.0, gamma)) is None
+
+
+def test_what_is_missing_is_a_share_of_the_others_values() -> None:
+    assert standing(ALL, PART).missing == pytest.approx(0.4)
+    assert standing(lost=1).missing == 0.0
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for make in (
+        lambda: NormBounded(1.1),
+        lambda: NormBounded(float("nan")),
+        lambda: NormBounded(0.5, "l3"),  # type: ignore[arg-type]
+        lambda: VarianceBounded(-1.0),
+        lambda: BoundedStaleness(0),
+        lambda: CrashTolerant(0, 1.0),
+        lambda: CrashTolerant(1, float("nan")),
+    ):
+        with pytest.raises(ValueError, match="="):
+            make()
