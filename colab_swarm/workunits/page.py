@@ -23,8 +23,9 @@ STYLE = """
   margin: 0 5px 3px 12px; }
 .mark { background: var(--trainer); } .range { background: var(--trainer); opacity: .3; }
 code { background: var(--back); padding: 1px 5px; border-radius: 4px; }
-.scroll { overflow-x: auto; } .scroll th, .scroll td { white-space: nowrap; }
-.scroll td:first-child { white-space: normal; min-width: 120px; }
+.now { margin-top: 12px; } .nowrap { white-space: nowrap; }
+.scroll { overflow-x: auto; } .scroll th, .scroll td { white-space: nowrap; padding-left: 12px; }
+.scroll th:first-child, .scroll td:first-child { white-space: normal; min-width: 120px; padding-left: 0; }
 """
 MAX_ROWS = 50
 PRESENT_S = 600.0
@@ -96,14 +97,15 @@ def _tiles(status: JobStatus) -> str:
     present = sum(status.at - one.last_seen < PRESENT_S for one in view.volunteers)
     shown = {
         "accuracy": f"{ended[-1]:.1%}" if ended else "–",
-        "volunteers here": f"{present}",
-        "units / hour": f"{status.units_per_s * 3600:,.0f}" if status.units_per_s else "–",
-        "samples / s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "–",
-        "model update": _ms(update_s[0]) if update_s else "–",
-        "slow update": _ms(update_s[1]) if update_s else "–",
-        "parameter servers": f"{status.servers}" + (f" ({status.backlog} waiting)" if status.backlog else ""),
+        "volunteers": f"{present}",
+        "units/hour": f"{status.units_per_s * 3600:,.0f}" if status.units_per_s else "–",
+        "samples/s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "–",
+        "update": _ms(update_s[0]) if update_s else "–",
+        "servers": f"{status.servers}",
     }
-    return f'<div class="card"><h3>Now</h3>{tiles(shown)}</div>'
+    said = "An update blends one result into the model"
+    said += f"; 95 % of them took less than {_ms(update_s[1])}." if update_s else "."
+    return f'<div class="now">{tiles(shown)}</div><p class="soft">{said}</p>'
 
 
 def _ms(seconds: float) -> str:
@@ -111,11 +113,13 @@ def _ms(seconds: float) -> str:
 
 
 def _accuracy(status: JobStatus) -> str:
-    chart = accuracy_svg(status.overview.epochs, status.target_accuracy)
+    target = status.target_accuracy
+    chart = accuracy_svg(status.overview.epochs, target)
     keys = legend([("mean of the epoch", "mark"), ("lowest to highest", "range")])
-    target = '<span class="rule"></span>target' if status.target_accuracy is not None else ""
+    if target is not None:
+        keys += f'<span class="nowrap"><span class="rule"></span>target {target:.1%}</span>'
     missing = '<p class="soft">Known when the first epoch is over.</p>'
-    return card(f"Accuracy on data the model has not learned from {keys}{target}", chart or missing)
+    return card(f"Accuracy on unseen data {keys}", chart or missing)
 
 
 def _volunteers(status: JobStatus) -> str:

@@ -41,10 +41,7 @@ def accuracy_svg(epochs: Sequence[EpochEnded], target: float | None) -> str:
     ]
     parts.append(f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 3}" text-anchor="middle">epoch</text>')
     if target is not None:
-        parts.append(
-            f'<path class="target" d="M{LEFT} {y(target):.1f}H{WIDTH - RIGHT}"/>'
-            f'<text x="{WIDTH - RIGHT}" y="{y(target) + 14:.1f}" text-anchor="end">target {target:.1%}</text>'
-        )
+        parts.append(f'<path class="target" d="M{LEFT} {y(target):.1f}H{WIDTH - RIGHT}"/>')
     parts.append(f'<polygon class="band" points="{around}"/><polyline class="mean" points="{along}"/>')
     end = shown[-1]
     parts.append(

@@ -138,22 +138,28 @@ class Stranger:
 
 @asynccontextmanager
 async def coordinating(
-    job: Job, folder: Path, *, store: Store | None = None, gate: Gate | None = None, **settings: Any
+    job: Job,
+    folder: Path,
+    *,
+    store: Store | None = None,
+    gate: Gate | None = None,
+    store_url: str = "memory",
+    **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
     store = store or MemoryStore(job.name)
-    given = CoordinationSettings(folder, **{"servers": 1, "tick_s": 0.02, **settings})
+    given = CoordinationSettings(folder, store_url, **{"servers": 1, "tick_s": 0.02, **settings})
     coordination = Coordination(job, store, Token(Identity()), RUN, given)
     scene = Scene(coordination, store, folder, gate or Gate(None))
-    await coordination.start()
     try:
+        await coordination.start()
         await scene.server.start("127.0.0.1", 0)
         async with aiohttp.ClientSession() as scene.session:
             yield scene
+        coordination.check_invariants()
     finally:
         await scene.server.close()
         await coordination.stop()
-        coordination.check_invariants()
 
 
 def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 30.0) -> None:

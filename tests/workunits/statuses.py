@@ -1,0 +1,70 @@
+"""A status of a job in which everything happens at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from colab_swarm.workunits.entries import EpochEnded, Measured, Unit
+from colab_swarm.workunits.overview import JobOverview, UnitCounts, VolunteerRow
+from colab_swarm.workunits.status import JobStatus
+
+NOW = 1_800_000_000.0
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+NAMES = ("alice", "bob", "carol's notebook", "", "erin", EVIL)
+
+
+def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
+    """After so many epochs; ``changes``: of the status or of its overview."""
+    overview = JobOverview(
+        epoch=epochs + 1,
+        max_epochs=20,
+        finished=None,
+        units=UnitCounts(waiting=21, training=9, queued=3, assimilated=17),
+        volunteers=tuple(map(_volunteer, range(len(NAMES)))),
+        epochs=tuple(map(_epoch, range(1, epochs + 1))),
+        measured=(Measured(at=NOW - 3, unit=Unit(epochs + 1, 4), accuracy=0.74),),
+        unit_s=(61.0, 64.0, 190.0),
+        update_s=(0.021, 0.024, 0.022, 0.09),
+        assimilated_at=tuple(NOW - 9.0 * i for i in reversed(range(90))),
+    )
+    whole = JobStatus(
+        name="digits-resnet",
+        at=NOW,
+        since=NOW - 7800,
+        target_accuracy=0.82,
+        rows=(1000,) * 50,
+        local_epochs=1,
+        numel=4_970_122,
+        version=50 * epochs + 17,
+        servers=2,
+        server_deaths=1,
+        backlog=3,
+        fault="",
+        overview=overview,
+    )
+    inner = {name: changes.pop(name) for name in [*changes] if name in JobOverview.__dataclass_fields__}
+    return dataclasses.replace(whole, overview=dataclasses.replace(overview, **inner), **changes)
+
+
+def _epoch(epoch: int) -> EpochEnded:
+    accuracy = 0.8 - 0.6 * math.exp(-epoch / 3)
+    spread = 0.12 / epoch
+    return EpochEnded(
+        at=NOW, epoch=epoch, accuracy=accuracy, low=accuracy - spread, high=accuracy + spread / 2
+    )
+
+
+def _volunteer(place: int) -> VolunteerRow:
+    return VolunteerRow(
+        volunteer=f"{place:x}" * 64,
+        name=NAMES[place],
+        reliability=(0.99, 0.93, 0.71, 0.95, 0.3, 0.98)[place],
+        accepted=(120, 88, 41, 0, 4, 12)[place],
+        rejected=(0, 1, 2, 0, 9, 0)[place],
+        expired=(0, 2, 9, 0, 1, 0)[place],
+        in_flight=(4, 3, 1, 1, 0, 0)[place],
+        banned_until=NOW + 1700 if place == 4 else None,
+        last_seen=NOW - (2, 14, 95, 1, 410, 9000)[place],
+    )

@@ -1,0 +1,156 @@
+"""A job coordinated in this process: restarts, replicas, parameter servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colab_swarm.workunits.coordination import CoordinationSettings
+from colab_swarm.workunits.entries import Accepted, Assimilated, Rejected
+from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.memory import MemoryStore
+from colab_swarm.workunits.messages import Taken
+from colab_swarm.workunits.open_store import open_store
+from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
+
+CODE = """
+import numpy as np
+from torch import nn
+import colab_swarm.workunits.job as jobs
+rng = np.random.default_rng(0)
+data = rng.normal(size=(64, 4)).astype(np.float32), rng.integers(0, 3, 64)
+job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(subsets=4, max_epochs=2))
+"""
+
+
+def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = MemoryStore("tiny")
+        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+            alice, first = scene.alice, scene.coordination.card.subsets
+            await alice.train()
+            await until(lambda: "Measured" in scene.kinds())
+            one = (await alice.ask())[0]
+            file = scene.coordination.schema.encode(scene.values())
+            await alice.upload(one.assignment, file[:77], whole=len(file))
+            before = scene.log
+        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+            scene.alice.token = alice.token
+            assert scene.log == before and scene.coordination.card.subsets == first
+            status = scene.coordination.status()
+            assert (status.version, status.overview.units.training, status.overview.units.assimilated) == (
+                1,
+                1,
+                1,
+            )
+            head = await scene.alice.send("HEAD", f"/work/results/{one.assignment}")
+            assert head.headers["Received"] == "77"
+            answer = await scene.alice.upload(one.assignment, file[77:], start=77)
+            assert answer.message(Taken).accepted
+
+    run(main)
+
+
+def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = MemoryStore("tiny")
+        async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
+            for stranger in (scene.alice, scene.bob):
+                await stranger.ask(4)
+            await until(lambda: scene.kinds().count("Assigned") == 4)
+        with pytest.raises(ValueError, match="another job's store"):
+            async with coordinating(tiny_job(subsets=1), tmp_path, store=store):
+                pass
+
+    run(main)
+
+
+def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        job = tiny_job(subsets=2, replication=3)
+        async with coordinating(job, tmp_path, servers=1) as scene:
+            strangers = [Stranger(scene) for _ in range(3)]
+            given = []
+            for stranger in strangers:
+                given += [one for one in await stranger.ask(2) if one.subset == 0]
+            assert len({one.parameters for one in given}) == 1 and given[0].parameters == "parameters/1-0"
+            begun = await strangers[0].send("GET", f"/work/{given[0].parameters}")
+            base = scene.coordination.schema.decode(begun.body)
+            statuses = []
+            for stranger, one, change in zip(strangers, given, (0.1, 0.9, 0.1001), strict=True):
+                file = scene.coordination.schema.encode(base + np.float32(change))
+                statuses.append((await stranger.upload(one.assignment, file)).status)
+            assert statuses == [200, 200, 200]
+            accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
+            odd = [entry for entry in scene.log if isinstance(entry, Rejected)]
+            assert [entry.assignment for entry in odd] == [given[1].assignment]
+            assert [entry.assignment for entry in accepted] == [given[2].assignment]
+            await until(lambda: "Measured" in scene.kinds())
+            for blob in ("base-1-0", *(f"result-{one.assignment}" for one in given)):
+                with pytest.raises(KeyError):
+                    scene.store.blob(blob)
+            answer = await strangers[0].send("GET", "/work/parameters/1-0")
+            assert (answer.status, answer.problem.code) == (410, "stale")
+
+    run(main)
+
+
+def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path, servers="auto") as scene:
+            await until(lambda: scene.coordination.status().servers == 1)
+            scene.coordination.servers = 3
+            await until(lambda: scene.coordination.status().servers == 3)
+            scene.coordination.servers = 1
+            await until(lambda: scene.coordination.status().servers == 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("servers", [0, -1])
+def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
+    with pytest.raises(ValueError, match="1 at least"):
+        CoordinationSettings(tmp_path, servers=servers)
+
+
+@pytest.mark.slow
+def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
+        store = open_store(url, "tiny")
+        async with coordinating(job, tmp_path / "work", store=store, store_url=url) as scene:
+            await scene.alice.train()
+            await until(lambda: "Measured" in scene.kinds())
+            [first] = children()
+            os.kill(first, signal.SIGKILL)
+            await scene.alice.train()
+            await until(lambda: scene.kinds().count("Measured") == 2)
+            assert scene.coordination.status().server_deaths == 1
+            assert servers(scene) == ["server-1", "server-2"]
+        assert children() == []
+        store.close()
+
+    run(main, timeout_s=120.0)
+
+
+def servers(scene: Scene) -> list[str]:
+    """Which assimilated what, in order."""
+    return [entry.server for entry in scene.log if isinstance(entry, Assimilated)]
+
+
+def children() -> list[int]:
+    """Processes that this one started as parameter servers."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            arguments = (place / "cmdline").read_bytes()
+            parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        if parent == os.getpid() and b"server_process" in arguments:
+            found.append(int(place.name))
+    return found

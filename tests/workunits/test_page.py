@@ -1,0 +1,79 @@
+"""The status page, and the figures for programs."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+import pytest
+
+from colab_swarm.workunits.entries import EpochEnded
+from colab_swarm.workunits.overview import UnitCounts
+from colab_swarm.workunits.page import render_live, render_page
+from colab_swarm.workunits.prometheus import render_prometheus
+from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.svg import accuracy_svg
+from tests.backbone.test_page import Tags
+from tests.workunits.statuses import EVIL, NOW, status
+
+NEW = status(
+    epochs=0,
+    volunteers=(),
+    assimilated_at=(),
+    update_s=(),
+    units=UnitCounts(50, 0, 0, 0),
+    backlog=0,
+    servers=0,
+)
+
+
+@pytest.mark.parametrize("shown", [status(), NEW, status(name=EVIL, fault=EVIL, finished=EVIL)])
+def test_the_page_is_well_formed_and_texts_of_others_are_only_text(shown: JobStatus) -> None:
+    tags = Tags(render_page(shown))
+    assert tags.seen.count("script") == 1 and "img" not in tags.seen
+    assert not any(name.startswith("on") for name in tags.attributes)
+    assert EVIL not in render_page(shown)
+
+
+def test_the_page_says_where_the_job_is() -> None:
+    live = render_live(status())
+    for text in (
+        "4,970,122 numbers", "50,000 samples", "Epoch 7 of 20 at most", "<b>17</b> done", "<b>21</b> not begun",
+        "71.9%", "404", "24 ms", "90 ms", "target 82.0%", "alice", "high (99%)", "fair (71%)", "new",
+        "banned for 28 min", "2 min ago", "without a name", "cs.volunteer(link)",
+    ):  # fmt: skip
+        assert text in live, text
+
+
+def test_a_job_that_has_just_begun_and_one_that_is_over_have_a_page_too() -> None:
+    assert "Known when the first epoch is over" in render_live(NEW) and "None yet." in render_live(NEW)
+    over = render_live(status(finished="accuracy 0.823 reached the target 0.82"))
+    assert "Finished after epoch 6: accuracy 0.823" in over and "cs.volunteer" not in over
+
+
+def test_a_store_that_is_away_is_told() -> None:
+    assert "the store does not answer: redis is away" in render_live(status(fault="redis is away"))
+
+
+def test_the_curve_holds_what_cannot_be_drawn_apart() -> None:
+    def epoch(number: int, accuracy: float) -> EpochEnded:
+        return EpochEnded(at=NOW, epoch=number, accuracy=accuracy, low=accuracy, high=accuracy)
+
+    assert accuracy_svg([], 0.9) == accuracy_svg([epoch(1, math.nan)], 0.9) == ""
+    assert "100.0% in epoch 1" in accuracy_svg([epoch(1, 1.0)], None)
+    long = accuracy_svg([epoch(i + 1, i / 5000) for i in range(5000)], 0.5)
+    assert len(long) < 40_000 and "nan" not in long
+
+
+def test_programs_get_the_same_figures() -> None:
+    told = msgspec.json.decode(msgspec.json.encode(status()))
+    assert told["overview"]["units"]["queued"] == 3 and told["overview"]["epochs"][5]["epoch"] == 6
+    text = render_prometheus(status(name='we"ird'))
+    assert re.search(r'^colab_swarm_job_units\{job="we\\"ird",state="training"\} 9\.0$', text, re.MULTILINE)
+    assert 'quantile="0.95"} 0.09' in text and "colab_swarm_job_assimilated_units_total" in text
+    line = re.compile(
+        r'# TYPE \w+ (gauge|counter)|colab_swarm_\w+\{(\w+="([^"\\\n]|\\["\\n])*",?)+\} [-+0-9.e]+'
+    )
+    assert all(line.fullmatch(one) for one in text.splitlines())
+    assert "job_accuracy{" not in render_prometheus(NEW)
