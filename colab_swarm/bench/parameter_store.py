@@ -18,10 +18,10 @@ import numpy as np
 
 from colab_swarm.bench.report import Report
 from colab_swarm.bench.store_servers import Absent, mariadb_server, postgresql_server, redis_server
+from colab_swarm.workunits.assimilator import assimilate
 from colab_swarm.workunits.entries import Accepted, Unit
 from colab_swarm.workunits.open_store import open_store
 from colab_swarm.workunits.store import Store
-from colab_swarm.workunits.weights import Floats
 
 NUMEL = 5_000_000
 ALPHA = 0.95
@@ -107,10 +107,5 @@ def _update(store: Store) -> float:
     assert claimed is not None
     result = np.frombuffer(store.blob(claimed.result), "<f4")
 
-    def weigh(values: Floats) -> Floats:
-        new: Floats = result * np.float32(1 - ALPHA)
-        new += np.float32(ALPHA) * values
-        return new
-
-    store.assimilate(claimed, weigh, server="bench", now=1.0)
+    store.assimilate(claimed, lambda values: assimilate(values, result, ALPHA), server="bench", now=1.0)
     return time.perf_counter() - began

@@ -2,7 +2,8 @@
 
 Every method is atomic and, where the store is durable, lasting when it returns: a process killed at any moment
 leaves either all of a call or nothing. Stores are used by the coordinator and by the parameter servers at once, from
-several threads and processes.
+several threads and processes. A call that raises `StoreError` because the store was lost on the way may have been done
+or not: read the log again.
 """
 
 from __future__ import annotations

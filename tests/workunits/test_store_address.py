@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,11 @@ def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_pat
     (tmp_path / "text.db").write_text("this is no database" * 100)
     with pytest.raises(StoreError, match=r"text\.db: file is not a database"):
         open_store(f"{tmp_path}/text.db", "job")
+
+
+def test_a_library_that_is_not_installed_is_told_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "colab_swarm.workunits.redis_store", None)
+    with pytest.raises(StoreError, match=r"pip install 'colab-swarm\[workunits\]'"):
+        open_store("redis://127.0.0.1:1/0", "job")

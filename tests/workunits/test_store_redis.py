@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from redis import Redis
 
+from colab_swarm.bench.store_servers import redis_server
+from colab_swarm.errors import StoreError
 from colab_swarm.workunits.entries import Assimilated
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
@@ -57,3 +59,11 @@ def test_a_server_that_keeps_all_in_memory_is_told_of(url: str, caplog: pytest.L
         begun(url, new_job()).close()
         redis.config_set("appendonly", "no")
     assert not caplog.text
+
+
+def test_a_server_that_stops_is_told_at_the_next_call(url: str) -> None:
+    with redis_server() as other:
+        store = begun(other, new_job(), units=1)
+    with pytest.raises(StoreError, match="Check that redis-server runs"):
+        store.assimilate(accepted(0), plus_one, server="bob", now=1.0)
+    store.close()
