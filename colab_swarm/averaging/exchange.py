@@ -22,6 +22,7 @@ from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
+from colab_swarm.tensors.feedback import ErrorFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ class Sending:
     Attributes:
         precision: None: the group's.
         fine: values at the front that belong to small tensors (see `Precision`).
-        residual: takes what compression cut off each value, for error feedback; as long as the vector.
+        feedback: is told what compression cut off each value.
     """
 
     precision: str | None = None
     fine: int | None = None
-    residual: Floats | None = None
+    feedback: ErrorFeedback | None = None
     lost: float = 0.0
     sent: float = 0.0
 
@@ -72,8 +73,8 @@ class Sending:
         cut = values - arrived
         self.lost += float(np.dot(cut, cut))
         self.sent += float(np.dot(values, values))
-        if self.residual is not None:
-            self.residual[span.start : span.stop] = cut
+        if self.feedback is not None:
+            self.feedback.cut_off(span.start, values, arrived)
 
     @property
     def error(self) -> float:
@@ -217,7 +218,7 @@ class Exchange:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
         payload = codec.encode(values)
         told = "" if codec.name == self.group.codec else codec.name
-        if codec.name != "float32" and (self.sending.residual is not None or index % MEASURED_CHUNKS == 0):
+        if codec.name != "float32" and (self.sending.feedback is not None or index % MEASURED_CHUNKS == 0):
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
             self.sending.measure(chunk, values, arrived)
         return Chunk(index, codec=told), payload

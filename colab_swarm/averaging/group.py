@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 from colab_swarm.averaging.partition import Span, plan_spans
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, short
-from colab_swarm.tensors.codecs import PRECISIONS
+from colab_swarm.tensors.codecs import Precision
 
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
@@ -119,8 +119,7 @@ class Group(Message, frozen=True):
         ids = [member.id for member in self.members]
         if len(self.round_id) != 16 or self.numel < 0 or ids != sorted(set(ids)):
             raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
-        if {self.codec, self.mean_codec} - {*PRECISIONS}:
-            raise ValueError(f"unknown codec {self.codec!r} or {self.mean_codec!r}")
+        Precision(self.codec), Precision(self.mean_codec)
         if not all(valid_weight(member.weight) for member in self.members):
             raise ValueError("a member has a weight that is negative, not finite or too large")
         if len(self.explanation) > MAX_TEXT or not self.explanation.isprintable():

@@ -25,7 +25,7 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
 MAX_ROUNDS = 64
 LAG_ROUNDS = 2.0
@@ -39,7 +39,8 @@ class GridSettings:
     """How a vector is averaged in groups.
 
     Attributes:
-        codec: on the wire, both ways (see `colab_swarm.tensors`).
+        codec: on the wire (see `colab_swarm.tensors.codecs`). With onebit and topk, which drop most of a vector for
+            good here, means travel as float16.
         window_s: how long the first to call waits for others.
         round_timeout_s: bound on finding the others of one round.
     """
@@ -183,7 +184,7 @@ class GridAverager:
             upload_bps=links.upload_bps,
             download_bps=links.download_bps,
             codec=self._settings.codec,
-            mean_codec=self._settings.codec,
+            mean_codec=mean_codec_for(self._settings.codec),
         )
 
     def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:

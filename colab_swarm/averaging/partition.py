@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Codec, Precision
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Precision
 
 CHUNK_BYTES = 122_880
 """Encoded size of a chunk, at most: with its headers one packet of a link, and under malloc's mmap threshold."""
@@ -60,7 +60,7 @@ def chunk_values(*precisions: str) -> int:
 
 def _chunk_values(codec: Codec) -> int:
     blocks = 1
-    while codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) <= CHUNK_BYTES:
+    while blocks < MAX_BLOCKS and codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) <= CHUNK_BYTES:
         blocks += 1
     return blocks * BLOCK_VALUES
 

@@ -79,10 +79,13 @@ class ExpertCalls:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
-        for tensor in tensors:
-            for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
-                await stream.send(Part(), part)
-                self.sent_bytes += memoryview(part).nbytes
+        try:
+            for tensor in tensors:
+                for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
+                    await stream.send(Part(), part)
+                    self.sent_bytes += memoryview(part).nbytes
+        except ValueError as error:  # of the codec; who waits for the answer hears of it
+            stream.reset(str(error))
 
     async def _receive(self, stream: Stream, numel: int, codec: Codec) -> Floats:
         values = np.empty(numel, np.float32)

@@ -89,7 +89,14 @@ def _outcomes(
                 for outcome in _outcomes(expert, [call], [stack[rows] for stack in stacks])
             ]
         return [Refusal(str(error)) if isinstance(error, FloatingPointError) else error] * len(calls)
-    return [list(encoded(outputs[rows], call.codec)) for call, rows in zip(calls, _rows(calls), strict=True)]
+    return [_answer(call, outputs[rows]) for call, rows in zip(calls, _rows(calls), strict=True)]
+
+
+def _answer(call: Call, outputs: Floats) -> Answer | BaseException:
+    try:
+        return list(encoded(outputs, call.codec))
+    except ValueError as error:  # not finite: some codecs have no place for that
+        return Refusal(f"{call.key.uid} answers with {error}")
 
 
 def _rows(calls: Sequence[Call]) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from colab_swarm.net.peers import Message
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Buffer, Codec, Floats
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats
 
 PART_BYTES = 120 << 10
 
@@ -39,9 +39,8 @@ class Part(Message, frozen=True):
 
 
 def spans(numel: int, codec: Codec) -> Iterator[slice]:
-    """Which values each part of a tensor holds: whole blocks of the codec, of `PART_BYTES` at most."""
-    block_bytes = codec.encoded_bytes(BLOCK_VALUES)
-    step = PART_BYTES // block_bytes * BLOCK_VALUES
+    """Which values each part of a tensor holds: whole blocks of the codec, `MAX_BLOCKS` or `PART_BYTES` at most."""
+    step = min(PART_BYTES // codec.encoded_bytes(BLOCK_VALUES), MAX_BLOCKS) * BLOCK_VALUES
     return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
 

@@ -1,4 +1,4 @@
-"""How float32 values travel: four codecs that know the encoded size in advance and refuse anything odd.
+"""How float32 values travel: codecs that know the encoded size in advance and refuse anything odd.
 
 ==========  ===============  ==============================================  ===============================
 codec       bytes a value    error of one value x                            not a number, too large
@@ -7,7 +7,12 @@ float32     4                none                                            as 
 float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
 bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
 int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
+topk:0.01   0.051            |x|, where it is not among the largest 1 %      the encoder refuses the vector
 ==========  ===============  ==============================================  ===============================
+
+Of onebit and topk little is left: what they cut off must travel later (`colab_swarm.tensors.feedback`).
+Each codec states gamma, which bounds the error of a whole vector.
 
 Everything is numpy and little-endian. Where the process has loaded torch, the 16-bit casts go through it
 (ten times numpy's speed); a peer that only reduces never loads it.
@@ -16,58 +21,53 @@ Everything is numpy and little-endian. Where the process has loaded torch, the 1
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Buffer: TypeAlias = bytes | bytearray | memoryview
+from colab_swarm.tensors.encoding import BLOCK_VALUES as BLOCK_VALUES
+from colab_swarm.tensors.encoding import MAX_BLOCKS as MAX_BLOCKS
+from colab_swarm.tensors.encoding import Buffer as Buffer
+from colab_swarm.tensors.encoding import Codec as Codec
+from colab_swarm.tensors.encoding import Floats as Floats
+from colab_swarm.tensors.encoding import all_finite as all_finite
+from colab_swarm.tensors.encoding import checked, target
+from colab_swarm.tensors.sparse import TopK
 
-BLOCK_VALUES = 4096
-"""Values that share one scale in the int8 codec; chunk offsets are multiples of it."""
+T = TypeVar("T", bound=np.generic)
 FLOAT16_MAX = 65504.0
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
+MAX_MEAN_GAMMA = 0.1
 _SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
 _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
 
 
-class Codec(Protocol):
-    """One wire format of a flat float32 vector."""
-
-    @property
-    def name(self) -> str: ...
-
-    def encoded_bytes(self, numel: int) -> int:
-        """Exact size of ``numel`` encoded values."""
-
-    def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector; the result may be a view of ``values``."""
-
-    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        """Decode exactly ``numel`` values.
-
-        Args:
-            scratch: memory of at least ``numel`` values to decode into; saves an allocation.
-
-        Returns:
-            The values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
-
-        Raises:
-            ValueError: the buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
-        """
-
-
 def codec_of(name: str) -> Codec:
-    """The codec called ``name``: float32, float16, bfloat16 or int8.
+    """The codec called ``name``: float32, float16, bfloat16, int8, onebit, or topk and a share, as in topk:0.01.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is none of this name; a share has one way only to be written.
     """
-    if name not in CODECS:
-        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)}")
-    return CODECS[name]
+    if name in CODECS:
+        return CODECS[name]
+    kind, _, share = name.partition(":")
+    if kind != "topk" or not share:
+        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
+    codec = TopK(float(share))
+    if codec.name != name:
+        raise ValueError(f"codec {name!r} is to be written {codec.name!r}: all peers must name it alike")
+    return codec
+
+
+def mean_codec_for(codec: str) -> str:
+    """How a mean travels if vectors travel as ``codec`` and nothing else is asked for.
+
+    The same way, but as float16 where a codec cuts off so much that it needs error feedback: a reducer keeps none.
+    """
+    return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= MAX_MEAN_GAMMA else "float16"
 
 
 @dataclass(frozen=True)
@@ -92,33 +92,18 @@ class Precision:
     def at(self, start: int) -> Codec:
         """The codec of the chunk that begins at ``start``."""
         if self.name != ADAPTIVE:
-            return CODECS[self.name]
+            return codec_of(self.name)
         return CODECS["float16" if self.fine is None or start < self.fine else "int8"]
 
     @property
     def widest(self) -> Codec:
         """Of all that `at` returns, the one that needs most bytes."""
-        return CODECS["float16"] if self.name == ADAPTIVE else CODECS[self.name]
-
-
-def all_finite(values: Floats) -> bool:
-    """Whether no value is NaN or infinite."""
-    return bool(np.isfinite(values).all())
-
-
-def _checked(buffer: Buffer, size: int) -> Buffer:
-    if len(buffer) != size:
-        raise ValueError(f"{len(buffer)} encoded bytes, {size} expected")
-    return buffer
+        return CODECS["float16"] if self.name == ADAPTIVE else codec_of(self.name)
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> memoryview:
     """The array's memory, not copied."""
     return array.view(np.uint8).data if array.size else memoryview(b"")
-
-
-def _target(numel: int, scratch: Floats | None) -> Floats:
-    return np.empty(numel, np.float32) if scratch is None else scratch[:numel]
 
 
 def _torch() -> Any:
@@ -134,11 +119,14 @@ class Float32:
     def encoded_bytes(self, numel: int) -> int:
         return 4 * numel
 
+    def gamma(self, numel: int) -> float:
+        return 0.0
+
     def encode(self, values: Floats) -> Buffer:
         return _as_bytes(values)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        return np.frombuffer(_checked(buffer, 4 * numel), np.float32)
+        return np.frombuffer(checked(buffer, 4 * numel), np.float32)
 
 
 class Float16:
@@ -149,6 +137,9 @@ class Float16:
     def encoded_bytes(self, numel: int) -> int:
         return 2 * numel
 
+    def gamma(self, numel: int) -> float:
+        return 2.0**-22
+
     def encode(self, values: Floats) -> Buffer:
         clamped: Any
         if torch := _torch():
@@ -158,8 +149,8 @@ class Float16:
         return _as_bytes(clamped)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        halves = np.frombuffer(_checked(buffer, 2 * numel), np.int16)
-        out = _target(numel, scratch)
+        halves = np.frombuffer(checked(buffer, 2 * numel), np.int16)
+        out = target(numel, scratch)
         if torch := _torch():
             torch.from_numpy(out).copy_(
                 torch.frombuffer(bytearray(halves), dtype=torch.float16)
@@ -177,6 +168,9 @@ class BFloat16:
     def encoded_bytes(self, numel: int) -> int:
         return 2 * numel
 
+    def gamma(self, numel: int) -> float:
+        return 2.0**-16
+
     def encode(self, values: Floats) -> Buffer:
         bits = np.clip(values, -BFLOAT16_MAX, BFLOAT16_MAX).view(np.uint32)
         rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
@@ -185,8 +179,8 @@ class BFloat16:
         return _as_bytes(upper)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        upper = np.frombuffer(_checked(buffer, 2 * numel), np.uint16)
-        out = _target(numel, scratch)
+        upper = np.frombuffer(checked(buffer, 2 * numel), np.uint16)
+        out = target(numel, scratch)
         np.left_shift(upper, 16, out=out.view(np.uint32), dtype=np.uint32)
         return out
 
@@ -201,6 +195,9 @@ class Int8:
 
     def encoded_bytes(self, numel: int) -> int:
         return 4 * _blocks(numel) + numel
+
+    def gamma(self, numel: int) -> float:
+        return min(numel, BLOCK_VALUES) / 250**2
 
     def encode(self, values: Floats) -> Buffer:
         numel, blocks = len(values), _blocks(len(values))
@@ -220,18 +217,71 @@ class Int8:
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         blocks = _blocks(numel)
-        _checked(buffer, self.encoded_bytes(numel))
+        checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
         if not bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()):
             raise ValueError("an int8 block has a scale that is negative, infinite or not a number")
         levels = np.frombuffer(buffer, np.int8, offset=4 * blocks) if numel else np.empty(0, np.int8)
-        out = _target(numel, scratch)
+        out = target(numel, scratch)
         cut = numel // BLOCK_VALUES * BLOCK_VALUES
         shape = (cut // BLOCK_VALUES, BLOCK_VALUES)
         np.multiply(levels[:cut].reshape(shape), scales[: shape[0], None], out=out[:cut].reshape(shape))
         if cut < numel:
             np.multiply(levels[cut:], scales[-1], out=out[cut:])
         return out
+
+
+class OneBit:
+    """Blocks of 4096 values: where a value is over 0, the mean of those; elsewhere the mean of the others.
+
+    (Elastic Consistency, section 5.2, there of a whole vector; by blocks it errs less.) Layout: two float32 means per
+    block, then one bit per value. Biased: use it with error feedback.
+    """
+
+    name = "onebit"
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 8 * _blocks(numel) + -(-numel // 8)
+
+    def gamma(self, numel: int) -> float:
+        return 1 - 1 / min(numel, BLOCK_VALUES) if numel else 0.0
+
+    def encode(self, values: Floats) -> Buffer:
+        means = [_means(rows) for rows in _rows(values)]
+        return np.concatenate(means).tobytes() + np.packbits(values > 0).tobytes()
+
+    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        means = encoded[: 8 * _blocks(numel)].view(np.float32).reshape(-1, 2)
+        if not (all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all()):
+            raise ValueError("a onebit block has means that are not finite, or of the wrong sign")
+        over = np.unpackbits(encoded[means.nbytes :], count=numel)
+        out, block = target(numel, scratch), 0
+        for rows, bits in zip(_rows(out), _rows(over), strict=True):
+            high, low = means[block : block + len(rows), :1], means[block : block + len(rows), 1:]
+            np.multiply(bits, high, out=rows)
+            rows += (1 - bits) * low
+            block += len(rows)
+        return out
+
+
+def _means(rows: Floats) -> Floats:
+    """Of each row, of its values over 0 and of the others: (k, 2) from (k, block)."""
+    over = np.count_nonzero(rows > 0, axis=1)
+    sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
+    counts = np.maximum([over, rows.shape[1] - over], 1)
+    means: Floats = (np.array(sums) / counts).astype(np.float32).T
+    if not all_finite(means):
+        raise ValueError("values that are not finite cannot travel as onebit: drop this vector")
+    return means
+
+
+def _rows(values: npt.NDArray[T]) -> Iterator[npt.NDArray[T]]:
+    """The whole blocks (k, 4096) and, if there is one, the shorter last (1, rest); views."""
+    cut = len(values) // BLOCK_VALUES * BLOCK_VALUES
+    yield values[:cut].reshape(-1, BLOCK_VALUES)
+    if cut < len(values):
+        yield values[None, cut:]
 
 
 def _blocks(numel: int) -> int:
@@ -254,7 +304,9 @@ def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> N
         levels[:] = steps.astype(np.int8)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8())}
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), OneBit())
+}
 ADAPTIVE = "adaptive"
 PRECISIONS = (*CODECS, ADAPTIVE)
-"""What `Precision` takes."""
+"""What `Precision` takes, beside topk and a share."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from colab_swarm.averaging.exchange import Sending
+from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.catch_up import Values
 from colab_swarm.training.replica import Replica
 
@@ -17,13 +19,14 @@ class Gradients:
 
     Attributes:
         samples: how many are in it: the weight of this peer's next contribution.
+        feedback: what compression cut off the last contribution, times its samples; None: that is not fed back.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
         self._replica = replica
         self._sum: Values = np.zeros(replica.flat.numel, np.float32)
         self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
-        self._residual = np.zeros_like(self._sum) if error_feedback else None
+        self.feedback = ErrorFeedback(replica.flat.numel) if error_feedback else None
         self.samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
 
@@ -51,28 +54,45 @@ class Gradients:
         return values
 
     def _contribute(self, values: Values) -> None:
-        np.multiply(self._sum, np.float32(1 / self.samples if self.samples else 0.0), out=values)
+        total = self._sum
+        if self.feedback is not None:
+            total = np.add(self._sum, self.feedback.residual, out=values)
+        np.multiply(total, np.float32(1 / self.samples if self.samples else 0.0), out=values)
 
     def sending(self) -> Sending:
         """How the contribution travels."""
-        if self._residual is not None:
-            self._residual.fill(0.0)
-        return Sending(fine=self._replica.flat.fine, residual=self._residual)
+        if self.feedback is not None:
+            self.feedback.begin()
+        return Sending(fine=self._replica.flat.fine, feedback=self.feedback)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the replica's state."""
+        return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
+
+    def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
+        """As a checkpoint tells it; nothing is owed if it was written without.
+
+        Raises:
+            StateError: it belongs to another model.
+        """
+        return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin anew; what compression cut off is still owed."""
         self._sum.fill(0.0)
         self.samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
 
     def on_delivered(self, weight: float) -> None:
-        """A contribution of ``weight`` went out: what compression cut off goes into the next (error feedback)."""
-        if self._residual is not None:
-            self._sum += np.float32(weight) * self._residual
+        """A contribution of ``weight`` is in the swarm's mean: what compression cut off goes into the next."""
+        if self.feedback is not None and weight:
+            self.feedback.settle(weight)
 
     def on_returned(self, values: Values, weight: float) -> None:
         """A contribution found no round: it is part of the next."""
         self._sum += np.float32(weight) * values
+        if self.feedback is not None and weight:
+            self._sum -= self.feedback.residual  # which is added to the next as well
         self.samples += weight
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,18 @@ class SwarmOptimizer(Optimizer):
         self._replica.zero_grad(set_to_none)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint (parameters, optimizer, scheduler, step, lineage) to a file, or into a folder that keeps
-        the last few. Any thread may; a step that is due waits for it.
+        """Write a checkpoint (parameters, optimizer, scheduler, step, lineage, error feedback) to a file, or into a
+        folder that keeps the last few. Any thread may; a step that is due waits for it.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
         """
         with self._replica.still():
+            state = {**self._replica.state(), **self._gathered.state()}
             if isinstance(target, CheckpointFolder):
-                target.save(self.global_step, self._replica.state())
+                target.save(self.global_step, state)
             else:
-                save_checkpoint(target, self._replica.state())
+                save_checkpoint(target, state)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Go on from a checkpoint, of a folder the latest that can be read; if the swarm is further, its state is
@@ -194,7 +196,9 @@ class SwarmOptimizer(Optimizer):
         uninterrupted(lambda: self._restart(state))
 
     def _restart(self, state: Any) -> None:
+        feedback = self._gathered.feedback_of(state)
         self._replica.load(state)
+        self._gathered.feedback = feedback
         self._gathered.forget()
         self._runtime.call(self._level_with_replica(syncing=False))
 
@@ -252,11 +256,16 @@ class SwarmOptimizer(Optimizer):
 
     def _take(self, values: Values, result: RoundResult) -> None:
         """Apply the mean and say so, with no interrupt in between: parameters and record belong together."""
-        self._replica.apply(values)
-        weight = self._gathered.samples
+        self._apply(self._gathered.samples, values)
         self._gathered.forget()
-        self._gathered.on_delivered(weight)
         self._runtime.call(self._advance(result))
+
+    def _apply(self, weight: float, mean: Values) -> bytes:
+        """Take the step and settle what compression cut off: to a save in between both belong together."""
+        with self._replica.still():
+            lineage = self._replica.apply(mean)
+            self._gathered.on_delivered(weight)
+            return lineage
 
     async def _advance(self, result: RoundResult) -> None:
         self._collaboration.advance(self._replica.lineage, result)
@@ -271,7 +280,7 @@ class SwarmOptimizer(Optimizer):
         self._replica.show()
 
     async def _begin(self, values: Values, weight: float) -> asyncio.Task[RoundResult | None]:
-        sending, apply = self._gathered.sending(), self._replica.apply
+        sending, apply = self._gathered.sending(), partial(self._apply, weight)
         aside = self._collaboration.average_aside(values, weight, sending, apply)
         return asyncio.create_task(aside, name="delayed update")
 
@@ -283,9 +292,7 @@ class SwarmOptimizer(Optimizer):
         self._runtime.call(flight.wait())
         self._flight = None
         result = flight.task.result()
-        if result is not None:
-            self._gathered.on_delivered(flight.weight)
-        else:
+        if result is None:
             self._gathered.on_returned(flight.values, flight.weight)
         return result
 

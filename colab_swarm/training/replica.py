@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ class Replica:
         self._updated = FlatVector(self.parameters)
         self.step = 0
         self.lineage = self._initial_lineage()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def schema(self) -> bytes:
@@ -141,8 +142,8 @@ class Replica:
         shown = dict(zip(map(id, self.parameters), self.model, strict=True))
         return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
 
-    def still(self) -> threading.Lock:
-        """Enter it, and no update is applied until you leave."""
+    def still(self) -> AbstractContextManager[bool]:
+        """Enter it, and no other thread applies an update until you leave."""
         return self._lock
 
     def state(self) -> dict[str, Any]:

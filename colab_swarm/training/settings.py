@@ -12,7 +12,7 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Peers
-from colab_swarm.tensors.codecs import Precision
+from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 from colab_swarm.training.thrift import Budget
 
@@ -34,9 +34,12 @@ class AveragingOptions(TypedDict, total=False):
     """How peers average; what `Swarm.optimizer` takes besides.
 
     Attributes:
-        codec: gradients on the wire: float32, float16, bfloat16, int8, or adaptive (int8; small tensors float16).
-        mean_codec: the same of their means; as ``codec`` if it is not given.
-        error_feedback: what compression cut off a gradient is added to the next; costs a vector of memory.
+        codec: gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors float16), onebit,
+            or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without ``error_feedback``, and
+            train a worse model.
+        mean_codec: the same of their means; as ``codec`` if it is not given, but float16 beside onebit and topk: what
+            they would cut off a mean is fed back by nobody.
+        error_feedback: what compression cut off a gradient is added to the next; costs two vectors of memory.
         delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
             step, on copies in main memory, run while this peer computes on.
         local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages where
@@ -93,7 +96,7 @@ class TrainingSettings:
         Raises:
             ValueError, TypeError: a setting is not usable, or is none.
         """
-        given = {"mean_codec": options.get("codec", "float32"), **options}
+        given = {"mean_codec": mean_codec_for(options.get("codec", "float32")), **options}
         delayed = given.pop("delayed", False)
         settings = cls(prefix, target_batch_size, budget=budget, **given)  # type: ignore[arg-type]
         if settings.local_steps != 1 and (delayed or settings.error_feedback):

@@ -13,7 +13,7 @@ from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.sim import LAN, FiredFault, SimNetwork, run_virtual
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SETTINGS = AveragingSettings(round_timeout_s=60)
@@ -67,7 +67,8 @@ def make_group(
         ),
         key=lambda member: member.id,
     )
-    return Group(round_id.to_bytes(16, "big"), 7, b"lineage", tuple(members), numel, codec, codec)
+    mean_codec = mean_codec_for(codec)
+    return Group(round_id.to_bytes(16, "big"), 7, b"lineage", tuple(members), numel, codec, mean_codec)
 
 
 def run_round(

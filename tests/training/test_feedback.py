@@ -1,0 +1,119 @@
+"""Error feedback in training: what compression cut off is owed until it has travelled, however rounds end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.partition import Span
+from colab_swarm.errors import StateError
+from colab_swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.settings import TrainingSettings
+from tests.training.toy import join_training, loss_of, model
+
+
+def gathered() -> tuple[torch.nn.Linear, Gradients]:
+    net = torch.nn.Linear(2, 1, bias=False)
+    return net, Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=1.0))), error_feedback=True)
+
+
+def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: float) -> Floats:
+    net.weight.grad = torch.tensor([grad])
+    gradients.add(samples, None)
+    return gradients.contribution(lambda values: False)
+
+
+def lose(sending: Sending, sent: Floats, arrived: list[float]) -> None:
+    sending.measure(Span(0, 2), sent, np.array(arrived, np.float32))
+
+
+def test_what_was_cut_off_counts_as_many_samples_as_it_had() -> None:
+    net, gradients = gathered()
+    sent = add(net, gradients, [1.0, 2.0], samples=4)
+    lose(gradients.sending(), sent, [1.0, 0.0])
+    gradients.on_delivered(gradients.samples)
+    gradients.forget()
+    np.testing.assert_array_equal(add(net, gradients, [3.0, 3.0], samples=2), [3.0, 3.0 + 4 * 2.0 / 2])
+
+
+def test_a_contribution_that_found_no_round_is_sent_again_and_owes_as_before() -> None:
+    net, gradients = gathered()
+    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    gradients.on_delivered(1)
+    gradients.forget()
+    sent = add(net, gradients, [1.0, 1.0], samples=1)
+    lose(gradients.sending(), sent, [0.0, 3.0])
+    gradients.forget()
+    gradients.on_returned(sent, 1)
+    np.testing.assert_array_equal(gradients.contribution(lambda values: False), [1.0, 3.0])
+
+
+def test_who_has_nothing_to_contribute_still_owes() -> None:
+    net, gradients = gathered()
+    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    gradients.on_delivered(1)
+    gradients.forget()
+    nothing = gradients.contribution(lambda values: False)
+    gradients.sending()
+    gradients.on_delivered(gradients.samples)
+    assert not nothing.any()
+    np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1), [0.0, 2.0])
+
+
+def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floats:
+    """One step of the swarm; returns what this peer owes then."""
+    before = optimizer.global_step
+    while optimizer.global_step == before:
+        loss_of(net, before).backward()
+        optimizer.step(samples=10)
+        optimizer._land(wait=True)
+    assert optimizer._gathered.feedback is not None
+    return optimizer._gathered.feedback.residual
+
+
+@pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_checkpoint_keeps_what_a_peer_owes(codec: str, delayed: bool, tmp_path: Path) -> None:
+    def owes(swarm: Swarm) -> float:
+        options = {"codec": codec, "error_feedback": True, "delayed": delayed}
+        optimizer = join_training(swarm, net := model(), **options)
+        owed = train(swarm, optimizer, net).copy()
+        optimizer.save(path := tmp_path / swarm.name)
+        optimizer = join_training(swarm, model(), **options)
+        assert optimizer._gathered.feedback is not None and not optimizer._gathered.feedback.residual.any()
+        optimizer.load(path)
+        np.testing.assert_array_equal(optimizer._gathered.feedback.residual, owed)
+        return float(np.abs(owed).sum())
+
+    with cs.simulate(2, network="lan", seed=1) as sim:
+        assert all(owed > 0 for owed in sim.run(owes).values())
+
+
+def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    def load(swarm: Swarm) -> None:
+        optimizer = join_training(swarm, model(), codec="int8", error_feedback=True)
+        optimizer.save(path := tmp_path / "saved")
+        save_checkpoint(path, {**load_checkpoint(path), "step": 3, "feedback": {"residual": torch.zeros(5)}})
+        with pytest.raises(StateError, match="another model"):
+            optimizer.load(path)
+        assert optimizer.global_step == 0
+
+    with cs.simulate(1, network="lan", seed=1) as sim:
+        sim.run(load)
+
+
+def test_means_travel_finer_than_what_needs_feedback() -> None:
+    settings = TrainingSettings.of("run/model", 10.0, None, {"codec": "topk:0.01"})
+    assert (settings.codec, settings.mean_codec) == ("topk:0.01", "float16")
+    chosen = TrainingSettings.of("run/model", 10.0, None, {"codec": "onebit", "mean_codec": "int8"})
+    assert chosen.mean_codec == "int8"
