@@ -13,6 +13,7 @@ decisions read `JobState` and change nothing. The rules:
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import statistics
@@ -96,12 +97,11 @@ class Dispatcher:
             version: of the parameters that it will begin with.
         """
         record = self.state.volunteer(volunteer)
-        if self.finished or record.standing.banned_until > now:
+        done = self.finished or self.state.epoch > self._plan.max_epochs
+        if done or len(record.out) >= self._plan.in_flight or record.standing.banned_until > now:
             return []
         proven = record.standing.proven
-        lacking = [
-            (unit, state) for unit, state in self.state.units_of(self.epoch) if self._missing(state) > 0
-        ]
+        lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
         better = not proven and any(self.state.volunteers[other].standing.proven for other in others)
         limit = self._limit(record.standing, near_end=len(lacking) <= len(others))
@@ -109,11 +109,13 @@ class Dispatcher:
             (unit, state)
             for unit, state in lacking
             if not state.is_with(volunteer)
-            and (not others or self._had_time(state, None if better else volunteer, now))
+            and not (state.failed_by and others and self._waits(state, None if better else volunteer, now))
         ]
-        self._rng.shuffle(mine)
-        mine.sort(  # the proven get first what failed before, the rest last
-            key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held)
+        first = self._rng.randrange(len(mine) or 1)
+        chosen = heapq.nsmallest(
+            min(count, limit - len(record.out)),
+            mine[first:] + mine[:first],  # the proven get first what failed before, the rest last
+            key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
         return [
             Assigned(
@@ -124,7 +126,7 @@ class Dispatcher:
                 deadline=now + self._deadline_s(state),
                 version=version,
             )
-            for unit, state in mine[: max(0, min(count, limit - len(record.out)))]
+            for unit, state in chosen
         ]
 
     def _missing(self, unit: UnitState) -> int:
@@ -148,10 +150,10 @@ class Dispatcher:
         unreliable = standing.error_rate > FIRST_ERROR_RATE
         return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
 
-    def _had_time(self, unit: UnitState, failed_by: str | None, now: float) -> bool:
-        """Whether others could take the unit since ``failed_by`` failed it; None: since anybody did."""
+    def _waits(self, unit: UnitState, failed_by: str | None, now: float) -> bool:
+        """Whether others had no time yet to take the unit since ``failed_by`` failed it; None: since anybody did."""
         failed_at = [at for volunteer, at in unit.failed_by.items() if failed_by in (None, volunteer)]
-        return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()  # each of them has asked by then
+        return now < max(failed_at, default=-math.inf) + 2 * self._poll_s()  # each of them has asked by then
 
     def _deadline_s(self, unit: UnitState) -> float:
         """Set by the plan; else by the times of the latest units, and longer for one that expired before."""
@@ -220,7 +222,7 @@ class Dispatcher:
         return "stale", f"unit {replica.unit} is not awaited from you: {why}; ask for other units"
 
     def _still_lacking(self, late: Replica) -> bool:
-        unit = self.state.unit(late.unit)
+        unit = self.state.units[late.unit]
         return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
 
     def expired(self, *, now: float) -> list[Expired]:
@@ -281,7 +283,9 @@ class Dispatcher:
 
         There was no majority before it came, so if there is one now, it belongs to it.
         """
-        others = {replica.assignment: replica.result for replica in self.state.unit(accepted.unit).returned()}
+        others = {
+            replica.assignment: replica.result for replica in self.state.units[accepted.unit].returned()
+        }
         results = {**others, accepted.assignment: accepted.result}
         groups = [
             {b for b in results if a == b or distance(results[a], results[b]) <= self._plan.tolerance}
@@ -300,7 +304,7 @@ class Dispatcher:
 
     def results_of(self, unit: Unit) -> list[str]:
         """Blobs of the unit's results that wait for a majority."""
-        return [replica.result for replica in self.state.unit(unit).returned()]
+        return [replica.result for replica in self.state.units[unit].returned()]
 
     def advance(self, *, now: float) -> list[AnyEntry]:
         """The end of an epoch, and of the job, when they are due.
@@ -335,6 +339,5 @@ class Dispatcher:
             AssertionError: the state contradicts itself.
         """
         self.state.check_invariants()
-        assert all(unit.epoch <= self._plan.max_epochs for unit in self.state.units)
         for unit in self.state.units.values():
             assert len(unit.live()) <= self._plan.replication + MORE_REPLICAS

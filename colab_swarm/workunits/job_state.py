@@ -99,10 +99,14 @@ def _latest() -> deque[float]:
 
 @dataclass
 class JobState:
-    """All that a log says. ``subsets``: units of an epoch; the other attributes follow the entries."""
+    """All that a log says. ``subsets``: units of an epoch; the other attributes follow the entries.
+
+    ``units`` has those of this epoch and of all before; ``open`` those that nothing was accepted for.
+    """
 
     subsets: int
     units: dict[Unit, UnitState] = field(default_factory=dict)
+    open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     volunteers: dict[str, Volunteer] = field(default_factory=dict)
     assimilated: dict[int, int] = field(default_factory=dict)  # units by epoch
@@ -115,13 +119,20 @@ class JobState:
     update_s: deque[float] = field(default_factory=_latest)
     assimilated_at: deque[float] = field(default_factory=_latest)
 
+    def __post_init__(self) -> None:
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.open = {Unit(self.epoch, subset): UnitState() for subset in range(self.subsets)}
+        self.units |= self.open
+
     def unit(self, unit: Unit) -> UnitState:
-        """Its state; an empty one if nothing happened to it yet."""
+        """Its state; an empty one if its epoch did not begin."""
         return self.units.get(unit) or UnitState()
 
     def units_of(self, epoch: int) -> Iterator[tuple[Unit, UnitState]]:
-        """All units of an epoch."""
-        return ((unit, self.unit(unit)) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
+        """All units of an epoch that began."""
+        return ((unit, self.units[unit]) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
 
     def volunteer(self, volunteer: str) -> Volunteer:
         """Its record; an empty one if it never came."""
@@ -169,7 +180,7 @@ class JobState:
             entry.assignment, entry.unit, entry.volunteer, entry.at, entry.deadline, entry.version
         )
         self.replicas[entry.assignment] = replica
-        self.units.setdefault(entry.unit, UnitState()).replicas.append(replica)
+        self.units[entry.unit].replicas.append(replica)
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
     def _back(self, assignment: str, at: float) -> Replica:
@@ -184,6 +195,7 @@ class JobState:
         self._back(entry.assignment, entry.at)
         unit = self.units[entry.unit]
         unit.accepted = entry.assignment
+        del self.open[entry.unit]
         for replica in unit.replicas:
             volunteer = self.volunteers[replica.volunteer]
             if replica.assignment == entry.assignment or replica.fate == "returned":
@@ -220,6 +232,7 @@ class JobState:
         while self.assimilated.get(self.epoch) == self.subsets:
             self.done_at[self.epoch] = entry.at
             self.epoch += 1
+            self._begin_epoch()
 
     def check_invariants(self) -> None:
         """Used by tests.
@@ -233,5 +246,6 @@ class JobState:
             live = [replica.volunteer for replica in unit.live()]
             assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
             assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
+            assert (unit.accepted is None) == (key in self.open), f"{key} is not where it belongs"
         out = {name for name, replica in self.replicas.items() if replica.fate == "out"}
         assert out == set().union(*(volunteer.out for volunteer in self.volunteers.values()))
