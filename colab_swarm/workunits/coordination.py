@@ -184,13 +184,12 @@ class Coordination:
         async with self._log.lock:
             await self._log.settle()
             self.check_ban(volunteer)
-            if me not in self._dispatcher.state.volunteers:
-                await self._log.write([Met(at=self._clock(), volunteer=me, name=asked.name)])
             now = self._clock()
-            assigned = self._dispatcher.assign(
-                me, asked.count, asked.held, now=now, version=self._log.version
-            )
-            units = await self._with_base(assigned)
+            units = self._dispatcher.assign(me, asked.count, asked.held, now=now, version=self._log.version)
+            new = units and me not in self._dispatcher.state.volunteers
+            met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
+            units, put = await self._with_base(units)
+            await self._log.write([*met, *units], put=put)
             wait_s = 0.0 if units else self._dispatcher.wait_s(me, now=now)
             return self._given([self._unit(one, now) for one in units], wait_s)
 
@@ -306,20 +305,20 @@ class Coordination:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return self._dispatcher.state.unit(unit).replicas[0].version, file
 
-    async def _with_base(self, assigned: list[Assigned]) -> list[Assigned]:
-        """Write assignments; if units have replicas, keep what those begin with."""
+    async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
+        """Assignments whose replicas begin alike, and blobs with what those begin with that nobody began before."""
         put: dict[str, bytes] = {}
-        if assigned and self._job.plan.replication > 1:
-            newest = await self.parameters()
-            blob = newest.values.astype("<f4", copy=False).tobytes()
-            for place, one in enumerate(assigned):
-                before = self._dispatcher.state.unit(one.unit).replicas
-                version = before[0].version if before else newest.version
-                assigned[place] = msgspec.structs.replace(one, version=version)
-                if not before:
-                    put[base_blob(one.unit)] = blob
-        await self._log.write(assigned, put=put)
-        return assigned
+        if self._job.plan.replication == 1 or not units:
+            return units, put
+        newest = await self.parameters()
+        blob = newest.values.astype("<f4", copy=False).tobytes()
+        for place, one in enumerate(units):
+            before = self._dispatcher.state.unit(one.unit).replicas
+            version = before[0].version if before else newest.version
+            units[place] = msgspec.structs.replace(one, version=version)
+            if not before:
+                put[base_blob(one.unit)] = blob
+        return units, put
 
     # -- upkeep
 
@@ -332,8 +331,10 @@ class Coordination:
                 await asyncio.to_thread(self._crew.keep, self._wanted(), now=self._clock())
             except StoreError:
                 pass  # the log has told it, and the next try will do better
-            except Exception:  # volunteers are answered all the same
-                logger.exception("upkeep of the job failed")
+            except Exception as error:  # volunteers are answered all the same
+                if self._log.fault != str(error):
+                    logger.exception("upkeep of the job failed")
+                    self._log.fault = str(error)
             await asyncio.sleep(self._settings.tick_s)
 
     def _wanted(self) -> int:

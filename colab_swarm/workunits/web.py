@@ -46,8 +46,8 @@ READ_S, SEND_S = 300.0, 3600.0
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5
 """After how many seconds to come again."""
-LIMITS = {"lingering_time": 2.0, "shutdown_timeout": 2.0}
-"""Seconds to take in what is not wanted before the line is cut, and to end what goes on when it closes."""
+FAREWELL_S = 2.0
+"""For taking in what is not wanted before the line is cut, and for ending what goes on when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
 """Pages for all browsers together."""
@@ -118,7 +118,13 @@ class CoordinatorServer:
         routes.add_get("/work/parameters/{unit}", self._base)
         routes.add_head("/work/results/{assignment}", self._received)
         routes.add_put("/work/results/{assignment}", self._piece)
-        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, **LIMITS)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            auto_decompress=False,  # a small body may unpack to a large one
+            lingering_time=FAREWELL_S,
+            shutdown_timeout=FAREWELL_S,
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         port = self._runner.addresses[0][1]
