@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.schema import CreateTable
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.entries import Accepted, AnyEntry, decode_entry, encode_entry
@@ -80,9 +81,9 @@ class SqlStore:
                 connect_args={"connect_timeout": CONNECT_S},
             )
             try:
-                _tables.create_all(self._engine)
-            except SQLAlchemyError:  # another process makes them at this moment
-                _tables.create_all(self._engine)
+                self._make_tables()
+            except SQLAlchemyError:  # PostgreSQL: another process makes them at this moment
+                self._make_tables()
 
     def begin(self, first: Floats) -> None:
         """See `Store.begin`."""
@@ -187,6 +188,11 @@ class SqlStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._engine.dispose()
+
+    def _make_tables(self) -> None:
+        with self._engine.begin() as connection:
+            for table in _tables.sorted_tables:
+                connection.execute(CreateTable(table, if_not_exists=True))
 
     def _put(self, connection: sa.Connection, name: str, data: memoryview) -> None:
         self._drop(connection, name)

@@ -1,0 +1,57 @@
+"""What only databases do: an assimilation keeps others from the parameters, and nobody from the log."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+
+from colab_swarm.workunits import sql
+from colab_swarm.workunits.entries import Assimilated, Met
+from colab_swarm.workunits.weights import Floats
+from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql", "mariadb"], indirect=True)
+
+
+def test_tables_are_made_by_whoever_comes_first_and_others_at_that_moment_stand_it(url: str) -> None:
+    engine = sa.create_engine(url)
+    for table in ("jobs", "ends", "log", "queue", "blobs"):
+        with engine.begin() as connection:
+            connection.execute(sa.text(f"DROP TABLE IF EXISTS swarm_{table}"))
+    engine.dispose()
+    with ThreadPoolExecutor(4) as threads:
+        for store in threads.map(lambda _: sql.SqlStore(url, new_job()), range(4)):
+            assert store.entries() == []
+            store.close()
+
+
+def test_the_coordinator_writes_while_a_server_assimilates(url: str) -> None:
+    store = begun(url, new_job(), units=1)
+
+    def update(values: Floats) -> Floats:
+        store.append([Met(at=1.0, volunteer="a", name="alice"), accepted(1)], put={"a": b"1"})
+        return plus_one(values)
+
+    assert store.assimilate(accepted(0), update, server="bob", now=2.0) == 1
+    assert [type(entry) for _, entry in store.entries(1)][::2] == [Met, Assimilated]
+    check_invariants(store)
+    store.close()
+
+
+def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(url: str) -> None:
+    store = begun(url, new_job(), units=2)
+    with ThreadPoolExecutor(1) as carol:
+        others = []
+
+        def slow(values: Floats) -> Floats:
+            others.append(carol.submit(store.assimilate, accepted(1), plus_one, server="carol", now=1.0))
+            return plus_one(values)
+
+        assert store.assimilate(accepted(0), slow, server="bob", now=2.0) == 1
+        assert others[0].result(20) == 2
+    np.testing.assert_array_equal(store.parameters().values, np.full(3, 2, np.float32))
+    check_invariants(store)
+    store.close()
