@@ -6,7 +6,6 @@ A file per assignment, written when it is given and again every so often while i
 from __future__ import annotations
 
 import logging
-import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,12 @@ class UnitSaves:
     """The units in hand of one volunteer in one job.
 
     Args:
-        folder: made if need be; several volunteers may use it.
-        owner: tells volunteer and job from others.
+        folder: made if need be; nobody else works in it.
+        owner: tells volunteer and job from those that worked there before.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner
-        self._lock: sqlite3.Connection | None = None
 
     def save(self, held: UnitInHand) -> None:
         """Keep a unit; where that fails, only a warning tells."""
@@ -82,12 +80,7 @@ class UnitSaves:
             logger.warning("a unit that is done cannot be deleted: %s", error)
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
-        """Units that a killed process had in hand and that are still awaited; the others are forgotten.
-
-        Finds nothing while another process volunteers in this folder: they are its own.
-        """
-        if not self._alone():
-            return []
+        """Units that a killed process had in hand and that are still awaited; the others are forgotten."""
         found = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
@@ -100,25 +93,6 @@ class UnitSaves:
             elif owner == self._owner:
                 found.append(held)
         return found
-
-    def close(self) -> None:
-        """Let others have what is left."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def _alone(self) -> bool:
-        """Whether this is the one process that uses the folder; the lock ends with the process, however it ends."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = sqlite3.connect(
-                self._folder / "lock", timeout=0, isolation_level=None, check_same_thread=False
-            )
-            self._lock.execute("BEGIN EXCLUSIVE")
-        except (sqlite3.Error, OSError):
-            self.close()
-            return False
-        return True
 
     def _file(self, unit: GivenUnit) -> Path:
         return self._folder / (unit.assignment + SUFFIX)

@@ -215,7 +215,6 @@ class Volunteering:
         except* Exception as ends:
             over = _first(ends)
         await self._farewell(over)
-        self._saves.close()
         self._over = over
 
     async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:

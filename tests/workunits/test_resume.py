@@ -45,7 +45,6 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
     assert found.training["model"]["none"].shape == (0, 4)
     assert found.training["optimizer"]["param_groups"] == STATE["optimizer"]["param_groups"]
     second.drop(UNIT)
-    second.close()
     assert saves(tmp_path).left_behind(now=99.0) == []
 
 
@@ -57,19 +56,8 @@ def test_a_unit_whose_deadline_has_passed_is_forgotten(tmp_path: Path) -> None:
 
 def test_units_of_others_are_left_to_them(tmp_path: Path) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0))
-    bob = saves(tmp_path, "bob in digits")
-    assert bob.left_behind(now=1.0) == []
-    bob.close()
+    assert saves(tmp_path, "bob in digits").left_behind(now=1.0) == []
     assert len(saves(tmp_path).left_behind(now=1.0)) == 1
-
-
-def test_units_of_a_process_that_lives_are_left_to_it(tmp_path: Path) -> None:
-    first, second = saves(tmp_path), saves(tmp_path)
-    assert first.left_behind(now=1.0) == []
-    first.save(UnitInHand(UNIT, 100.0))
-    assert second.left_behind(now=1.0) == []
-    first.close()
-    assert len(second.left_behind(now=1.0)) == 1
 
 
 @settings(max_examples=40)
@@ -84,12 +72,8 @@ def test_a_garbled_file_is_forgotten(tmp_path_factory: pytest.TempPathFactory, d
     else:
         whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(whole)
-    one = saves(folder)
-    try:
-        for found in one.left_behind(now=1.0):  # a bit that means nothing, such as a blank of the head
-            assert found.unit == UNIT
-    finally:
-        one.close()
+    for found in saves(folder).left_behind(now=1.0):  # a bit that means nothing, such as a blank of the head
+        assert found.unit == UNIT
 
 
 def test_what_cannot_be_saved_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
