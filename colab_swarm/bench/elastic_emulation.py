@@ -14,6 +14,7 @@ from colab_swarm.elastic.ledger import Ledger
 from colab_swarm.elastic.meter import ExactMeter, Meter
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.tensors.codecs import Codec, Floats, codec_of
+from colab_swarm.tensors.feedback import ErrorFeedback
 
 Gradient = Callable[[int, int, Floats], Floats]
 """(peer, step, parameters) -> gradient."""
@@ -69,7 +70,6 @@ class Member:
 
     Attributes:
         parameters: its view.
-        residual: of error feedback.
         history: its view at the beginning of each step, and after the last.
         estimates: per step, the distance its `Meter` estimated at once, and found later.
         waited_s: of all steps together.
@@ -78,9 +78,9 @@ class Member:
     scheduler: Scheduler
     ledger: Ledger
     meter: Meter
+    feedback: ErrorFeedback
     parameters: Floats
     velocity: Floats
-    residual: Floats
     history: list[Floats] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
     found: list[float] = field(default_factory=list)
@@ -119,8 +119,8 @@ class Emulation:
             scheduler,
             Ledger(scene.sizes, scene.peers, index, scheduler),
             Meter(len(scene.sizes), scene.peers),
+            ErrorFeedback(len(start)),
             start.copy(),
-            np.zeros_like(start),
             np.zeros_like(start),
         )
 
@@ -152,6 +152,7 @@ class Emulation:
         if step == self._scene.steps:
             member.finished_at = self._now
             return
+        member.feedback.begin()
         gradient = self._gradient(peer, step, member.parameters)
         self.exact.on_gradient(peer, step, gradient)
         seconds, buckets = self._scene.backward_s(peer, step), len(self._scene.sizes)
@@ -163,11 +164,8 @@ class Emulation:
         """A bucket is ready: it is encoded, and goes to all."""
         member, crash = self.members[peer], self._scene.crashes.get(peer)
         part = slice(self._ends[bucket] - self._scene.sizes[bucket], self._ends[bucket])
-        values = gradient[part] + member.residual[part]
-        sent = self._codec.decode(self._codec.encode(values), len(values)).copy()
-        if self._scene.feedback:
-            member.residual[part] = values - sent
-        told = (_square(gradient[part]), _square(member.residual[part]))
+        sent, residual_squares = self._encode(member, part.start, gradient[part])
+        told = (_square(gradient[part]), residual_squares)
         member.ledger.on_own(step, bucket, sent, now=self._now)
         member.meter.on_told(peer, step, *told)
         crashes = crash is not None and crash.step == step
@@ -175,7 +173,16 @@ class Emulation:
             if other != peer and not (crashes and other not in crash.reached):  # type: ignore[union-attr]
                 self._send(peer, other, step, bucket, sent, told)
         if bucket == len(self._scene.sizes) - 1:
+            member.feedback.settle()
             self._crash(peer) if crashes else self._ask(peer)
+
+    def _encode(self, member: Member, start: int, values: Floats) -> tuple[Floats, float]:
+        """What the others will decode, and the squared norm of what is kept back for later."""
+        if not self._scene.feedback:
+            return self._codec.decode(self._codec.encode(values), len(values)).copy(), 0.0
+        wanted = values + member.feedback.residual[start : start + len(values)]
+        sent = member.feedback.encode(self._codec, start, values)[1].copy()
+        return sent, _square(wanted - sent)
 
     def _send(
         self, peer: int, other: int, step: int, bucket: int, sent: Floats, told: tuple[float, float]
@@ -229,7 +236,8 @@ class Emulation:
                 member.scheduler.on_measured(distance)
         member.velocity = scene.momentum * member.velocity + np.concatenate(closed.gradients)
         member.parameters = member.parameters - np.float32(scene.alpha) * member.velocity
-        self._compare(member.scheduler)
+        if not scene.momentum:  # with it x_t is not the sum of gradients
+            self._compare(member.scheduler)
         self._at(self._now, lambda: self._begin(peer))
 
     def _compare(self, scheduler: Scheduler) -> None:

@@ -102,6 +102,7 @@ class _View:
     missing: set[Piece]
     arrived: _Sum
     residual: float
+    guess: float
 
 
 class Meter:
@@ -126,6 +127,7 @@ class Meter:
         self._told: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
         self._changes = [Recent() for _ in range(buckets)]  # squared norms of what arrived late
+        self._found, self._guessed = Recent(), Recent()  # squares of what views lacked
         self._views: list[_View] = []
         self._sums: dict[int, _Sum] = {}
         self._gone = 0.0
@@ -149,10 +151,13 @@ class Meter:
                     view.missing.remove(piece)
                     view.arrived.add(late.bucket, late.change)
         self._give_up_lost(closed)
-        residual = sum(self._residuals) / self._peers
-        self._views.append(_View(set(closed.missing), _Sum({}), residual + self._gone))
-        self.estimate = self._worth(closed.missing, closed) + residual + self._gone
-        return self._settle()
+        residual = sum(self._residuals) / self._peers + self._gone
+        guess = self._worth(closed.missing, closed)
+        self._views.append(_View(set(closed.missing), _Sum({}), residual, guess))
+        distances = self._settle()
+        right = self._found.value / self._guessed.value if self._guessed.value else 1.0
+        self.estimate = math.sqrt(right) * guess + residual
+        return distances
 
     def _add_to_sums(self, closed: Closed) -> None:
         self._sums[closed.step] = _Sum({})
@@ -182,7 +187,10 @@ class Meter:
             view.missing -= gone
 
     def _worth(self, pieces: Iterable[Piece], closed: Closed) -> float:
-        """What missing pieces have been worth so far; before any has come late, as much as of this step's gradients."""
+        """What missing pieces may be worth: as much as those before them, all of one direction.
+
+        Before any has come late, as much as the same bucket of the gradients that are there.
+        """
         squares: dict[int, float] = defaultdict(float)
         for peer, _, bucket in pieces:
             own = max(float(np.dot(of[bucket], of[bucket])) for of in closed.arrived.values() if bucket in of)
@@ -192,9 +200,13 @@ class Meter:
     def _settle(self) -> list[float]:
         known = [view for view in self._views if not view.missing]
         self._views = [view for view in self._views if view.missing]
-        distances = [math.sqrt(view.arrived.squared_norm) / self._peers + view.residual for view in known]
-        for distance in distances:
-            self._measured.add(distance**2)
+        distances = []
+        for view in known:
+            lacked = math.sqrt(view.arrived.squared_norm) / self._peers
+            self._found.add(lacked**2)
+            self._guessed.add(view.guess**2)
+            self._measured.add((lacked + view.residual) ** 2)
+            distances.append(lacked + view.residual)
         return distances
 
     @property
@@ -247,7 +259,8 @@ class ExactMeter:
 
     def _advance(self) -> None:
         """Apply all steps of which every gradient is there."""
-        while self._gradients[self._step].keys() | self._lost >= set(range(self._peers)):
+        everyone = set(range(self._peers))
+        while self._gradients[self._step] and self._gradients[self._step].keys() | self._lost >= everyone:
             gradients = self._gradients.pop(self._step).values()
             total = sum(values.astype(np.float64) for values in gradients)
             squares = sum(float(np.dot(values, values)) for values in gradients)
