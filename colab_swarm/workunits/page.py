@@ -109,7 +109,9 @@ def _tiles(status: JobStatus) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms" if seconds < 9.9 else f"{seconds:,.0f} s"
+    if seconds >= 9.95:
+        return f"{seconds:,.0f} s"
+    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.00995 else f"{seconds * 1000:.1f} ms"
 
 
 def _accuracy(status: JobStatus) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import AnyEntry
+from colab_swarm.workunits.entries import Accepted, AnyEntry
 from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
 from colab_swarm.workunits.rows import Rows
+from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS
 from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 
 
@@ -165,5 +169,63 @@ def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> N
             for verb in ("POST", "PUT", "DELETE"):
                 async with scene.session.request(verb, url) as answer:
                     assert answer.status == 405
+
+    run(main)
+
+
+class Slow(MemoryStore):
+    """A store that keeps a result when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("tiny")
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
+        if any(isinstance(entry, Accepted) for entry in entries):
+            self.reached.set()
+            self.go_on.wait(10)
+        super().append(entries, **blobs)
+
+
+def test_while_a_result_is_looked_at_the_same_one_has_to_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Slow()
+        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+            name = (await scene.alice.ask())[0].assignment
+            file = scene.coordination.schema.encode(scene.values())
+            first = asyncio.create_task(scene.alice.upload(name, file))
+            await until(store.reached.is_set)
+            for answer in (
+                await scene.alice.upload(name, file),
+                await scene.alice.send("HEAD", f"/work/results/{name}"),
+            ):
+                assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
+            store.go_on.set()
+            assert (await first).message(Taken).accepted
+
+    run(main)
+
+
+def test_too_many_downloads_at_once_are_told_to_come_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            scene.server.running["download"] = MAX_DOWNLOADS
+            answer = await scene.alice.send("GET", "/work/parameters")
+            assert (answer.status, answer.problem.code) == (503, "busy")
+            scene.server.running["download"] -= 1
+            assert (await scene.alice.send("GET", "/work/parameters")).status == 200
+            assert scene.server.running["download"] == MAX_DOWNLOADS - 1
+
+    run(main)
+
+
+def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            answers = await asyncio.gather(
+                *(scene.alice.send("GET", "/live") for _ in range(ANSWERS_PER_S + 20))
+            )
+            assert {answer.status for answer in answers} <= {200, 429}
+            assert sum(answer.status == 200 for answer in answers) >= ANSWERS_PER_S
 
     run(main)

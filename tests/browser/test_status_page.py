@@ -1,0 +1,82 @@
+"""The coordinator's page in Chromium: it draws, keeps itself up to date, and runs nobody else's script."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.tokens import Gate
+from colab_swarm.workunits.web import CoordinatorServer
+from tests.browser.test_jupyterlab import CHROMIUM, QUIET
+from tests.workunits.statuses import EVIL, status
+
+MISSING = [] if find_spec("playwright") and CHROMIUM else ["playwright or chromium"]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="not installed here: playwright")]
+
+
+class Site:
+    """A coordinator's server on a thread of its own, as far as its pages go; ``shown`` is what they show."""
+
+    def __init__(self) -> None:
+        self.shown = status()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.server = CoordinatorServer(self, None, Gate(None))  # type: ignore[arg-type]
+        self._call(self.server.start("127.0.0.1", 0))
+
+    def status(self) -> JobStatus:
+        return self.shown
+
+    def _call(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._call(self.server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
+    site: Site, tmp_path: Path, scheme: str
+) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+        page = browser.new_page(viewport={"width": 800, "height": 1000}, color_scheme=scheme)
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+        page.goto(site.server.url)
+        page.screenshot(path=tmp_path / "status.png", full_page=True)
+        assert page.title() == "digits-resnet" and EVIL[:20] in page.inner_text("#live")
+        assert page.locator("svg polyline.mean").count() == 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= 800
+
+        site.shown = status(epochs=7, name="later")
+        page.locator("h1", has_text="later").wait_for(timeout=15_000)
+        assert page.title() == "digits-resnet" and page.locator("img").count() == 0
+        assert [one for one in complaints if "401" not in one] == []  # that of the favicon
+
+        site.close()
+        page.wait_for_selector("#lost", state="visible", timeout=15_000)
+        browser.close()
