@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from colab_swarm.errors import CallRefused, PeerError
@@ -144,8 +145,9 @@ class Volunteering:
         self._clock, self._rng = clock, rng or random.Random()
         self._subsets = {subset.sha256: subset for subset in card.subsets}
         self._cache = SubsetCache(settings.folder / "data", settings.cache_bytes)
-        me = f"{client.token.identity.id.hex()} {card.run_id} {card.name} {card.code_sha256}".encode()
-        self._saves = UnitSaves(settings.folder / "units", sha256(me + card.schema).hexdigest())
+        same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
+        owner = sha256(client.token.identity.id + same).hexdigest()
+        self._saves = UnitSaves(settings.folder / "units", owner)
         self._slots = [_Slot() for _ in range(settings.units)]
         self._left_behind: deque[UnitInHand] = deque()
         self._leaving = asyncio.Event()
@@ -153,7 +155,8 @@ class Volunteering:
         self._over: _Over | None = None
         self._told = GivenUnits()
         self._accepted = self._refused = self._given_back = self._samples = 0
-        self._refusal, self._banned, self._began = "", "", time.monotonic()
+        self._refusal, self._banned = "", ""
+        self._began, self._ended = time.monotonic(), 0.0
 
     def start(self) -> None:
         """Begin, in the running loop."""
@@ -187,7 +190,7 @@ class Volunteering:
             samples=self._samples,
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
-            seconds=time.monotonic() - self._began,
+            seconds=(self._ended or time.monotonic()) - self._began,
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:
@@ -204,10 +207,10 @@ class Volunteering:
     # --- from the first unit to the last ------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
         over = _Over("left")
         try:
             async with asyncio.TaskGroup() as group:
+                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
                 slots = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
                 await self._finish(slots)
@@ -215,7 +218,7 @@ class Volunteering:
         except* Exception as ends:
             over = _first(ends)
         await self._farewell(over)
-        self._over = over
+        self._over, self._ended = over, time.monotonic()
 
     async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:
         """Wait for units in hand, and for units that may be on their way; but not for a coordinator that is away."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,8 @@ from hashlib import sha256
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, NotAdmitted
 from colab_swarm.net.identity import Identity
@@ -19,7 +22,9 @@ from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits.backoff import Backoff, BackoffSettings
-from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.workunits.client import CoordinatorClient, _decoded, _problem
+from colab_swarm.workunits.download import Trouble
+from colab_swarm.workunits.messages import GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
@@ -305,6 +310,14 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
             assert await client.card() == standin.card()
 
     talk(scene)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_of_a_stranger_are_more_than_trouble(body: bytes) -> None:
+    for kind in (JobCard, GivenUnits, Taken):
+        with contextlib.suppress(Trouble):
+            assert isinstance(_decoded(body, kind), kind)
+    assert _problem(body) is None or isinstance(_problem(body), Problem)
 
 
 def test_a_repr_shows_no_secret() -> None:

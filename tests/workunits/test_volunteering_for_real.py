@@ -93,7 +93,7 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
             assert volunteering.snapshot().accepted == 2
             assert standin.seen.count("GET /work/parameters") == fetched + 1  # of the other unit
 
-    run(main, timeout_s=60.0)
+    run(main, timeout_s=120.0)
     assert len(standin.given) == 2  # nothing was asked for twice
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
