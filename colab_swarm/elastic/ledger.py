@@ -215,6 +215,11 @@ class Ledger:
         return total
 
     @property
+    def late(self) -> tuple[Late, ...]:
+        """What arrived late and is corrected when the open step ends."""
+        return tuple(self._late)
+
+    @property
     def missing(self) -> frozenset[tuple[int, int, int]]:
         """(peer, step, bucket) of what is owed of closed steps."""
         return frozenset((*key, bucket) for key, buckets in self._owed.items() for bucket in buckets)

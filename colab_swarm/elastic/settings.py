@@ -1,0 +1,86 @@
+"""How a group trains elastically, and what came of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from colab_swarm.elastic.schedulers import Scheduler, Synchronous
+from colab_swarm.tensors.codecs import Codec, codec_of
+
+MAX_PEERS = 16
+BUCKET_VALUES = 1 << 17
+"""So that a bucket, however it is encoded, fits the payload of one item on a stream."""
+
+
+class ElasticOptions(TypedDict, total=False):
+    """What an elastic optimizer takes besides; see `ElasticSettings`."""
+
+    scheduler: Scheduler
+    codec: str
+    error_feedback: bool
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """How a group trains. All its members use the same.
+
+    Attributes:
+        prefix: names the group; peers of one prefix train one model.
+        peers: how many they are, 2 to 16.
+        scheduler: when a peer goes on to its next step.
+        codec: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
+        error_feedback: what compression cut off a gradient is added to the next; without it nothing is known of how
+            far a lossy codec leads the peers off.
+        wait_s: how long to wait for the others when the group is formed.
+    """
+
+    prefix: str
+    peers: int
+    scheduler: Scheduler = field(default_factory=Synchronous)
+    codec: str = "float32"
+    error_feedback: bool = True
+    wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.peers <= MAX_PEERS:
+            raise ValueError(f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
+        if not self.wait_s > 0:
+            raise ValueError(f"wait_s={self.wait_s}: pass seconds, such as 300")
+        codec_of(self.codec)
+
+    @property
+    def wire(self) -> Codec:
+        """The codec."""
+        return codec_of(self.codec)
+
+    def terms(self, sizes: list[int], schema: bytes) -> str:
+        """What all members must agree on, for people to compare."""
+        return (
+            f"{self.peers} peers, {self.scheduler.name}, {self.codec}, error_feedback={self.error_feedback}, "
+            f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
+        )
+
+
+@dataclass(frozen=True)
+class ElasticStep:
+    """What came of one step at this peer.
+
+    Attributes:
+        step: from 0, since the group was formed.
+        waited_s: between the end of its own backward pass and the scheduler's consent.
+        missing: share of the others' values of this step that had not arrived.
+        inconsistency: how far this peer's parameters are from the group's, by learning rate: the root mean square over
+            the last steps whose gradients have all arrived.
+        bound: what the theory allows it to be, with M and sigma as estimated so far; None: nothing is known for this
+            codec.
+        lost: members (by number) that are gone.
+    """
+
+    step: int
+    waited_s: float
+    missing: float
+    inconsistency: float
+    bound: float | None
+    lost: tuple[int, ...]
