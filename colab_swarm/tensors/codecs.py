@@ -20,6 +20,7 @@ Everything is numpy and little-endian. Where the process has loaded torch, the 1
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,10 +54,10 @@ def codec_of(name: str) -> Codec:
     """
     if name in CODECS:
         return CODECS[name]
-    kind, _, share = name.partition(":")
-    if kind != "topk" or not share:
+    share = re.fullmatch(r"topk:(0\.[0-9]+)", name)
+    if share is None:
         raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
-    codec = TopK(float(share))
+    codec = TopK(float(share[1]))
     if codec.name != name:
         raise ValueError(f"codec {name!r} is to be written {codec.name!r}: all peers must name it alike")
     return codec

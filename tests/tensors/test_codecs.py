@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -22,13 +23,14 @@ from colab_swarm.tensors.codecs import (
 finite = hnp.arrays(
     np.float32, st.integers(0, 200), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
 )
-names = pytest.mark.parametrize("name", sorted(CODECS))
+names = pytest.mark.parametrize("name", [*CODECS, "topk:0.01", "topk:0.3"])
 
 
 def round_trip(name: str, values: Floats) -> Floats:
-    encoded = bytes(CODECS[name].encode(values))
-    assert len(encoded) == CODECS[name].encoded_bytes(len(values))
-    return CODECS[name].decode(encoded, len(values))
+    codec = codec_of(name)
+    encoded = bytes(codec.encode(values))
+    assert len(encoded) == codec.encoded_bytes(len(values))
+    return codec.decode(encoded, len(values))
 
 
 @given(finite)
@@ -73,22 +75,37 @@ def test_int8_stays_within_its_bound_in_every_block(values: Floats, padding: int
 @given(data=st.binary(max_size=300), numel=st.integers(0, 300))
 @settings(max_examples=100, deadline=None)
 def test_decoders_take_the_right_length_or_raise_value_error(name: str, data: bytes, numel: int) -> None:
-    codec = CODECS[name]
+    codec = codec_of(name)
     try:
         assert codec.decode(data, numel).shape == (numel,)
     except ValueError:
-        assert len(data) != codec.encoded_bytes(numel) or name == "int8"
+        assert len(data) != codec.encoded_bytes(numel) or name in ("int8", "onebit", "topk:0.01", "topk:0.3")
     else:
         assert len(data) == codec.encoded_bytes(numel)
 
 
 @names
+@given(numel=st.integers(0, 300), seed=st.integers(0, 1 << 32), damaged=st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_garbage_of_the_right_length_is_decoded_or_refused(
+    name: str, numel: int, seed: int, damaged: int
+) -> None:
+    codec, rng = codec_of(name), np.random.default_rng(seed)
+    data = bytearray(codec.encode(rng.standard_normal(numel, dtype=np.float32)))
+    for _ in range(damaged if data else 0):
+        data[rng.integers(len(data))] = rng.integers(256)
+    with contextlib.suppress(ValueError):
+        decoded = codec.decode(data, numel)
+        assert decoded.shape == (numel,) and decoded.dtype == np.float32
+        assert all_finite(decoded) or name in ("float32", "float16", "bfloat16")
+
+
+@names
 def test_decoding_into_scratch_gives_the_same_values(name: str) -> None:
     values = np.random.default_rng(1).standard_normal(5000, dtype=np.float32)
-    encoded, scratch = bytes(CODECS[name].encode(values)), np.empty(6000, np.float32)
-    np.testing.assert_array_equal(
-        CODECS[name].decode(encoded, 5000, scratch=scratch), round_trip(name, values)
-    )
+    codec = codec_of(name)
+    encoded, scratch = bytes(codec.encode(values)), np.full(6000, 7.0, np.float32)
+    np.testing.assert_array_equal(codec.decode(encoded, 5000, scratch=scratch), round_trip(name, values))
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -101,6 +118,36 @@ def test_a_value_that_is_not_a_number_stays_one(name: str) -> None:
 def test_an_int8_block_that_is_not_finite_is_refused_by_the_decoder(odd: float) -> None:
     with pytest.raises(ValueError, match="scale"):
         round_trip("int8", np.array([1.0, odd], np.float32))
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk:0.01", "topk:0.3"])
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("numel", [1, 4097, 100_000])
+def test_values_that_are_not_finite_are_refused_by_codecs_that_would_spread_them(
+    name: str, odd: float, numel: int
+) -> None:
+    values = np.random.default_rng(numel).standard_normal(numel, dtype=np.float32)
+    values[numel // 2] = odd
+    with pytest.raises(ValueError, match=rf"not finite cannot travel as {name[:4]}"):
+        codec_of(name).encode(values)
+
+
+def test_onebit_sends_the_means_of_what_is_over_zero_and_of_the_rest() -> None:
+    np.testing.assert_array_equal(
+        round_trip("onebit", np.array([1, -2, 3, 0, -4], np.float32)),
+        np.array([2, -2, 2, -2, -2], np.float32),
+    )
+
+
+def test_onebit_scales_every_block_by_itself() -> None:
+    values = np.repeat(np.array([3.0, -5.0], np.float32), BLOCK_VALUES)
+    np.testing.assert_array_equal(round_trip("onebit", values), values)
+
+
+@pytest.mark.parametrize("means", [(np.nan, 0), (np.inf, 0), (1, -np.inf), (-1, 0), (0, 1)])
+def test_onebit_means_that_no_encoder_writes_are_refused(means: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="not finite, or of the wrong sign"):
+        codec_of("onebit").decode(np.array(means, np.float32).tobytes() + bytes(1), 8)
 
 
 def test_an_unknown_codec_is_named_with_the_choices() -> None:
