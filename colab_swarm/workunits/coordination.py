@@ -229,18 +229,17 @@ class Coordination:
             StoreError: later perhaps.
         """
         self.check(volunteer, assignment)
-        unit, name = self._dispatcher.state.replicas[assignment].unit, f"result-{assignment}"
+        unit = self._dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self._job.plan.replication > 1 else None)
         base = self.schema.decode(file)
         values, change, fault = await asyncio.to_thread(self._judge, data, base)
         async with self._log.lock:
             await self._log.settle()
             self.check(volunteer, assignment)
-            now = self._clock()
             if fault is not None:
-                await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
+                await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
-            await self._keep(name, values, change, base)
+            await self._keep(assignment, values, change, base)
 
     def _judge(self, data: bytes, base: Floats) -> tuple[Floats, float, str | None]:
         """Values of a result, how far they moved, and what is wrong with them."""
@@ -250,9 +249,9 @@ class Coordination:
             return base, 0.0, str(error)
         return values, moved(values, base), self._validator.judge(values, base)
 
-    async def _keep(self, name: str, values: Floats, change: float, base: Floats) -> None:
+    async def _keep(self, assignment: str, values: Floats, change: float, base: Floats) -> None:
         """Put a valid result into the store, with all that follows from it."""
-        assignment, now = name.removeprefix("result-"), self._clock()
+        name = f"result-{assignment}"
         known = {name: values}
 
         def distance(one: str, other: str) -> float:
@@ -262,7 +261,7 @@ class Coordination:
             return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
 
         entries = await asyncio.to_thread(
-            self._dispatcher.on_result, assignment, change, name, now=now, distance=distance
+            self._dispatcher.on_result, assignment, change, name, now=self._clock(), distance=distance
         )
         odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
         put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}

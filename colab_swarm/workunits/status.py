@@ -56,8 +56,3 @@ class JobStatus:
         if not ordered:
             return None
         return ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)]
-
-    @property
-    def units_done(self) -> int:
-        """Of all epochs."""
-        return (self.overview.epoch - 1) * len(self.rows) + self.overview.units.assimilated

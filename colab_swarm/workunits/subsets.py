@@ -32,7 +32,6 @@ def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    if not path.exists() or path.stat().st_size != len(data):
-        half = path.with_suffix(".half")
-        half.write_bytes(data)
-        os.replace(half, path)
+    half = path.with_suffix(".half")
+    half.write_bytes(data)
+    os.replace(half, path)  # whole or not at all, whatever a crash left there

@@ -126,7 +126,11 @@ class CoordinatorServer:
             shutdown_timeout=FAREWELL_S,
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except BaseException:
+            await self.close()
+            raise
         port = self._runner.addresses[0][1]
         shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
