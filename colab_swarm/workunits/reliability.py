@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MEMORY = 0.9
 FIRST_ERROR_RATE = 0.1
-RELIABLE = 0.7
+RELIABLE = 0.5
 """Below this reliability a volunteer gets few units, and none that failed before if others are there."""
 BAN_RATE = 0.25
 """A volunteer is banned if about so many of its latest results were bad: three in a row, or every fourth."""
