@@ -195,10 +195,10 @@ class CoordinatorClient:
         Raises:
             CallRefused: it is no use; the text says why.
         """
-        target, at, whole = f"/work/results/{assignment}", 0, False
+        target, at, lost = f"/work/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
-            nonlocal at, whole
+            nonlocal at, lost
             while True:
                 piece = data[at : at + PIECE_BYTES]
                 place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
@@ -209,14 +209,19 @@ class CoordinatorClient:
                             continue
                         taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
                 except CallRefused as error:
-                    if whole and error.code == "stale":  # it was taken, and the answer lost
+                    if lost and error.code == "stale":  # it was taken
                         return Taken(len(data), accepted=True)
                     raise
-                finally:
-                    whole = at + len(piece) == len(data)
+                except TROUBLE:
+                    lost = at + len(piece) == len(data)  # perhaps only the answer to the last piece
+                    raise
                 self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
+                if not at < taken.received < len(data):
+                    raise Trouble(
+                        f"the coordinator has {taken.received:,} bytes of an upload: that cannot be"
+                    )
                 at = taken.received
 
         return await self._until_done(attempt)

@@ -290,6 +290,17 @@ def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
     assert talk(scene).fired
 
 
+def test_an_upload_that_makes_no_headway_is_trouble_and_no_endless_loop() -> None:
+    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+        (unit,) = (await client.ask(1)).units
+        stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
+        conflict = answers(409, Received="0")
+        standin.meets("PUT /work/results", stuck, conflict, stuck)
+        assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
+
+    assert len(talk(scene).fired) == 3
+
+
 def test_a_refused_upload_ends_with_the_reason() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
