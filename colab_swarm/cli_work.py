@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from colab_swarm.jobs.coordinator import CoordinatorOptions
 
 EVERY_S = 5.0
+LINGER_S = 35.0
 LOOK_S = 0.2
 """How late an end is noticed."""
 
@@ -106,6 +107,7 @@ def _coordinate(options: argparse.Namespace) -> None:
             since=status.since,
             version=status.version,
         )
+        time.sleep(LINGER_S)  # volunteers that wait for units ask again within that, and hear that it is over
         while options.stay:
             time.sleep(EVERY_S)
 

@@ -25,9 +25,13 @@ BENCHMARKS = (
     "moe-convergence",
     "beam-search",
     "parameter-store",
+    "workunits",
+    "vc-asgd",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
-PLOTTED = ("groups", "strategy", "albert", "moe-convergence")
+PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd")
+WITH_DATA = ("workunits", "vc-asgd")
+"""These take ``--data``."""
 """These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 
 
@@ -53,6 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--faithful", action="store_true", help="moe-convergence: the published emulator's rules"
     )
+    parser.add_argument(
+        "--data", metavar="NPZ", help=f"{', '.join(WITH_DATA)}: images of 32 x 32 instead of digits"
+    )
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: side by side with it")
     parser.add_argument("--python", metavar="PATH", help="of an environment that has what --vs names")
     options = parser.parse_args(arguments)
@@ -60,11 +67,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("say: averaging --vs hivemind --python PATH")
     if options.faithful and options.name != "moe-convergence":
         parser.error("say: moe-convergence --faithful")
+    if options.data and options.name not in WITH_DATA:
+        parser.error(f"--data is for {' or '.join(WITH_DATA)}, not {options.name}")
     if options.plot and options.name not in PLOTTED:
         parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
     merged = Report(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
-        report = run(name, quick=options.quick, python=options.python, faithful=options.faithful)
+        more = {"python": options.python, "faithful": options.faithful, "data": options.data}
+        report = run(name, quick=options.quick, **more)
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:

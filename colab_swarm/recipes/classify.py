@@ -89,8 +89,8 @@ def classification_job(
     return Job(
         f"{Path(data).stem.lower()}-{model}",
         partial(make, shape, classes),
-        data=lambda: _images(str(data), "train", shape),
-        validation=lambda: _images(str(data), "test", shape),
+        data=partial(_images, str(data), "train", shape),
+        validation=partial(_images, str(data), "test", shape),
         plan=plan,
     )
 

@@ -1,0 +1,162 @@
+"""Figure 4 of the VC-ASGD paper: what alpha does to speed and spread, beside serial training.
+
+Digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers, or the images of ``--data``. Units are trained by the
+product's own code and assimilated by its own update; who finishes when is drawn at random: 3 volunteers, of which the
+slowest takes twice as long as the fastest, with 4 units at a time each (P3C3T4). A unit begins with the parameters as
+they are when it is handed out, so up to 11 others are assimilated before it: that is its staleness.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colab_swarm.bench.report import Report
+from colab_swarm.recipes.classify import classification_job
+from colab_swarm.workunits.assimilator import assimilate
+from colab_swarm.workunits.job import Alpha, Job, WorkPlan
+from colab_swarm.workunits.serial import train_serially
+from colab_swarm.workunits.unit_training import Evaluator, Lesson, UnitTraining, unit_seed
+from colab_swarm.workunits.weights import Floats
+
+ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
+SPEEDS = (1.0, 1.5, 2.0)
+"""Of the volunteers: what a unit takes each."""
+AT_ONCE = 4
+SCATTER = 0.2
+SUBSETS, EPOCHS, LOCAL_EPOCHS, BATCH = 50, 40, 4, 8
+EARLY = 6
+"""Epochs that count as early: in the paper the order of 0.7 and 0.95 turns after them."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Accuracy over the units of an epoch, each after its assimilation; and when it ended, in units' times."""
+
+    mean: float
+    low: float
+    high: float
+    at: float
+
+
+def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
+    """Each epoch of a run with the volunteers of above."""
+    plan, rng = job.plan, random.Random(seed)
+    evaluator, rows = Evaluator(job), job.rows()
+    parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)
+    model = job.first_model()
+    values: Floats = evaluator.schema.flatten(model)
+    epochs: list[Epoch] = []
+    now = 0.0
+    for epoch in range(1, plan.max_epochs + 1):
+        alpha, waiting = plan.alpha_of(epoch), rng.sample(range(len(parts)), len(parts))
+        flying: list[tuple[float, int, float, Floats]] = []  # back when, subset, speed, what it began with
+        free = list(SPEEDS) * AT_ONCE
+        accuracies = []
+        while waiting or flying:
+            while waiting and free:
+                speed = free.pop()
+                back = now + speed * rng.uniform(1 - SCATTER, 1 + SCATTER)
+                heapq.heappush(flying, (back, waiting.pop(), speed, values))
+            now, subset, speed, base = heapq.heappop(flying)
+            free.append(speed)
+            evaluator.schema.load(model, base)
+            lesson = Lesson(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
+            training = UnitTraining(job, parts[subset], lesson, model=model)
+            while training.done < training.batches:
+                training.step()
+            values = assimilate(values, evaluator.schema.flatten(model), alpha)
+            accuracies.append(evaluator.accuracy(values))
+        epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
+    return epochs
+
+
+def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
+    epochs, subsets = (8, 20) if quick else (EPOCHS, SUBSETS)
+    plan = WorkPlan(
+        subsets=subsets,
+        max_epochs=epochs,
+        local_epochs=LOCAL_EPOCHS,
+        batch_size=BATCH,
+        alpha=alpha,
+        seed=seed,
+        validation_samples=400,
+    )
+    if data == "digits":
+        return classification_job(plan=plan)
+    return classification_job(data, shape=(3, 32, 32), model="resnet", plan=plan)
+
+
+@dataclass
+class Curves(Report):
+    """With every epoch of every run: by alpha, or ``serial``, then by seed."""
+
+    epochs: dict[str, list[list[Epoch]]] | None = None
+
+
+def run(*, quick: bool, data: str = "digits") -> Report:
+    """The orders that the paper found, as differences that are over 0 where they hold."""
+    seeds = range(1 if quick else 3)
+    runs: dict[str, list[list[Epoch]]] = {
+        name: [train_by_volunteers(_job(data, seed, alpha, quick=quick), seed=seed) for seed in seeds]
+        for name, alpha in ALPHAS.items()
+    }
+    serial = [train_serially(_job(data, seed, 0.0, quick=quick)).accuracies for seed in seeds]
+    runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
+    report = Curves("vc-asgd", quick, epochs=runs)
+    for name, curves in runs.items():
+        key = "vc_asgd." + name.replace("/", "_over_").replace("(", "").replace(")", "")
+        report.add(
+            f"{key}.final", 100 * _mean(curves, -1), "%", f"{len(seeds)} seeds, {len(curves[0])} epochs"
+        )
+        report.add(f"{key}.early", 100 * _early(curves), "%", f"mean of the first {EARLY} epochs")
+        if name != "serial":
+            report.add(
+                f"{key}.spread", 100 * _spread(curves), "points", "highest - lowest unit of an epoch, mean"
+            )
+    best = max(_mean(runs[name], -1) for name in ALPHAS)
+    ahead = _early(runs["e/(e+1)"]) - _early(runs["0.95"])
+    slowest = min(_early(runs[name]) for name in ALPHAS if name != "0.999") - _early(runs["0.999"])
+    wider = _spread(runs["0.7"]) - _spread(runs["0.95"])
+    report.add("vc_asgd.slowest_is_0.999_by", 100 * slowest, "points", "early; the paper: over 0")
+    report.add("vc_asgd.variable_ahead_of_0.95_by", 100 * ahead, "points", "early; the paper: over 0")
+    report.add("vc_asgd.spread_of_0.7_over_0.95", 100 * wider, "points", "the paper: over 0")
+    report.add("vc_asgd.serial_minus_best", 100 * (_mean(runs["serial"], -1) - best), "points", "paper: 9")
+    return report
+
+
+def _mean(curves: Sequence[Sequence[Epoch]], place: int) -> float:
+    return statistics.mean(curve[place].mean for curve in curves)
+
+
+def _early(curves: Sequence[Sequence[Epoch]]) -> float:
+    return statistics.mean(epoch.mean for curve in curves for epoch in curve[:EARLY])
+
+
+def _spread(curves: Sequence[Sequence[Epoch]]) -> float:
+    return statistics.mean(epoch.high - epoch.low for curve in curves for epoch in curve)
+
+
+def plot(report: Any, path: str | Path) -> None:
+    """Accuracy by epoch, with bars from the lowest to the highest unit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, curves in report.epochs.items():
+        first = curves[0]
+        at = range(1, len(first) + 1)
+        means = [100 * epoch.mean for epoch in first]
+        below = [100 * (epoch.mean - epoch.low) for epoch in first]
+        above = [100 * (epoch.high - epoch.mean) for epoch in first]
+        label = name if name == "serial" else f"alpha {name}"
+        axes.errorbar(at, means, [below, above], label=label, linewidth=1.2, elinewidth=0.7, capsize=2)
+    axes.set(xlabel="epoch", ylabel="validation accuracy, %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

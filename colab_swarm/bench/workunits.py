@@ -1,0 +1,98 @@
+"""Figure 3 of the VC-ASGD paper: time per epoch by parameter servers, volunteers and units at a time (PnCnTn).
+
+Real processes on this machine: a coordinator, its parameter servers, the volunteers. As in the paper, what limits an
+epoch is at first the volunteers, and with more of their units at a time the parameter servers, each of which measures
+the accuracy after every result: here of a small ResNetV2 on all training images, which takes longer than to train a
+unit of 30 of them. ``--data`` takes an ``.npz`` of 32 x 32 colour images instead of the digits.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from colab_swarm.bench.report import Report
+from colab_swarm.jobs.coordinator import coordinate
+from colab_swarm.jobs.volunteer import volunteer
+from colab_swarm.workunits.entries import AnyEntry, Assigned, EpochEnded
+
+CODE = """
+from dataclasses import replace
+import colab_swarm as cs
+from colab_swarm.recipes.classify import classification_job
+
+plan = cs.WorkPlan(subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples=1500)
+job = classification_job({data!r}, shape={shape}, model="resnet", plan=plan)
+job = replace(job, validation=job.data)
+"""
+GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
+QUICK = ((1, 3, 8), (3, 3, 8))
+"""Parameter servers, volunteers, units at a time of each."""
+SUBSETS, EPOCHS = 48, 3
+TIME_LIMIT_S = 300.0
+PRELOADED = ["colab_swarm.jobs.volunteer", "colab_swarm.recipes.classify"]
+
+
+def run(*, quick: bool, data: str = "digits") -> Report:
+    """Seconds per epoch of each arrangement, and how much slower one parameter server is than three."""
+    report = Report("workunits", quick)
+    seconds = {}
+    for servers, volunteers, units in QUICK if quick else GRID:
+        with tempfile.TemporaryDirectory() as folder:
+            took = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
+        seconds[servers, volunteers, units] = took
+        name = f"P{servers}C{volunteers}T{units}"
+        report.add(f"workunits.{name.lower()}_epoch_s", took, "s", f"{SUBSETS} units")
+    ratio = seconds[1, 3, 8] / seconds[3, 3, 8]
+    report.add("workunits.p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
+    return report
+
+
+def epoch_seconds(
+    folder: Path, servers: int, volunteers: int, units: int, *, data: str = "digits", quick: bool = False
+) -> float:
+    """Median time of an epoch but the first, from its first unit given to its last result measured."""
+    shape = (1, 8, 8) if data == "digits" else (3, 32, 32)
+    where = data if data == "digits" else str(Path(data).resolve())
+    file = folder / "job.py"
+    epochs = 2 if quick else EPOCHS
+    file.write_text(CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape))
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(PRELOADED)
+    coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
+    helping: list[BaseProcess] = []
+    try:
+        for number in range(volunteers):
+            arguments = (str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
+            helping.append(processes.Process(target=_volunteer, args=arguments, daemon=True))
+            helping[-1].start()
+        if not coordinator.wait(TIME_LIMIT_S):
+            raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
+        return statistics.median(_durations(coordinator.log())[1:])
+    finally:
+        coordinator.stop()
+        for process in helping:
+            process.kill()
+            process.join()
+
+
+def _durations(log: Sequence[AnyEntry]) -> list[float]:
+    begun: dict[int, float] = {}
+    for entry in log:
+        if isinstance(entry, Assigned):
+            begun.setdefault(entry.unit.epoch, entry.at)
+    return [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
+
+
+def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    volunteer(link, trust_code=True, name=name, folder=folder, units=units).wait()
+    os._exit(0)
