@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.parameter_server import ParameterServer
-from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.store import KEEP_MEMORY, Store
 from colab_swarm.workunits.unit_training import Evaluator
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class ProcessHand:
                 text=True,
                 stdout=log,
                 stderr=log,
+                env=os.environ | KEEP_MEMORY,
                 start_new_session=True,
             )
         assert self._process.stdin is not None  # it is a pipe

@@ -14,6 +14,7 @@ def absent() -> AbstractContextManager[str]:
     raise Absent("redis-server is not installed")
 
 
+@pytest.mark.slow
 def test_updates_are_timed_and_absent_programs_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
