@@ -18,7 +18,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from colab_swarm.workunits.entries import (
     Accepted,
@@ -32,12 +31,10 @@ from colab_swarm.workunits.entries import (
     Returned,
     Unit,
 )
+from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.job_state import JobState, Replica, UnitState
 from colab_swarm.workunits.overview import JobOverview, overview_of
 from colab_swarm.workunits.reliability import FIRST_ERROR_RATE, Reliability
-
-if TYPE_CHECKING:  # it needs torch, which a simulation does without
-    from colab_swarm.workunits.job import WorkPlan
 
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
@@ -100,21 +97,21 @@ class Dispatcher:
         done = self.finished or self.state.epoch > self._plan.max_epochs
         if done or len(record.out) >= self._plan.in_flight or record.standing.banned_until > now:
             return []
-        proven = record.standing.proven
+        proven = record.standing.proven  # then it gets first what failed before, else last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
-        better = not proven and any(self.state.volunteers[other].standing.proven for other in others)
+        yields = not proven and any(self.state.volunteers[other].standing.proven for other in others)
         limit = self._limit(record.standing, near_end=len(lacking) <= len(others))
         mine = [
             (unit, state)
             for unit, state in lacking
             if not state.is_with(volunteer)
-            and not (state.failed_by and others and self._waits(state, None if better else volunteer, now))
+            and not (state.failed_by and others and self._waits(state, None if yields else volunteer, now))
         ]
         first = self._rng.randrange(len(mine) or 1)
         chosen = heapq.nsmallest(
             min(count, limit - len(record.out)),
-            mine[first:] + mine[:first],  # the proven get first what failed before, the rest last
+            mine[first:] + mine[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
         return [
@@ -283,19 +280,24 @@ class Dispatcher:
 
         There was no majority before it came, so if there is one now, it belongs to it.
         """
-        others = {
-            replica.assignment: replica.result for replica in self.state.units[accepted.unit].returned()
+        others = self.state.units[accepted.unit].returned()
+        results = {other.assignment: other.result for other in others} | {
+            accepted.assignment: accepted.result
         }
-        results = {**others, accepted.assignment: accepted.result}
-        groups = [
-            {b for b in results if a == b or distance(results[a], results[b]) <= self._plan.tolerance}
-            for a in results
-        ]
-        majority = max((group for group in groups if accepted.assignment in group), key=len)
+
+        def agreeing(with_name: str) -> list[str]:
+            mine, tolerance = results[with_name], self._plan.tolerance
+            return [
+                name for name in results if name == with_name or distance(mine, results[name]) <= tolerance
+            ]
+
+        majority = max((agreeing(name) for name in agreeing(accepted.assignment)), key=len)
         at, quorum = accepted.at, self._plan.replication // 2 + 1
         if len(majority) >= quorum:
             reason = f"it differs from the {len(majority)} results that agree"
-            odd = [Rejected(at=at, assignment=name, reason=reason) for name in results.keys() - majority]
+            odd = [
+                Rejected(at=at, assignment=name, reason=reason) for name in results if name not in majority
+            ]
             return [*odd, accepted]
         if len(results) < self._plan.replication + MORE_REPLICAS:
             return []

@@ -22,6 +22,7 @@ from colab_swarm.workunits.entries import (
     Returned,
 )
 from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.overview import UnitCounts
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
 
@@ -312,3 +313,18 @@ def test_the_log_of_a_job_with_more_subsets_is_refused() -> None:
     entries = [entry for volunteer in (ALICE, BOB, CAROL) for entry in big.ask(volunteer, count=2)]
     with pytest.raises(ValueError, match="this job has 1 subsets"):
         small.commit(*entries)
+
+
+def test_the_overview_tells_where_units_and_volunteers_are() -> None:
+    desk = Desk(subsets=5)
+    desk.commit(Met(at=desk.now, volunteer=ALICE, name="Alice's notebook"))
+    desk.prove(ALICE)
+    desk.result(desk.ask(ALICE)[0])
+    desk.ask(ALICE)
+    overview = desk.core.overview(now=desk.now + 30)
+    assert overview.units == UnitCounts(waiting=2, training=1, queued=1, assimilated=1)
+    (row,) = overview.volunteers
+    assert (row.name, row.accepted, row.in_flight, row.banned_until) == ("Alice's notebook", 2, 1, None)
+    assert (overview.epoch, overview.max_epochs, overview.finished) == (1, 3, None)
+    assert [entry.accuracy for entry in overview.measured] == [0.5]
+    assert overview.units_per_minute(desk.now + 30) == 2
