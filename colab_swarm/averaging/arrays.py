@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from colab_swarm.averaging.moshpit import GridAverager, GridResult
+from colab_swarm.averaging.moshpit import GridAverager, GridResult, GridSettings
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
@@ -24,13 +24,23 @@ class ArrayAverages:
         self._averagers: dict[str, GridAverager] = {}
 
     async def average(
-        self, values: Any, *, weight: float, group_size: int | None, name: str
+        self, values: Any, *, weight: float, group_size: int | None, name: str, codec: str = "float32"
     ) -> tuple[Any, GridResult]:
-        """The mean in the shape and kind of ``values``; see `GridAverager.average`."""
+        """The mean in the shape and kind of ``values``; see `GridAverager.average` and `GridSettings.codec`.
+
+        Raises:
+            ValueError: also if the values of this name travelled by another codec before.
+        """
         flat, restore = flatten(values)
         if name not in self._averagers:
-            self._averagers[name] = GridAverager(*self._services, f"{self._run_id}/average/{name}")
-        mean, result = await self._averagers[name].average(flat, weight=weight, group_size=group_size)
+            prefix, settings = f"{self._run_id}/average/{name}", GridSettings(codec)
+            self._averagers[name] = GridAverager(*self._services, prefix, settings)
+        averager = self._averagers[name]
+        if averager.codec != codec:
+            raise ValueError(
+                f"{name!r} is averaged as {averager.codec} here: choose another name for {codec}"
+            )
+        mean, result = await averager.average(flat, weight=weight, group_size=group_size)
         return restore(mean), result
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.tensors.codecs import Floats, mean_codec_for
+from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
 MAX_ROUNDS = 64
 LAG_ROUNDS = 2.0
@@ -39,8 +39,8 @@ class GridSettings:
     """How a vector is averaged in groups.
 
     Attributes:
-        codec: on the wire (see `colab_swarm.tensors.codecs`). With onebit and topk, which drop most of a vector for
-            good here, means travel as float16.
+        codec: on the wire (see `colab_swarm.tensors.codecs`). Warning: onebit and topk drop most of a vector, here for
+            good, for there is no error feedback; means travel as float16 then.
         window_s: how long the first to call waits for others.
         round_timeout_s: bound on finding the others of one round.
     """
@@ -48,6 +48,9 @@ class GridSettings:
     codec: str = "float32"
     window_s: float = 5.0
     round_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        Precision(self.codec)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +88,7 @@ class GridAverager:
     """Averages one named vector, again and again, with the other peers that do.
 
     Attributes:
+        codec: of its settings.
         meter: what was measured so far.
     """
 
@@ -93,6 +97,7 @@ class GridAverager:
     ) -> None:
         self._peers, self._averager, self._prefix = rooms.peers, averager, prefix
         self._settings = settings or GridSettings()
+        self.codec = self._settings.codec
         self._assembly = Assembly(rooms, dht, f"{prefix}/meeting", window_s=self._settings.window_s)
         self._matchmaker = Matchmaker(
             rooms,
@@ -133,7 +138,7 @@ class GridAverager:
         if self._busy:
             raise RuntimeError("this peer is averaging these values already: wait for that to end")
         begun, self._busy = _now(), True
-        schema = hashlib.sha256(f"{len(values)} {self._settings.codec}".encode()).digest()[:8]
+        schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
         try:
             meeting = await self._assembly.meet(
                 len(values), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
@@ -183,8 +188,8 @@ class GridAverager:
             reduces=bool(self._peers.contact.addresses),
             upload_bps=links.upload_bps,
             download_bps=links.download_bps,
-            codec=self._settings.codec,
-            mean_codec=mean_codec_for(self._settings.codec),
+            codec=self.codec,
+            mean_codec=mean_codec_for(self.codec),
         )
 
     def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from colab_swarm.invite import Invite, Setting
 from colab_swarm.joining import join
 from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import CODECS, codec_of
+from colab_swarm.tensors.codecs import Precision
 from colab_swarm.widgets.doctor import Check, Light, render_html, render_text, summary
 from colab_swarm.widgets.environment import platform
 
@@ -97,8 +98,8 @@ def doctor(
     Raises:
         ValueError: model, batches, target_batch_size or codec is not usable.
     """
-    if codec is not None and codec not in CODECS:
-        raise ValueError(f"codec={codec!r} is unknown: choose one of {', '.join(CODECS)}")
+    if codec is not None:
+        Precision(codec)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
     facts = Facts(platform(), machine(), versions(), internet())
@@ -130,8 +131,15 @@ def _suggested(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
         subject,
         target_batch_size=subject.target_batch_size
         or (target if isinstance(target, int) and target > 0 else None),
-        codec=subject.codec or (codec if isinstance(codec, str) and codec in CODECS else None),
+        codec=subject.codec or _known(codec),
     )
+
+
+def _known(codec: Setting | None) -> str | None:
+    """The codec, if there is one of this name here."""
+    with contextlib.suppress(ValueError):
+        return Precision(codec).name if isinstance(codec, str) else None
+    return None
 
 
 def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
@@ -145,7 +153,7 @@ def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
     if calibration is None or target is None:
         return facts
     numel = calibration.parameters
-    codec = codec_of(subject.codec or others.codec)
+    codec = Precision(subject.codec or others.codec, fine=0).at(0)
     work = Workload(numel, calibration.micro_batch, target, codec.encoded_bytes(numel) / numel)
     here = facts.membership
     line = here.line if here is not None and here.line is not None else Line()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -60,6 +61,45 @@ def test_peers_average_several_arrays_at_once_by_name() -> None:
         for mean, result in results:
             np.testing.assert_allclose(mean, np.full((2, 2), 2.0))
             assert len(result.peers) == 2 and result.complete
+        for one in averages:
+            await one.close()
+
+    run_virtual(main())
+
+
+def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
+    async def main() -> None:
+        alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
+        averages = ArrayAverages(alice.rooms, alice.dht, alice.averager, "run")
+        average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
+        await average(name="losses", codec="topk:0.5")
+        with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
+            await average(name="losses", codec="int8")
+        with pytest.raises(ValueError, match="unknown codec 'zip'"):
+            await average(name="others", codec="zip")
+        await averages.close()
+
+    run_virtual(main())
+
+
+def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
+    async def main() -> None:
+        network = SimNetwork(LAN)
+        services = [
+            assemble(network.peer(name), EventLog(), random.Random(name)) for name in ("alice", "bob")
+        ]
+        await find_others(services[1], [services[0].peers.contact])
+        averages = [ArrayAverages(one.rooms, one.dht, one.averager, "run") for one in services]
+        values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
+        results = await asyncio.gather(
+            *(
+                one.average(values, weight=1.0, group_size=None, name="x", codec="topk:0.02")
+                for one in averages
+            )
+        )
+        for mean, result in results:
+            np.testing.assert_allclose(mean, values, atol=1e-3)
+            assert sum(one.sent_bytes for one in result.rounds if one) < 0.7 * 4 * len(values)
         for one in averages:
             await one.close()
 

@@ -95,6 +95,17 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     assert "For Net" in texts(found)["compute"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
+def test_a_swarm_that_compresses_much_is_predicted_too(
+    swarm: cs.Swarm, codec: str, value_bytes: float
+) -> None:
+    net = Net()
+    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, codec=codec)
+    work = doctor(swarm, model=net, batches=BATCHES).facts.work
+    assert work is not None and work.value_bytes == pytest.approx(value_bytes, rel=0.06)
+
+
 def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told() -> None:
     with pytest.raises(ValueError, match="batches"):
         doctor(model=Net())
@@ -113,6 +124,7 @@ def test_the_invitation_suggests_what_the_user_left_open() -> None:
     suggested = {"target_batch_size": 512, "codec": "int8"}
     assert _suggested(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
     assert _suggested(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
+    assert _suggested(Subject(None, None, 96, None), {"codec": "topk:0.01"}).codec == "topk:0.01"
     strange = {"target_batch_size": "many", "codec": "mp3"}
     assert _suggested(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
 

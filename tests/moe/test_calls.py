@@ -140,6 +140,26 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
+def test_with_codecs_that_drop_most_an_expert_answers_and_learns(codec: str) -> None:
+    async def main() -> None:
+        _, alice, bob = pair()
+        server = ExpertServer(bob, EventLog())
+        expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
+        server.add(expert)
+        calls = ExpertCalls(alice, codec=codec)
+        answer = await calls.forward(info(bob.contact), INPUTS)
+        assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
+        assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
+        assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
+            await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
+        assert virtual_time() < 1  # nobody waited for what could not be sent
+        await server.close()
+
+    run_virtual(main())
+
+
 def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
     async def silent(opening: ForwardExpert, stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()

@@ -6,6 +6,7 @@ import asyncio
 from functools import cache, partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,3 +60,16 @@ def test_whatever_callers_send_each_is_answered_or_refused_and_the_expert_stays_
         else:
             assert isinstance(answer, Refusal)
     assert all(value.isfinite().all() for value in expert().state_dict()["module"].values())
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
+def test_outputs_that_a_codec_has_no_place_for_are_refused_and_fail_nobody_else(codec: str) -> None:
+    module = FeedForward(DIM, 8)
+    spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (DIM,))
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    parts = [bytes(codec_of(name).encode(np.ones(DIM, np.float32))) for name in (codec, "float32")]
+    calls = [call([part], name, backward=False) for part, name in zip(parts, (codec, "float32"), strict=True)]
+    (_, refused), (_, answered) = compute(spoilt, calls)
+    assert isinstance(refused, Refusal) and "not finite" in str(refused)
+    assert isinstance(answered, list)
