@@ -191,8 +191,8 @@ class CoordinatorServer:
         try:
             async with asyncio.timeout(READ_S):
                 body = await request.content.read()
-        except TimeoutError as error:
-            raise Refused("invalid", f"the body took longer than {READ_S:.0f} s") from error
+        except OSError as error:  # it hung up, or took too long
+            raise Refused("busy", f"the body did not come within {READ_S:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not what was signed")
         return body
@@ -291,13 +291,17 @@ class CoordinatorServer:
                 refusal.headers["Content-Range"] = f"bytes */{len(data)}"
                 return refusal
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
-        async with self._one_of("download", MAX_DOWNLOADS), asyncio.timeout(SEND_S):
+        async with self._one_of("download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
             response.content_type, response.content_length = "application/octet-stream", end - start
-            await response.prepare(request)
-            for place in range(start, end, SENT_BYTES):
-                await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))
-            await response.write_eof()
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await response.prepare(request)
+                    for place in range(start, end, SENT_BYTES):
+                        await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))
+            except OSError:  # it hung up, or took too long
+                if request.transport is not None:
+                    request.transport.abort()
         return response
 
     # -- pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Sequence
 from hashlib import sha256
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.entries import Accepted, AnyEntry
@@ -217,6 +219,21 @@ def test_too_many_downloads_at_once_are_told_to_come_again(tmp_path: Path) -> No
             assert scene.server.running["download"] == MAX_DOWNLOADS - 1
 
     run(main)
+
+
+@pytest.mark.slow
+def test_a_download_that_is_given_up_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = dataclasses.replace(tiny_job(), model=lambda: nn.Linear(4, 1 << 21))  # more than sockets hold
+
+    async def main() -> None:
+        async with coordinating(job, tmp_path) as scene:
+            given_up = asyncio.create_task(scene.alice.send("GET", "/work/parameters"))
+            await until(lambda: scene.server.running["download"] == 1)
+            given_up.cancel()
+            await until(lambda: scene.server.running["download"] == 0)
+
+    run(main)
+    assert caplog.records == []
 
 
 def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> None:
