@@ -26,7 +26,7 @@ from colab_swarm.workunits.volunteer_snapshot import VolunteerSnapshot
 from colab_swarm.workunits.volunteer_view import render_html, render_text, summary
 from colab_swarm.workunits.volunteering import Volunteering, VolunteerSettings
 
-FIRST_ANSWER_S = 30.0
+FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
 PLACES = 64
 """Volunteers of one name on one machine."""
 VIEWS = Views(
@@ -62,19 +62,19 @@ class Volunteer:
 
         return self._runtime.call(waiting())
 
-    def stop(self) -> None:
-        """Finish what is nearly done, give the rest back, and end. Idempotent."""
+    def stop(self, *, finish_s: float = FINISH_S) -> None:
+        """Finish what can be within ``finish_s``, give the rest back, and end. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
         try:
-            self._runtime.call(self._leave())
+            self._runtime.call(self._leave(finish_s))
         finally:
             self._place.lock.release()
             _volunteers.discard(self)
 
-    async def _leave(self) -> None:
-        await self._work.leave()
+    async def _leave(self, finish_s: float) -> None:
+        await self._work.leave(finish_s=finish_s)
         await self._client.close()
 
     def panel(self) -> Panel[VolunteerSnapshot]:
@@ -186,7 +186,8 @@ def open_volunteer(
             job = _trusted(card, code, place.folder, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings = VolunteerSettings(place.folder, units, name, torch.device(kind))
-        work = runtime.call(_begin(client, job, card, settings))
+        work = Volunteering(client, job, card, settings)
+        runtime.call(_begin(work))
     except BaseException:
         runtime.call(client.close())
         raise
@@ -195,12 +196,8 @@ def open_volunteer(
     return volunteer
 
 
-async def _begin(
-    client: CoordinatorClient, job: Job, card: JobCard, settings: VolunteerSettings
-) -> Volunteering:
-    work = Volunteering(client, job, card, settings)
+async def _begin(work: Volunteering) -> None:
     work.start()
-    return work
 
 
 async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
@@ -243,4 +240,4 @@ def default_folder(folder: str | Path | None) -> Path:
 def _stop_all() -> None:
     for volunteer in list(_volunteers):
         with contextlib.suppress(Exception):
-            volunteer.stop()
+            volunteer.stop(finish_s=0.0)

@@ -58,7 +58,6 @@ class VolunteerSettings:
         name: what people call it.
         device: where to train.
         save_s: a unit is saved so often.
-        finish_s: how long it may take to finish what is in hand when it leaves.
         cache_bytes: of data kept.
     """
 
@@ -67,7 +66,6 @@ class VolunteerSettings:
     name: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     save_s: float = 30.0
-    finish_s: float = 30.0
     cache_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
@@ -150,7 +148,7 @@ class Volunteering:
         self._saves = UnitSaves(settings.folder / "units", owner)
         self._slots = [_Slot() for _ in range(settings.units)]
         self._left_behind: deque[UnitInHand] = deque()
-        self._leaving = asyncio.Event()
+        self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._work: asyncio.Task[None] | None = None
         self._over: _Over | None = None
         self._told = GivenUnits()
@@ -167,8 +165,9 @@ class Volunteering:
         if self._work is not None:
             await asyncio.shield(self._work)
 
-    async def leave(self) -> None:
+    async def leave(self, *, finish_s: float = 30.0) -> None:
         """Finish what is in hand if ``finish_s`` is enough, give back the rest, and end."""
+        self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
 
@@ -225,7 +224,7 @@ class Volunteering:
         pairs = zip(slots, self._slots, strict=True)
         last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
         if last:
-            await asyncio.wait(last, timeout=self._settings.finish_s)
+            await asyncio.wait(last, timeout=self._finish_s)
 
     async def _farewell(self, over: _Over) -> None:
         """Give back what is in hand. What cannot be given back stays on disk for the next time."""

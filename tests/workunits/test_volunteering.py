@@ -150,14 +150,14 @@ def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
 
     async def scene(standin: StandIn, alice: Volunteering) -> None:
         await asyncio.to_thread(valve.reached.wait)
-        leaving = asyncio.create_task(alice.leave())
+        leaving = asyncio.create_task(alice.leave(finish_s=0.0))
         await asyncio.sleep(0)
         valve.go_on.set()
         await leaving
         assert alice.snapshot().given_back == 1
 
     standin = StandIn(digits_job())
-    play(scene, standin, tmp_path, replace(standin.job, loss=valve), finish_s=0.0)
+    play(scene, standin, tmp_path, replace(standin.job, loss=valve))
     assert standin.returned == list(standin.given) and not standin.results
     assert not list(tmp_path.glob("units/*.unit"))
 
