@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from colab_swarm.errors import StoreError
 from colab_swarm.workunits.coordination import CoordinationSettings
-from colab_swarm.workunits.entries import Accepted, Assimilated, Rejected
+from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.messages import Taken
@@ -107,6 +110,42 @@ def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> N
             await until(lambda: scene.coordination.status().servers == 3)
             scene.coordination.servers = 1
             await until(lambda: scene.coordination.status().servers == 1)
+
+    run(main)
+
+
+class Doubtful(MemoryStore):
+    """A store whose line breaks just after it has written a decision that ``name`` is in."""
+
+    name, broke = "", 0
+
+    def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
+        super().append(entries, **blobs)
+        if any(type(entry).__name__ == self.name for entry in entries):
+            self.name, self.broke = "", self.broke + 1
+            raise StoreError("the line broke")
+
+
+def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Doubtful("tiny")
+        async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
+            name = (await scene.alice.ask())[0].assignment
+            file, store.name = scene.coordination.schema.encode(scene.values()), "Accepted"
+            answer = await scene.alice.upload(name, file)
+            assert (answer.status, store.broke) == (503, 1)
+            answer = await scene.alice.upload(name, file)
+            assert answer.status == 410 and "here already" in answer.problem.text
+            await scene.coordination.wait_finished()
+            assert scene.kinds() == [
+                "Met",
+                "Assigned",
+                "Accepted",
+                "Assimilated",
+                "Measured",
+                "EpochEnded",
+                "Finished",
+            ]
 
     run(main)
 
