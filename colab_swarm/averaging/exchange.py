@@ -190,6 +190,16 @@ class Exchange:
                 upload.cancel()
 
     async def _contribute(self, stream: Stream, reducer: int) -> None:
+        try:
+            await self._send_chunks(stream, reducer)
+            await stream.end()
+        except PeerError as error:  # `_collect` sees the same and acts on it
+            logger.debug("contribution to span %d broke off: %s", reducer, error)
+        finally:
+            self._pace.on_over(reducer)
+            self._wake_paced()
+
+    async def _send_chunks(self, stream: Stream, reducer: int) -> None:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
         clock = asyncio.get_running_loop().time
         try:
@@ -202,12 +212,10 @@ class Exchange:
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     self._wake_paced()
-            await stream.end()
-        except PeerError as error:  # `_collect` sees the same and acts on it
-            logger.debug("contribution to span %d broke off: %s", reducer, error)
-        finally:
-            self._pace.on_over(reducer)
-            self._wake_paced()
+        except (
+            ValueError
+        ) as error:  # the codec has no place for it; the reducer takes what is missing for refused
+            logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def _wake_paced(self) -> None:
         """Let those who wait for their turn look again."""
