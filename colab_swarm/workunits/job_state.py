@@ -142,7 +142,7 @@ class JobState:
         """Take in the next entry of the log.
 
         Raises:
-            ValueError: the log is of a job with more subsets.
+            ValueError: the log is of a job with other subsets.
         """
         match entry:
             case Met():
@@ -171,9 +171,9 @@ class JobState:
         return record
 
     def _assigned(self, entry: Assigned) -> None:
-        if entry.unit.subset >= self.subsets:
+        if entry.unit not in self.units:
             raise ValueError(
-                f"unit {entry.unit} in the store, but this job has {self.subsets} subsets: it is another job's "
+                f"unit {entry.unit} is in the store, but not in a job of {self.subsets} subsets: it is another job's "
                 "store; name another, or set plan.subsets as it was"
             )
         replica = Replica(
@@ -210,16 +210,16 @@ class JobState:
         volunteer, unit = self.volunteers[replica.volunteer], self.units[replica.unit]
         volunteer.out.discard(entry.assignment)
         unit.failed_by[replica.volunteer] = entry.at
+        if isinstance(entry, Expired):  # and nothing was heard of it
+            replica.fate = "expired"
+            volunteer.standing.on_expired()
+            return
+        self._seen(replica.volunteer, entry.at)
         if isinstance(entry, Rejected):
             replica.fate = "rejected"
             volunteer.standing.on_rejected(entry.at)
-        elif isinstance(entry, Expired):
-            replica.fate = "expired"
-            volunteer.standing.on_expired()
-            return  # it was not heard of
         else:
             replica.fate = "given back"
-        self._seen(replica.volunteer, entry.at)
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
@@ -229,7 +229,7 @@ class JobState:
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
         self.assimilated[entry.unit.epoch] = self.assimilated.get(entry.unit.epoch, 0) + 1
-        while self.assimilated.get(self.epoch) == self.subsets:
+        if self.assimilated.get(self.epoch) == self.subsets:
             self.done_at[self.epoch] = entry.at
             self.epoch += 1
             self._begin_epoch()

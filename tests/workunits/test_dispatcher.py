@@ -308,11 +308,14 @@ def test_whoever_finds_nothing_asks_again_soon_and_when_a_deadline_passes() -> N
     assert desk.core.wait_s(BOB, now=desk.now + 99.6) == pytest.approx(0.4)
 
 
-def test_the_log_of_a_job_with_more_subsets_is_refused() -> None:
+def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
     big, small = Desk(subsets=40), Desk(subsets=1)
     entries = [entry for volunteer in (ALICE, BOB, CAROL) for entry in big.ask(volunteer, count=2)]
-    with pytest.raises(ValueError, match="this job has 1 subsets"):
+    with pytest.raises(ValueError, match="not in a job of 1 subsets"):
         small.commit(*entries)
+    small.prove(ALICE)
+    with pytest.raises(ValueError, match="not in a job of 40 subsets"):
+        Desk(subsets=40).commit(*small.ask(ALICE))
 
 
 def test_the_overview_tells_where_units_and_volunteers_are() -> None:

@@ -168,6 +168,7 @@ class Ordeal:
         self.done["restarted"] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replication", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_unit_is_assimilated_exactly_once_whatever_happens(seed: int, replication: int) -> None:
@@ -189,6 +190,7 @@ def test_every_unit_is_assimilated_exactly_once_whatever_happens(seed: int, repl
             assert before <= done, f"{entry.unit} was assigned before its epoch began"
 
 
+@pytest.mark.slow
 def test_the_ordeals_faults_do_happen() -> None:
     happened = Counter[str]()
     for seed in range(3):
