@@ -43,6 +43,7 @@ class Scene:
         sizes: values per bucket; a gradient is all buckets, one after the other.
         scheduler: makes one for each peer.
         alpha, momentum: of SGD.
+        decay: alpha falls linearly to 0.
         delay: of a bucket on its way; no bucket overtakes another.
         backward_s: seconds of a (peer, step); buckets become ready evenly.
         codec, feedback: how gradients travel, and whether what is lost by it is sent later.
@@ -56,6 +57,7 @@ class Scene:
     steps: int = 50
     alpha: float = 0.1
     momentum: float = 0.0
+    decay: bool = False
     delay: Delay = no_delay
     backward_s: Callable[[int, int], float] = lambda peer, step: 1.0
     codec: str = "float32"
@@ -96,7 +98,9 @@ class Emulation:
     Attributes:
         members: by number.
         exact: the distances of all.
-        ratios: measured over bound, after each step of which both are known.
+        gamma: the largest loss that the codec has caused, ``||Q(w) - w||^2 / ||w||^2``.
+        ratios: measured over bound, after each step, with the gamma that the codec states.
+        tight_ratios: the same with the gamma found.
         fired: crashes that happened.
     """
 
@@ -106,7 +110,9 @@ class Emulation:
         self._ends = list(accumulate(scene.sizes))
         self.members = [self._member(index, start) for index in range(scene.peers)]
         self.exact = ExactMeter(start, scene.alpha, scene.peers)
+        self.gamma, self._stated = 0.0, max(map(self._codec.gamma, scene.sizes))
         self.ratios: list[float] = []
+        self.tight_ratios: list[float] = []
         self.fired: list[int] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -182,7 +188,9 @@ class Emulation:
             return self._codec.decode(self._codec.encode(values), len(values)).copy(), 0.0
         wanted = values + member.feedback.residual[start : start + len(values)]
         sent = member.feedback.encode(self._codec, start, values)[1].copy()
-        return sent, _square(wanted - sent)
+        lost = _square(wanted - sent)
+        self.gamma = max(self.gamma, lost / (_square(wanted) or 1))
+        return sent, lost
 
     def _send(
         self, peer: int, other: int, step: int, bucket: int, sent: Floats, told: tuple[float, float]
@@ -235,16 +243,17 @@ class Emulation:
             for distance in distances:
                 member.scheduler.on_measured(distance)
         member.velocity = scene.momentum * member.velocity + np.concatenate(closed.gradients)
-        member.parameters = member.parameters - np.float32(scene.alpha) * member.velocity
-        if not scene.momentum:  # with it x_t is not the sum of gradients
+        alpha = scene.alpha * (1 - closed.step / scene.steps if scene.decay else 1)
+        member.parameters = member.parameters - np.float32(alpha) * member.velocity
+        if not scene.momentum and not scene.decay:  # else x_t is not a plain sum of gradients
             self._compare(member.scheduler)
         self._at(self._now, lambda: self._begin(peer))
 
     def _compare(self, scheduler: Scheduler) -> None:
-        gamma = max(map(self._codec.gamma, self._scene.sizes))
-        bound = scheduler.bound(self.exact.facts(gamma=gamma))
-        if bound:
-            self.ratios.append(self.exact.measured / bound)
+        for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self.gamma)):
+            bound = scheduler.bound(self.exact.facts(gamma=gamma))
+            if bound:
+                ratios.append(self.exact.measured / bound)
 
 
 def _square(values: Floats) -> float:

@@ -21,6 +21,8 @@ class Facts:
         sigma: the root of their variance, ``E ||g - E g||^2 <= sigma^2``.
         gamma: of the codec, ``||Q(w) - w||^2 <= gamma ||w||^2``; its residuals are fed back. None: nothing is known.
         crashed: peers that were lost.
+        largest: norm of any gradient so far. What crashes lose is lost for good, and too little to take a mean of: it
+            is bounded by this.
     """
 
     peers: int
@@ -28,6 +30,7 @@ class Facts:
     sigma: float
     gamma: float | None = 0.0
     crashed: int = 0
+    largest: float = 0.0
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:

@@ -60,10 +60,12 @@ class Moments:
         self._peers = peers
         self._squares = [Recent() for _ in range(peers)]
         self._variance = Recent()
+        self._largest = 0.0
 
     def on_norm(self, peer: int, squares: float) -> None:
         """The squared norm of one gradient."""
         self._squares[peer].add(squares)
+        self._largest = max(self._largest, squares)
 
     def on_step(self, count: int, squares: float, squared_sum: float) -> None:
         """``count`` gradients of one step: the sum of their squared norms, and the squared norm of their sum."""
@@ -73,7 +75,8 @@ class Moments:
     def facts(self, gamma: float | None, crashed: int) -> Facts:
         """For a scheduler's `bound`."""
         m = math.sqrt(max(recent.value for recent in self._squares))
-        return Facts(self._peers, m, math.sqrt(self._variance.value), gamma, crashed)
+        sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
+        return Facts(self._peers, m, sigma, gamma, crashed, largest)
 
 
 @dataclass

@@ -121,7 +121,7 @@ class Synchronous:
 
     def bound(self, facts: Facts) -> float | None:
         """0, but for codec and crashes."""
-        return _with_codec(bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+        return _with_codec(_faults(facts.crashed, facts), facts)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class NormBounded:
     def bound(self, facts: Facts) -> float | None:
         """That of one step of delay, whatever beta below 1: a small part of a gradient may have a large norm."""
         own = 0.0 if self.beta == 1 else bounds.bounded_staleness(facts.peers, 1, facts.m)
-        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+        return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class VarianceBounded:
     def bound(self, facts: Facts) -> float | None:
         """3 sigma."""
         own = bounds.variance_bounded(facts.sigma)
-        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+        return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class BoundedStaleness:
     def bound(self, facts: Facts) -> float | None:
         """(p - 1) tau M / p."""
         own = bounds.bounded_staleness(facts.peers, self.tau, facts.m)
-        return _with_codec(own + bounds.faults(facts.peers, facts.crashed, facts.m), facts)
+        return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class CrashTolerant:
 
     def bound(self, facts: Facts) -> float | None:
         """f M / p."""
-        return _with_codec(bounds.faults(facts.peers, max(self.f, facts.crashed), facts.m), facts)
+        return _with_codec(_faults(max(self.f, facts.crashed), facts), facts)
 
 
 def _left(timeout_s: float, standing: Standing) -> float:
@@ -291,6 +291,10 @@ def _left(timeout_s: float, standing: Standing) -> float:
 def _check_timeout(timeout_s: float) -> None:
     if not timeout_s >= 0:
         raise ValueError(f"timeout_s={timeout_s} is no time: choose seconds, 0 or more")
+
+
+def _faults(f: int, facts: Facts) -> float:
+    return bounds.faults(facts.peers, f, max(facts.m, facts.largest))
 
 
 def _with_codec(bound: float, facts: Facts) -> float | None:
