@@ -24,7 +24,7 @@ from colab_swarm.workunits.weights import Floats
 logger = logging.getLogger(__name__)
 LEASE_S = 120.0
 """A result whose server died goes to another after that."""
-IDLE = BackoffSettings(first_s=0.01, most_s=0.25)
+IDLE = BackoffSettings(first_s=0.01, most_s=0.1)
 TROUBLE = BackoffSettings(first_s=0.1, most_s=30.0)
 
 
@@ -39,6 +39,7 @@ class ParameterServer:
 
     def __init__(self, store: Store, evaluator: Evaluator, name: str) -> None:
         self._store, self._evaluator, self._name = store, evaluator, name
+        self._measured: list[Measured] = []  # and not in the log yet
 
     def run(self, stop: threading.Event) -> None:
         """Until ``stop`` is set; the update at hand is finished. Faults of the store are waited out."""
@@ -65,6 +66,7 @@ class ParameterServer:
         Raises:
             StoreError: the store failed; what was not written will be taken again, here or elsewhere.
         """
+        self._log()
         accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
         if accepted is None:
             return False
@@ -81,5 +83,11 @@ class ParameterServer:
 
         if self._store.assimilate(accepted, update, server=self._name, now=now) is not None:
             accuracy = self._evaluator.accuracy(updated)
-            self._store.append([Measured(at=now, unit=accepted.unit, accuracy=accuracy)])
+            self._measured.append(Measured(at=now, unit=accepted.unit, accuracy=accuracy))
+            self._log()
         return True
+
+    def _log(self) -> None:
+        if self._measured:
+            self._store.append(self._measured)
+            self._measured = []

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import Accepted, Assimilated, Measured, Unit
+from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.parameter_server import LEASE_S, ParameterServer
 from colab_swarm.workunits.sqlite import SqliteStore
@@ -91,15 +92,20 @@ def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> N
 
 
 class Shaky(MemoryStore):
-    """Fails its first claim and its first assimilation; claims are for no time, so that none has to run out."""
+    """Fails each kind of call once; claims are for no time, so that none has to run out."""
 
     def __init__(self, job: str) -> None:
         super().__init__(job)
-        self.faults = {"claim", "assimilate"}
+        self.faults = {"claim", "assimilate", "append"}
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
         self._fail("claim")
         return super().claim(server, now=now, lease_s=0.0)
+
+    def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
+        if isinstance(entries[0], Measured):
+            self._fail("append")
+        super().append(entries, **blobs)
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         self._fail("assimilate")
