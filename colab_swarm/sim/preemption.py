@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from colab_swarm.sim.clock import run_virtual, virtual_time
@@ -119,7 +120,8 @@ class PreemptionResult:
 
 def simulate_preemption(model: PreemptionModel, seed: int = 0) -> PreemptionResult:
     """Run the job once; the same ``seed`` gives the same result."""
-    return run_virtual(_Fleet(model, seed).run())
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a loop that runs already
+        return thread.submit(lambda: run_virtual(_Fleet(model, seed).run())).result()
 
 
 class _Fleet:
