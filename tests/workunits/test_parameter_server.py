@@ -117,6 +117,7 @@ class Shaky(MemoryStore):
             raise StoreError("the store is away")
 
 
+@pytest.mark.slow
 def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
     store, stop = Shaky("digits"), threading.Event()
     fill(store, evaluator.schema.numel, 0, 1, 2)
