@@ -135,7 +135,7 @@ def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_
             answer = await scene.alice.upload(name, file)
             assert (answer.status, store.broke) == (503, 1)
             answer = await scene.alice.upload(name, file)
-            assert answer.status == 410 and "here already" in answer.problem.text
+            assert (answer.status, answer.problem.code) == (410, "stale")
             await scene.coordination.wait_finished()
             assert scene.kinds() == [
                 "Met",
