@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_S = 60.0
+START_S, STOP_S = 60.0, 30.0
 DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
 
 
@@ -51,7 +52,9 @@ def postgresql_server() -> Iterator[str]:
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
         _run([initdb, *options, f"--pgdata={data}"], user)
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        with _running(server, lambda: _says(data / "postmaster.pid", "ready"), folder, user):
+        with _running(
+            server, lambda: _says(data / "postmaster.pid", "ready"), folder, user, signal.SIGINT
+        ):  # SIGTERM waits for clients
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
 
 
@@ -118,7 +121,9 @@ def _run(command: list[str], user: str | None) -> None:
 
 
 @contextmanager
-def _running(command: list[str], ready: Callable[[], bool], folder: Path, user: str | None) -> Iterator[None]:
+def _running(
+    command: list[str], ready: Callable[[], bool], folder: Path, user: str | None, end: int = signal.SIGTERM
+) -> Iterator[None]:
     log = folder / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(command, user=user, cwd="/", stdout=output, stderr=subprocess.STDOUT)
@@ -130,5 +135,9 @@ def _running(command: list[str], ready: Callable[[], bool], folder: Path, user: 
             time.sleep(0.02)
         yield
     finally:
-        server.terminate()
-        server.wait()
+        server.send_signal(end)
+        try:
+            server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

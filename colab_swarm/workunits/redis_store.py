@@ -39,11 +39,12 @@ READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10.0, 60.0
 NEW_S = 3600
 """How long parameters may wait to come into force; those of a server that died meanwhile are deleted then."""
+# RENAME comes first: it is the one command that can fail, and Redis undoes nothing of a script
 BEGIN = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return redis.call('UNLINK', KEYS[3]) end
-redis.call('SET', KEYS[1], 0)
 redis.call('RENAME', KEYS[3], KEYS[2])
 redis.call('PERSIST', KEYS[2])
+redis.call('SET', KEYS[1], 0)
 """
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
@@ -58,12 +59,12 @@ ASSIMILATE = """
 if redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then redis.call('UNLINK', KEYS[7]) return -1 end
 local version = tonumber(redis.call('GET', KEYS[5]))
 if version ~= tonumber(ARGV[2]) then return version end
+redis.call('RENAME', KEYS[7], KEYS[6])
+redis.call('PERSIST', KEYS[6])
 redis.call('LREM', KEYS[1], 1, ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('RPUSH', KEYS[4], ARGV[3])
-redis.call('RENAME', KEYS[7], KEYS[6])
-redis.call('PERSIST', KEYS[6])
 redis.call('UNLINK', KEYS[8])
 redis.call('INCR', KEYS[5])
 return 0
