@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 START_S, STOP_S = 60.0, 30.0
@@ -52,9 +53,8 @@ def postgresql_server() -> Iterator[str]:
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
         _run([initdb, *options, f"--pgdata={data}"], user)
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        with _running(
-            server, lambda: _says(data / "postmaster.pid", "ready"), folder, user, signal.SIGINT
-        ):  # SIGTERM waits for clients
+        ready = partial(_says, data / "postmaster.pid", "ready")
+        with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to go
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
 
 
@@ -122,7 +122,12 @@ def _run(command: list[str], user: str | None) -> None:
 
 @contextmanager
 def _running(
-    command: list[str], ready: Callable[[], bool], folder: Path, user: str | None, end: int = signal.SIGTERM
+    command: list[str],
+    ready: Callable[[], bool],
+    folder: Path,
+    user: str | None,
+    *,
+    end: int = signal.SIGTERM,
 ) -> Iterator[None]:
     log = folder / "server.log"
     with log.open("w") as output:
