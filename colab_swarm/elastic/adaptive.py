@@ -61,8 +61,8 @@ class AdaptiveBeta:
         """Time changes nothing."""
 
     def bound(self, facts: Facts) -> float | None:
-        """That of the beta in force."""
-        return self._now.bound(facts)
+        """That of one step of delay: beta is below 1, or was a few steps ago."""
+        return NormBounded(0.0).bound(facts)
 
     @property
     def _now(self) -> NormBounded:

@@ -58,11 +58,10 @@ def test_one_step_far_off_is_paid_for_by_many_that_wait() -> None:
     assert waits >= 20
 
 
-def test_its_bound_is_that_of_the_beta_in_force() -> None:
-    scheduler, facts = AdaptiveBeta(1.0), Facts(peers=2, m=3.0, sigma=1.0)
-    assert scheduler.bound(facts) == 0.0
-    scheduler.on_measured(0.0)
-    assert scheduler.bound(facts) == 1.5
+def test_its_bound_is_that_of_one_step_of_delay_even_while_it_waits() -> None:
+    scheduler = AdaptiveBeta(1.0)
+    assert scheduler.beta == 1.0
+    assert scheduler.bound(Facts(peers=2, m=3.0, sigma=1.0)) == 1.5
 
 
 def test_a_target_that_allows_nothing_is_refused() -> None:
