@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,11 +81,8 @@ class Task:
     """
 
     def __init__(self, images: Images, seed: int) -> None:
-        job = classification_job(images.data, shape=images.shape, model=images.model).with_plan(seed=seed)
-        self._model, self._seed = job.first_model(), seed
-        self._train, self._test = (
-            tuple(map(torch.from_numpy, part())) for part in (job.data, job.validation)
-        )
+        job, self._train, self._test = _load(images)
+        self._model, self._seed = job.with_plan(seed=seed).first_model(), seed
         self._parameters = list(self._model.parameters())[::-1]
         self.start: Floats = parameters_to_vector(self._parameters).detach().numpy()
         self.sizes = tuple(map(len, np.array_split(self.start, BUCKETS)))
@@ -144,7 +141,7 @@ def emulate(images: Images, scene: Scene, seed: int, *, delayed: bool = True) ->
 
 
 class Outcome(NamedTuple):
-    """Of one run: percent right at the end, mean of the peers; share of values that came late; the meter; seconds."""
+    """Percent right at the end, share of the values that came late, root mean square distance, seconds of a step."""
 
     accuracy: float
     missing: float
@@ -155,17 +152,21 @@ class Outcome(NamedTuple):
 def train(images: Images, scene: Scene, seed: int, *, delayed: bool = True) -> Outcome:
     """Emulate, and classify the test images."""
     task, run = emulate(images, scene, seed, delayed=delayed)
-    members = run.members
+    of_each = [
+        Outcome(
+            task.accuracy(member.parameters),
+            member.missing,
+            member.meter.measured,
+            member.finished_at / scene.steps,
+        )
+        for member in run.members
+    ]
+    return mean(of_each)
 
-    def mean(of: Callable[[Any], float]) -> float:
-        return statistics.mean(map(of, members))
 
-    return Outcome(
-        mean(lambda member: task.accuracy(member.parameters)),
-        mean(lambda member: member.missing),
-        mean(lambda member: member.meter.measured),
-        mean(lambda member: member.finished_at) / scene.steps,
-    )
+def mean(outcomes: Sequence[Outcome]) -> Outcome:
+    """Field by field."""
+    return Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
 
 
 def accuracies(report: Report, images: Images, like: Scene, seeds: int) -> float:
@@ -177,17 +178,17 @@ def accuracies(report: Report, images: Images, like: Scene, seeds: int) -> float
     accuracy = {}
     for case, scheduler in cases.items():
         outcomes = [train(images, replace(like, scheduler=scheduler), seed) for seed in range(seeds)]
-        mean = Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
+        found = mean(outcomes)
         spread = statistics.stdev(one.accuracy for one in outcomes) if seeds > 1 else 0.0
-        note = f"+- {spread:.2f}, {seeds} seeds; {mean.missing:.0%} came late, {mean.step_s:.2f} s a step"
-        report.add(f"elastic.accuracy_{images.model}_{case}", mean.accuracy, "%", note)
+        note = f"+- {spread:.2f}, {seeds} seeds; {found.missing:.0%} came late, {found.step_s:.2f} s a step"
+        report.add(f"elastic.accuracy_{images.model}_{case}", found.accuracy, "%", note)
         report.add(
             f"elastic.distance_{images.model}_{case}",
-            mean.distance,
+            found.distance,
             "",
             "||x - v|| / alpha, root mean square",
         )
-        accuracy[case] = mean.accuracy
+        accuracy[case] = found.accuracy
     return accuracy["beta_1"] - accuracy["beta_0.8"]
 
 

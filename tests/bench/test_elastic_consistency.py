@@ -7,6 +7,7 @@ import pytest
 from colab_swarm.bench.elastic_consistency import (
     BETAS,
     CODECS,
+    COMPRESSED,
     Images,
     Task,
     compressions,
