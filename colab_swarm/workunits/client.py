@@ -126,13 +126,15 @@ class CoordinatorClient:
 
         return await self._until_done(attempt)
 
-    async def ask(self, count: int, *, held: Sequence[str] = (), name: str = "") -> GivenUnits:
-        """Ask for up to ``count`` units, best of data that are ``held`` (SHA-256).
+    async def ask(
+        self, count: int, *, held: Sequence[str] = (), name: str = "", in_hand: Sequence[str] = ()
+    ) -> GivenUnits:
+        """Ask for up to ``count`` units, best of data that are ``held`` (SHA-256), besides those ``in_hand``.
 
         Raises:
             CallRefused: there are none for this peer; the text says why.
         """
-        body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name))
+        body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name, tuple(in_hand)))
         return await self._message("POST", "/work/units", GivenUnits, body)
 
     async def give_back(self, assignments: Sequence[str]) -> None:

@@ -23,10 +23,11 @@ import numpy as np
 from colab_swarm.errors import StoreError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.workunits.beginnings import Beginnings, base_blob
-from colab_swarm.workunits.crew import Crew, Hand, ProcessHand, ThreadHand
+from colab_swarm.workunits.crew import Crew, Hand, ProcessHand, ThreadHand, code_of_servers
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.entries import Accepted, AnyEntry, Assigned, Met, Rejected, Unit
 from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.job_state import Replica
 from colab_swarm.workunits.logbook import Logbook
 from colab_swarm.workunits.messages import (
     AskForUnits,
@@ -120,7 +121,7 @@ class Coordination:
         """
         subsets = await asyncio.to_thread(lay_out, self._job, self.data_folder)
         await asyncio.to_thread(self._store.begin, self.schema.flatten(self._first))
-        await asyncio.to_thread(self._code_file.write_text, self._job.code, encoding="utf-8")
+        await asyncio.to_thread(self._code_file.write_text, code_of_servers(self._job), encoding="utf-8")
         names = [subset.sha256 for subset in subsets]
         self._dispatcher = Dispatcher(self._job.plan, names, random.SystemRandom())
         self._log = Logbook(self._store, self._dispatcher, self._validator, self._clock)
@@ -350,7 +351,7 @@ class Coordination:
 
     # -- what is told
 
-    def _unit(self, one: Assigned, now: float) -> GivenUnit:
+    def _unit(self, one: Assigned | Replica, now: float) -> GivenUnit:
         return GivenUnit(
             assignment=one.assignment,
             epoch=one.unit.epoch,

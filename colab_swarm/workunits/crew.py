@@ -63,6 +63,12 @@ class ThreadHand:
         self._thread.join(timeout_s)
 
 
+def code_of_servers(job: Job) -> str:
+    """The job's text for servers in processes, with what its plan says now of measuring."""
+    told = f"seed={job.plan.seed}, validation_samples={job.plan.validation_samples}"
+    return f"{job.code}\njob = job.with_plan({told})\n"
+
+
 class ProcessHand:
     """A parameter server as a process.
 

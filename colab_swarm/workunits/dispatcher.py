@@ -126,6 +126,12 @@ class Dispatcher:
             for unit, state in chosen
         ]
 
+    def astray(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Replica]:
+        """What a volunteer was given but does not have ``in_hand``: the answer was lost, or what it had in memory."""
+        replicas = self.state.replicas
+        out = sorted(self.state.volunteer(volunteer).out - set(in_hand))
+        return [replicas[one] for one in out if replicas[one].deadline > now]
+
     def _missing(self, unit: UnitState) -> int:
         """Replicas that the unit lacks."""
         if unit.accepted is not None:

@@ -95,8 +95,8 @@ class WorkPlan:
             raise ValueError(f"target_accuracy={self.target_accuracy}: a share between 0 and 1")
         if not (self.tolerance > 0 and self.max_change > 0):
             raise ValueError(f"tolerance={self.tolerance}, max_change={self.max_change}: both must be over 0")
-        if not callable(self.alpha):
-            self.alpha_of(1)
+        for epoch in range(1, self.max_epochs + 1) if callable(self.alpha) else [1]:
+            self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
         """The weight of the server's parameters in ``epoch``, from 1.

@@ -65,12 +65,15 @@ class JobCard(Signed, frozen=True):
 class AskForUnits(Message, frozen=True):
     """Give me up to ``count`` units, best of data that I hold (``held``: SHA-256 of subsets).
 
-    ``name``: what people call me.
+    Attributes:
+        name: what people call me.
+        in_hand: units that I work on. Others that I was given have not reached me: give them again.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
     held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
 
 class GivenUnit(Message, frozen=True):

@@ -149,6 +149,7 @@ class Volunteering:
         self._slots = [_Slot() for _ in range(settings.units)]
         self._left_behind: deque[UnitInHand] = deque()
         self._leaving, self._finish_s = asyncio.Event(), 0.0
+        self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._over: _Over | None = None
         self._told = GivenUnits()
@@ -273,7 +274,12 @@ class Volunteering:
             return True
         slot.phase = "asking"
         try:
-            told = await self._client.ask(1, held=self._cache.held(), name=self._settings.name)
+            async with self._asking:  # one at a time: else what another slot was just given seems lost
+                told = await self._client.ask(
+                    1, held=self._cache.held(), name=self._settings.name, in_hand=self._in_hand()
+                )
+                for unit in told.units[:1]:
+                    slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
         except CallRefused as error:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
@@ -283,12 +289,15 @@ class Volunteering:
         self._banned, self._told = "", told
         if told.finished:
             raise _Over("the job is finished", finished=True)
-        for unit in told.units[:1]:
-            slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
+        if slot.held is not None:
             return not self._leaving.is_set()
         slot.phase = "waiting"
         await self._pause(max(told.wait_s, MIN_WAIT_S))
         return False
+
+    def _in_hand(self) -> list[str]:
+        held = [slot.held for slot in self._slots if slot.held is not None]
+        return [one.unit.assignment for one in (*held, *self._left_behind)]
 
     async def _train(self, slot: _Slot, held: UnitInHand) -> None:
         """From a unit to its result.

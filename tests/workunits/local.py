@@ -119,8 +119,10 @@ class Stranger:
         finally:
             writer.close()
 
-    async def ask(self, count: int = 1, name: str = "alice") -> tuple[GivenUnit, ...]:
-        body = msgspec.msgpack.encode(AskForUnits(count, (), name))
+    async def ask(
+        self, count: int = 1, name: str = "alice", in_hand: tuple[str, ...] = ()
+    ) -> tuple[GivenUnit, ...]:
+        body = msgspec.msgpack.encode(AskForUnits(count, (), name, in_hand))
         return (await self.send("POST", "/work/units", body)).message(GivenUnits).units
 
     async def upload(self, assignment: str, data: bytes, *, start: int = 0, whole: int = 0) -> Answer:

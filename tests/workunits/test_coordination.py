@@ -102,6 +102,21 @@ def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None
     run(main)
 
 
+def test_units_whose_answer_was_lost_are_given_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            (lost,) = await scene.alice.ask()
+            again, more = await scene.alice.ask(2)
+            assert again.assignment == lost.assignment != more.assignment
+            assert 0 < again.deadline_s <= lost.deadline_s
+            assert (
+                await scene.alice.ask(1, in_hand=(again.assignment, more.assignment)) == ()
+            )  # new: few at once
+            assert scene.kinds() == ["Met", "Assigned", "Assigned"]
+
+    run(main)
+
+
 def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path, servers="auto") as scene:
