@@ -73,8 +73,10 @@ class Member:
     Attributes:
         parameters: its view.
         history: its view at the beginning of each step, and after the last.
-        estimates: per step, the distance its `Meter` estimated at once, and found later.
+        estimates, found: distances of its views as its `Meter` estimated them at once, and found them later.
+        betas: of each step, if they change.
         waited_s: of all steps together.
+        missing: share of the others' values that came late, or never.
     """
 
     scheduler: Scheduler
