@@ -186,13 +186,15 @@ class Coordination:
             await self._log.settle()
             self.check_ban(volunteer)
             now = self._clock()
-            units = self._dispatcher.assign(me, asked.count, asked.held, now=now, version=self._log.version)
+            again = self._dispatcher.astray(me, asked.in_hand, now=now)[: asked.count]
+            count = asked.count - len(again)
+            units = self._dispatcher.assign(me, count, asked.held, now=now, version=self._log.version)
             new = units and me not in self._dispatcher.state.volunteers
             met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
             units, put = await self._with_base(units)
             await self._log.write([*met, *units], put=put)
-            wait_s = 0.0 if units else self._dispatcher.wait_s(me, now=now)
-            return self._given([self._unit(one, now) for one in units], wait_s)
+            given = [self._unit(one, now) for one in (*again, *units)]
+            return self._given(given, 0.0 if given else self._dispatcher.wait_s(me, now=now))
 
     async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
         """A volunteer will not train some units.
