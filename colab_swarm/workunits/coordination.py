@@ -193,8 +193,9 @@ class Coordination:
             met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
             units, put = await self._with_base(units)
             await self._log.write([*met, *units], put=put)
-            given = [self._unit(one, now) for one in (*again, *units)]
-            return self._given(given, 0.0 if given else self._dispatcher.wait_s(me, now=now))
+            given: list[Assigned | Replica] = [*again, *units]
+            wait_s = 0.0 if given else self._dispatcher.wait_s(me, now=now)
+            return self._given([self._unit(one, now) for one in given], wait_s)
 
     async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
         """A volunteer will not train some units.
