@@ -13,13 +13,16 @@ import torch
 
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
 
+FEWEST = 8
+"""Buckets of a model, if it is not tiny: so that most are on their way before backward ends."""
+
 
 class Buckets:
     """The buckets of one model.
 
     Args:
         parameters: in the order of the model's layers.
-        most: values of a bucket, at most.
+        most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
         on_full: ``on_full(bucket, values)``: a bucket of this step is full; on the thread that runs backward. The
             values are a view of `vector` and do not change any more.
 
@@ -37,8 +40,7 @@ class Buckets:
         for parameter in reversed(parameters):
             self._starts[parameter] = numel
             numel += parameter.numel()
-        count = max(1, -(-numel // most))
-        self._size = min(most, -(-numel // count // BLOCK_VALUES) * BLOCK_VALUES)
+        self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -51,10 +53,15 @@ class Buckets:
         self.vector: Floats = np.empty(sum(self.sizes), np.float32)
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order
-        self._lacking = [0] * len(self.sizes)
+        self._open_parts = [0] * len(self.sizes)
         for parameter in self._starts:
             for bucket in self._reached_by(parameter):
-                self._lacking[bucket] += 1
+                self._open_parts[bucket] += 1
+
+    @property
+    def lacking(self) -> bool:
+        """Whether a parameter has no gradient yet."""
+        return bool(self._absent)
 
     def flush(self) -> None:
         """Backward is over: parameters that got no gradient have a zero one."""
@@ -92,7 +99,6 @@ class Buckets:
             )
         self._take(parameter, parameter.grad)
 
-    @torch.no_grad()
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         del self._absent[parameter]
         start = self._starts[parameter]
@@ -100,8 +106,8 @@ class Buckets:
         if gradient is None:
             part.zero_()
         else:
-            part.copy_(gradient)
+            part.copy_(gradient.detach())
         for bucket in self._reached_by(parameter):
-            self._lacking[bucket] -= 1
-            if not self._lacking[bucket]:
+            self._open_parts[bucket] -= 1
+            if not self._open_parts[bucket]:
                 self._on_full(bucket, self.vector[self.span(bucket)])

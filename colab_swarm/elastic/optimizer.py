@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from colab_swarm.elastic.buckets import Buckets
 from colab_swarm.elastic.exchange import Entrance, Exchange, Piece
-from colab_swarm.elastic.settings import BUCKET_VALUES, ElasticSettings, ElasticStep
+from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.settings import ElasticSettings, ElasticStep
 from colab_swarm.elastic.steps import OwnBucket, Steps
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
@@ -52,7 +53,7 @@ class ElasticOptimizer(Optimizer):
         self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
         self._pace, self._closed = pace, False
         self._replica = Replica(UpdateRule(optimizer))
-        self._buckets = Buckets(self._replica.model, most=BUCKET_VALUES, on_full=self._on_full)
+        self._buckets = Buckets(self._replica.model, most=settings.bucket_values, on_full=self._on_full)
         self._codec, sizes = settings.wire, self._buckets.sizes
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
@@ -76,6 +77,16 @@ class ElasticOptimizer(Optimizer):
 
     # --- what a trainer uses --------------------------------------------------------------------------------------
 
+    @property
+    def member(self) -> int:
+        """This member's number in the group, from 0."""
+        return self._exchange.me
+
+    @property
+    def meter(self) -> Meter:
+        """How far this member is off; for charts."""
+        return self._steps.meter
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
@@ -95,7 +106,8 @@ class ElasticOptimizer(Optimizer):
                 "this optimizer has left its group: make a new one with swarm.elastic_optimizer(…)"
             )
         if self._steps.finished is None:
-            uninterrupted(self._buckets.flush)
+            if self._buckets.lacking:
+                uninterrupted(self._buckets.flush)
             self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
         return uninterrupted(self._apply)
 
@@ -141,7 +153,7 @@ class ElasticOptimizer(Optimizer):
             values = np.zeros_like(values)
         payload, arrived, residual_squares = self._encode(bucket, values)
         piece = Piece(self._step, bucket, _squares(values), residual_squares)
-        self._loop.call_soon_threadsafe(self._steps.on_own, OwnBucket(piece, arrived, payload))
+        self._steps.hand_over(OwnBucket(piece, arrived, payload))
 
     def _encode(self, bucket: int, values: Floats) -> tuple[Any, Floats, float]:
         if self._feedback is None:
@@ -180,7 +192,9 @@ class ElasticOptimizer(Optimizer):
 
     async def _corrections(self) -> Floats:
         """What arrived late and is not applied yet."""
-        total = np.zeros(sum(self._buckets.sizes), np.float32) if self._carried is None else self._carried.copy()
+        total = (
+            np.zeros(sum(self._buckets.sizes), np.float32) if self._carried is None else self._carried.copy()
+        )
         for late in self._steps.ledger.late:
             total[self._buckets.span(late.bucket)] += late.change
         return total
@@ -194,9 +208,12 @@ class ElasticOptimizer(Optimizer):
         Raises:
             StateError: the state belongs to another model.
         """
-        corrections = np.array(state_dict.get("corrections", ()), np.float32)
+        saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
+        corrections: Floats = saved.cpu().numpy().copy()
         if corrections.shape != (sum(self._buckets.sizes),):
-            raise StateError(f"the state has corrections of shape {corrections.shape}: it belongs to another model")
+            raise StateError(
+                f"the state has corrections of shape {corrections.shape}: it belongs to another model"
+            )
         if self._feedback is not None:
             self._feedback = ErrorFeedback(len(corrections), state_dict)
         if self._exchange.me == 0:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from colab_swarm.elastic.exchange import Exchange, Piece, Receiver
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import BUCKET_VALUES, ElasticOptions, ElasticSettings
+from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
@@ -70,7 +70,7 @@ class Ranks:
             raise StateError(
                 f"a rank was missed; its own output tells why. Start all ranks again. ({error})"
             ) from error
-        largest = settings.wire.encoded_bytes(min(BUCKET_VALUES, replica.flat.numel))
+        largest = settings.wire.encoded_bytes(settings.bucket_values)
         exchange = ProcessGroupExchange(self._events, largest_bytes=largest)
         await exchange.begin(receive(exchange))
         return exchange

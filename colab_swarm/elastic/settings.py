@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from colab_swarm.elastic.schedulers import Scheduler, Synchronous
-from colab_swarm.tensors.codecs import Codec, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, Codec, codec_of
 
 MAX_PEERS = 16
-BUCKET_VALUES = 1 << 17
-"""So that a bucket, however it is encoded, fits the payload of one item on a stream."""
+BUCKET_BYTES = 120 << 10
+"""A bucket, as it is encoded, is one packet on a peer link."""
+MOST_BLOCKS = 64
 
 
 class ElasticOptions(TypedDict, total=False):
@@ -54,6 +55,14 @@ class ElasticSettings:
     def wire(self) -> Codec:
         """The codec."""
         return codec_of(self.codec)
+
+    @property
+    def bucket_values(self) -> int:
+        """Values of a bucket, at most."""
+        fitting = (
+            n for n in range(MOST_BLOCKS, 0, -1) if self.wire.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES
+        )
+        return next(fitting) * BLOCK_VALUES
 
     def terms(self, sizes: list[int], schema: bytes) -> str:
         """What all members must agree on, for people to compare."""

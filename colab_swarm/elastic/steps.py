@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass
 
 from colab_swarm.elastic.adaptive import AdaptiveBeta
@@ -54,10 +55,22 @@ class Steps:
         self._gamma = gamma if settings.error_feedback or not gamma else None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._warned = False
+        self._warned = self._woken = False
+        self._own: deque[OwnBucket] = deque()
 
-    def on_own(self, own: OwnBucket) -> None:
-        """A bucket of this member's gradient is full."""
+    def hand_over(self, own: OwnBucket) -> None:
+        """A bucket of this member's gradient is full; from any thread. To wake the loop costs more than the rest."""
+        self._own.append(own)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._take_own)
+
+    def _take_own(self) -> None:
+        self._woken = False  # first: what is appended from now on wakes the loop again
+        while self._own:
+            self._on_own(self._own.popleft())
+
+    def _on_own(self, own: OwnBucket) -> None:
         piece = own.piece
         self._exchange.send(piece, own.payload)
         self.ledger.on_own(piece.step, piece.bucket, own.arrived, now=self._loop.time())
@@ -93,6 +106,7 @@ class Steps:
         Args:
             compute_s: in a simulation, what the next forward and backward pass take.
         """
+        self._take_own()
         while not self._scheduler.may_go_on(standing := self.ledger.standing(self._loop.time())):
             self._changed.clear()
             try:

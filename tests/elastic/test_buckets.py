@@ -1,0 +1,100 @@
+"""Gradients in buckets that are full one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from colab_swarm.elastic.buckets import FEWEST, Buckets
+from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
+
+MOST = 2 * BLOCK_VALUES
+
+
+class Full:
+    """The buckets of a model, and what they told."""
+
+    def __init__(self, model: nn.Module, most: int = MOST) -> None:
+        self.told: list[tuple[int, Floats]] = []
+        self.parameters = list(model.parameters())
+        self.buckets = Buckets(self.parameters, most=most, on_full=lambda *told: self.told.append(told))
+
+    def expected(self) -> Floats:
+        """The gradients from last to first."""
+        return torch.cat([one.grad.flatten().float() for one in reversed(self.parameters)]).numpy()
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(FEWEST)))
+
+
+def test_buckets_are_full_last_layer_first_while_backward_goes_on_and_hold_all_gradients() -> None:
+    model = deep()
+    full = Full(model)
+    first_layers: list[int] = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: first_layers.append(len(full.told)))
+    model(torch.randn(4, 64)).square().sum().backward()
+    assert [bucket for bucket, _ in full.told] == list(range(len(full.buckets.sizes)))
+    assert first_layers[0] >= len(full.told) - 1 > 4
+    np.testing.assert_array_equal(np.concatenate([values for _, values in full.told]), full.expected())
+    assert not full.buckets.lacking
+
+
+def test_a_parameter_larger_than_a_bucket_reaches_into_several() -> None:
+    full = Full(nn.Linear(300, 100))
+    assert max(full.buckets.sizes) <= MOST and sum(full.buckets.sizes) == 30_100
+    full.parameters[0].square().sum().backward()
+    assert [bucket for bucket, _ in full.told] == list(range(1, len(full.buckets.sizes)))  # the bias has none
+    assert full.buckets.lacking
+
+
+def test_a_parameter_without_a_gradient_has_a_zero_one_when_backward_is_over() -> None:
+    full = Full(nn.Linear(8, 4))
+    full.parameters[0].sum().backward()
+    full.buckets.flush()
+    (_, values), *rest = full.told
+    assert not rest and values.tolist() == [0.0] * 4 + [1.0] * 32
+
+
+def test_a_second_backward_in_a_step_says_to_call_step_first() -> None:
+    model = nn.Linear(8, 4)
+    full = Full(model)
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) after each backward"):
+        model(torch.ones(1, 8)).sum().backward()
+    full.buckets.begin()
+    model(torch.ones(1, 8)).sum().backward()
+    assert len(full.told) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_of_any_kind_come_and_go(dtype: torch.dtype) -> None:
+    model = deep().to(dtype)
+    full = Full(model)
+    model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
+    before = [one.grad.clone() for one in full.parameters]
+    full.buckets.to_gradients([values for _, values in full.told])
+    for grad, parameter in zip(before, full.parameters, strict=True):
+        assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_values_handed_over_stay_as_they_are_in_later_steps() -> None:
+    model = nn.Linear(8, 4)
+    full = Full(model)
+    model(torch.ones(1, 8)).sum().backward()
+    kept = full.told[0][1].copy()
+    full.buckets.begin()
+    model(5 * torch.ones(1, 8)).sum().backward()
+    np.testing.assert_array_equal(full.told[0][1], kept)
+
+
+def test_a_closed_one_takes_no_more() -> None:
+    model = nn.Linear(8, 4)
+    full = Full(model)
+    full.buckets.close()
+    model(torch.ones(1, 8)).sum().backward()
+    assert not full.told

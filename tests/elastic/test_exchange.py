@@ -1,0 +1,242 @@
+"""Buckets over simulated peer links: what arrives, who is dropped, who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.averaging.group import Member
+from colab_swarm.elastic.exchange import Exchange, Piece, Receiver
+from colab_swarm.elastic.peer_exchange import READY, ElasticLink, PeerExchange
+from colab_swarm.elastic.schedulers import NormBounded
+from colab_swarm.elastic.settings import ElasticSettings
+from colab_swarm.elastic.steps import OwnBucket, Steps
+from colab_swarm.errors import PeerError, StateError
+from colab_swarm.events import EventLog, PeerLeft
+from colab_swarm.net.peers import Buffer
+from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+
+PREFIX = "run/elastic/model"
+SIZES = [6, 4]
+SETTINGS = ElasticSettings(PREFIX, 2, NormBounded(0.5))
+
+
+@dataclass
+class Seen:
+    """A receiver that keeps what it is told."""
+
+    pieces: list[tuple[int, Piece, bytes]] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
+        self.pieces.append((peer, piece, bytes(payload)))
+        self.changed.set()
+
+    def on_lost(self, peer: int, reason: str) -> None:
+        assert peer not in self.lost
+        self.lost[peer] = reason
+        self.changed.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass
+class Group:
+    """Members on a simulated LAN."""
+
+    network: SimNetwork
+    peers: list[SimPeers]
+    exchanges: list[PeerExchange]
+    events: EventLog
+
+    @classmethod
+    def of(cls, *names: str, silent: str = "") -> Group:
+        """Of these; who is ``silent`` has no exchange."""
+        network = SimNetwork(LAN, seed=1)
+        peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)
+        network.introduce()
+        members = [Member(peer.id, peer.contact.addresses, 1.0, 1.0) for peer in peers]
+        events, exchanges = EventLog(), []
+        for peer in peers:
+            if peer.name != silent:
+                exchange = PeerExchange(peer, events, prefix=PREFIX, members=members, timeout_s=10.0)
+                peer.serve_stream(ElasticLink, exchange.serve)
+                exchanges.append(exchange)
+        return cls(network, peers, exchanges, events)
+
+    async def begin(self, receivers: list[Receiver]) -> None:
+        await asyncio.gather(
+            *(exchange.begin(receiver) for exchange, receiver in zip(self.exchanges, receivers, strict=True))
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(exchange.close() for exchange in self.exchanges))
+
+
+def test_all_others_get_what_one_sends_in_order_and_what_was_sent_before_a_goodbye() -> None:
+    async def main() -> None:
+        group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+        await group.begin(list(seen))
+        sent = [(Piece(0, bucket, 1.5), bytes([bucket]) * 100_000) for bucket in range(20)]
+        for item in sent:
+            group.exchanges[1].send(*item)
+        await group.exchanges[1].close()
+        for other in (0, 2):
+            await seen[other].wait(lambda: 1 in seen[other].lost)  # noqa: B023
+            assert seen[other].pieces == [(1, *item) for item in sent]
+        assert not seen[1].pieces and len(group.events.recent(PeerLeft)) == 2
+        await group.close()
+        await group.close()
+
+    run_virtual(main())
+
+
+def test_a_crash_is_told_once_and_within_two_seconds() -> None:
+    async def main() -> None:
+        group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+        await group.begin(list(seen))
+        clock = asyncio.get_running_loop().time
+        victim = group.peers[2].name
+        group.exchanges[2].send(Piece(0, 0), b"half of it")
+        group.network.at(clock() + 1.0).crash(victim)
+        for one in seen[:2]:
+            await one.wait(lambda: 2 in one.lost)  # noqa: B023
+            assert one.pieces == [(2, Piece(0, 0), b"half of it")]
+        assert [fault.name for fault in group.network.fired] == ["crash"]
+        assert clock() < group.network.fired[0].at + 2.0
+        group.exchanges[0].send(Piece(0, 1), b"goes on")
+        await seen[1].wait(lambda: len(seen[1].pieces) == 2)
+        await asyncio.gather(*(exchange.close() for exchange in group.exchanges[:2]))
+
+    run_virtual(main())
+
+
+def test_a_member_that_does_not_come_is_named() -> None:
+    async def main() -> None:
+        group = Group.of("alice", "bob", silent="bob")
+        with pytest.raises(StateError, match="begin again, all peers"):
+            await group.begin([Seen()])
+        group.exchanges[0].vanish()
+
+    run_virtual(main())
+
+
+def test_a_stranger_and_a_second_stream_of_a_member_are_refused() -> None:
+    async def main() -> None:
+        group, seen = Group.of("alice", "bob"), [Seen(), Seen()]
+        stranger = group.network.peer("mallory")
+        group.network.introduce()
+        await group.begin(list(seen))
+        first, second = group.peers
+        opening = ElasticLink(PREFIX, (first.id, second.id))
+        for peer, said in ((stranger, opening), (first, opening), (first, ElasticLink(PREFIX, (first.id,)))):
+            async with await peer.stream(second.id, said, timeout_s=5.0) as stream:
+                await stream.send(Piece(0, 0), b"lies")
+                with pytest.raises(PeerError):
+                    await stream.receive(Piece)
+        assert not seen[1].pieces and not seen[1].lost
+        await group.close()
+
+    run_virtual(main())
+
+
+LIES = {
+    "wrong size": (Piece(0, 0), b"\0" * 20),
+    "not a number": (Piece(0, 0), np.full(6, np.nan, np.float32).tobytes()),
+    "too far ahead": (Piece(7, 0), b"\0" * 24),
+    "long ago": (Piece(-5, 0), b"\0" * 24),
+    "no such bucket": (Piece(0, 2), b"\0" * 24),
+    "negative bucket": (Piece(0, -1), b"\0" * 16),
+    "ready again": (READY, b"\0" * 24),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_who_sends_what_no_honest_peer_would_is_dropped_and_the_step_goes_on(lie: str) -> None:
+    async def main() -> None:
+        group = Group.of("alice", "bob")
+        honest = Steps(group.exchanges[0], SETTINGS, SIZES)
+        liar = Seen()
+        await group.begin([honest, liar])
+        own(honest)
+        if lie == "ready again":  # harmless, and ignored
+            group.exchanges[1].send(*LIES[lie])
+            for bucket, size in enumerate(SIZES):
+                group.exchanges[1].send(Piece(0, bucket), bytes(4 * size))
+        else:
+            group.exchanges[1].send(*LIES[lie])
+        async with asyncio.timeout(5):
+            await honest.finish()
+        assert honest.finished is not None
+        assert honest.finished[1].lost == (() if lie == "ready again" else (1,))
+        honest.ledger.check_invariants()
+        if lie != "ready again":
+            await liar.wait(lambda: 0 in liar.lost)
+        await group.close()
+
+    run_virtual(main())
+
+
+def own(steps: Steps) -> None:
+    for bucket, size in enumerate(SIZES):
+        values = np.ones(size, np.float32)
+        steps.hand_over(OwnBucket(Piece(0, bucket, float(size)), values, values.tobytes()))
+
+
+class Nobody:
+    """An exchange of two whose other member is made up."""
+
+    me, members = 0, 2
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def drop(self, peer: int, reason: str) -> None:
+        self.dropped.append(reason)
+
+    def send(self, piece: Piece, payload: Buffer) -> None: ...
+
+    async def begin(self, receiver: Receiver) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def vanish(self) -> None: ...
+
+
+@given(
+    st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3),
+    st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2),
+    st.binary(max_size=32) | st.sampled_from([b"\0" * 24, b"\0" * 16, b"\xff" * 24]),
+    st.sampled_from(["float32", "float16", "int8", "topk:0.5", "onebit"]),
+)
+def test_whatever_bytes_come_a_member_is_believed_or_dropped(
+    step: int, bucket: int, payload: bytes, codec: str
+) -> None:
+    async def main() -> None:
+        exchange: Exchange = Nobody()
+        assert isinstance(exchange, Nobody)
+        steps = Steps(exchange, ElasticSettings(PREFIX, 2, NormBounded(0.5), codec), SIZES)
+        steps.on_piece(1, Piece(step, bucket), payload)
+        believed = steps.ledger.standing(0.0).arrived[0].numel if step == 0 else 0
+        assert believed in (0, *SIZES) and not (believed and exchange.dropped)
+        assert exchange.dropped or (0 <= step <= 2 and 0 <= bucket < 2)
+        steps.ledger.check_invariants()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("squares", [-1.0, float("nan"), float("inf")])
+def test_a_norm_that_is_none_is_no_piece(squares: float) -> None:
+    with pytest.raises(ValueError, match="squared norms"):
+        Piece(0, 0, squares)

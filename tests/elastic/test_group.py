@@ -1,0 +1,132 @@
+"""How a group comes together, in simulated swarms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.elastic.schedulers import NormBounded, Synchronous
+from colab_swarm.elastic.settings import ElasticSettings
+from colab_swarm.errors import StateError
+from colab_swarm.swarm import Swarm
+from tests.elastic.group import join_group
+from tests.training.toy import loss_of, model, parameters_of
+
+
+def test_all_begin_with_the_first_members_parameters_and_optimizer_state() -> None:
+    def begin(swarm: Swarm) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        net = model(seed=len(swarm.name))
+        own = parameters_of(net)
+        optimizer = join_group(swarm, net, 3)
+        begun = parameters_of(net)
+        loss_of(net, 0).backward()
+        optimizer.step()
+        momentum = optimizer.state_dict()["optimizer"]["state"][0]["momentum_buffer"]
+        optimizer.close()
+        return optimizer.member, own, begun, momentum
+
+    with cs.simulate(3, network="home", seed=2) as sim:
+        results = sorted(sim.run(begin).values(), key=lambda result: result[0])
+    assert [member for member, *_ in results] == [0, 1, 2]
+    for _, _, begun, momentum in results:
+        assert torch.equal(begun, results[0][1]) and torch.equal(momentum, results[0][3])
+    assert len({tuple(own.tolist()) for _, own, *_ in results}) > 1
+
+
+@pytest.mark.parametrize("quiet", ["alice", "bob"])
+def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
+    def begin(swarm: Swarm) -> torch.Tensor:
+        net = model(seed=len(swarm.name))
+        optimizer = join_group(swarm, net, 2)
+        loss_of(net, 0).backward()
+        optimizer.step()
+        optimizer.close()
+        return parameters_of(net)
+
+    with cs.simulate(1, network="lan", seed=1) as sim:
+        sim.join("carol", listen=quiet != "bob")
+        sim.join("dave", listen=quiet != "alice")
+        results = sim.run(lambda swarm: None if swarm.name == "alice" else begin(swarm))
+    assert torch.equal(results["carol"], results["dave"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ({"codec": "int8"}, "int8"),
+        ({"scheduler": NormBounded(0.5)}, "norm-bounded"),
+        ({"hidden": 3}, "values"),
+    ],
+)
+def test_peers_with_other_settings_are_told_at_once_and_both(theirs: dict[str, object], named: str) -> None:
+    def begin(swarm: Swarm) -> str:
+        options = {"scheduler": Synchronous(), **(theirs if swarm.name == "bob" else {})}
+        net = torch.nn.Linear(8, int(str(options.pop("hidden", 2))))
+        with pytest.raises(ValueError, match="same settings") as told:
+            join_group(swarm, net, 2, **options)
+        return str(told.value)
+
+    with cs.simulate(2, network="lan", seed=1) as sim:
+        results = sim.run(begin)
+        assert sim.time < 30
+    assert len(results) == 2 and all(named in text for text in results.values())
+
+
+def test_who_waits_in_vain_is_told_how_many_came_and_may_try_again() -> None:
+    def wait(swarm: Swarm) -> None:
+        for _ in range(2):
+            with pytest.raises(StateError, match="3 peers were to train 'model', 2 came in 5 s"):
+                join_group(swarm, model(), 3, wait_s=5.0)
+
+    with cs.simulate(2, network="lan", seed=1) as sim:
+        assert len(sim.run(wait)) == 2
+
+
+def test_one_peer_too_many_is_told_to_choose_another_name() -> None:
+    def begin(swarm: Swarm) -> str:
+        try:
+            optimizer = join_group(swarm, model(), 2, wait_s=30.0)
+        except StateError as error:
+            return str(error)
+        loss_of(model(), 0).backward()
+        optimizer.close()
+        return "in"
+
+    with cs.simulate(3, network="lan", seed=1) as sim:
+        told = sorted(sim.run(begin).values(), key=len)
+    assert told[:2] == ["in", "in"] and ("choose another name" in told[2] or "1 came" in told[2])
+
+
+def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
+    def twice(swarm: Swarm) -> int:
+        for _ in range(2):
+            net = model()
+            optimizer = join_group(swarm, net, 2)
+            loss_of(net, 0).backward()
+            optimizer.step()
+            optimizer.close()
+        return optimizer.member
+
+    with cs.simulate(2, network="home", seed=1) as sim:
+        assert sorted(sim.run(twice).values()) == [0, 1]
+
+
+def test_a_member_that_crashes_while_the_group_is_formed_is_named() -> None:
+    def begin(swarm: Swarm) -> str:
+        with pytest.raises(StateError) as told:
+            join_group(swarm, model(), 2, wait_s=20.0)
+        return str(told.value)
+
+    with cs.simulate(2, network="home", seed=1) as sim:
+        sim.network.when(lambda message: type(message).__name__ == "FetchChunks").crash("bob")
+        sim.network.when(lambda message: type(message).__name__ == "ElasticLink").crash("bob")
+        results = sim.run(begin)
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+    assert results.keys() == {"alice"}
+
+
+@pytest.mark.parametrize("peers", [1, 17])
+def test_a_group_has_two_to_sixteen_members(peers: int) -> None:
+    with pytest.raises(ValueError, match="2 to 16"):
+        ElasticSettings("run/elastic/model", peers)

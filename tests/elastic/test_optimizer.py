@@ -1,0 +1,214 @@
+"""`ElasticOptimizer` in simulated groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.elastic.optimizer import ElasticOptimizer
+from colab_swarm.elastic.schedulers import (
+    BoundedStaleness,
+    CrashTolerant,
+    NormBounded,
+    Scheduler,
+    Synchronous,
+    VarianceBounded,
+)
+from colab_swarm.elastic.settings import ElasticStep
+from colab_swarm.errors import StateError
+from colab_swarm.events import BatchDropped, PeerLeft
+from colab_swarm.simulation import Simulation
+from colab_swarm.swarm import Swarm
+from tests.elastic.group import join_group, reference, rows_of
+from tests.training.toy import loss_of, model, parameters_of
+
+STEPS = 20
+
+
+def simulation(peers: int = 2, network: str = "lan") -> Simulation:
+    return cs.simulate(peers, network=network, seed=1, samples_per_s=100.0)
+
+
+def train(
+    swarm: Swarm, peers: int = 2, steps: int = STEPS, **options: Any
+) -> tuple[torch.Tensor, list[ElasticStep]]:
+    """Train one's own rows of each batch; only the first member has the right parameters at first."""
+    net = model()
+    optimizer = join_group(swarm, net, peers, **options)
+    member = optimizer.member
+    told = []
+    for step in range(steps):
+        loss_of(net, step, rows_of(member, peers)).backward()
+        told.append(optimizer.step(samples=5))
+    optimizer.close()
+    return parameters_of(net), told
+
+
+@pytest.mark.parametrize(
+    "scheduler", [Synchronous(), NormBounded(1.0), VarianceBounded(10.0), CrashTolerant(1, 10.0)], ids=repr
+)
+def test_two_members_that_wait_equal_one_process_with_both_batches(scheduler: Scheduler) -> None:
+    with simulation() as sim:
+        results = sim.run(lambda swarm: train(swarm, scheduler=scheduler))
+    assert len(results) == 2
+    for parameters, told in results.values():
+        torch.testing.assert_close(parameters, reference(STEPS), rtol=0, atol=1e-5)
+        assert [one.step for one in told] == list(range(STEPS)) and not any(one.missing for one in told)
+
+
+@pytest.mark.slow
+def test_five_members_equal_one_process() -> None:
+    with simulation(5, "home") as sim:
+        results = sim.run(lambda swarm: train(swarm, 5, steps=20, scheduler=Synchronous()))
+    assert len(results) == 5
+    for parameters, _ in results.values():
+        torch.testing.assert_close(parameters, reference(20, 5), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)
+def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler) -> None:
+    seconds = {}
+    for name, chosen in (("waits", Synchronous()), ("goes on", scheduler)):
+        with simulation(network="home") as sim:
+            results = sim.run(lambda swarm: train(swarm, scheduler=chosen))  # noqa: B023
+            seconds[name] = sim.time
+    assert seconds["goes on"] < seconds["waits"]
+    for parameters, told in results.values():
+        assert any(one.missing > 0 for one in told) and told[-1].bound and told[-1].inconsistency > 0
+        assert (parameters - reference(STEPS)).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8", "topk:0.1", "onebit"])
+def test_members_apply_what_the_others_decode_so_that_they_stay_equal(codec: str) -> None:
+    with simulation() as sim:
+        results = sim.run(lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), codec=codec))
+    (alice, told), (bob, _) = results.values()
+    assert torch.equal(alice, bob)
+    assert told[-1].bound and told[-1].inconsistency <= told[-1].bound
+
+
+def test_nothing_is_known_of_a_lossy_codec_without_error_feedback() -> None:
+    with simulation() as sim:
+        results = sim.run(lambda swarm: train(swarm, steps=2, codec="topk:0.1", error_feedback=False))
+    assert results["alice"][1][-1].bound is None
+
+
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_costs_nobody_the_group() -> None:
+    def train_with_nan(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped], ElasticStep]:
+        net = model()
+        optimizer = join_group(swarm, net, 2)
+        broken = float("nan") if optimizer.member == 0 else 1.0
+        (broken * loss_of(net, 0, rows_of(1, 2))).backward()
+        step = optimizer.step()
+        optimizer.close()
+        return parameters_of(net), swarm.events.recent(BatchDropped), step
+
+    with simulation() as sim:
+        results = sim.run(train_with_nan)
+    (alice, dropped, step), (bob, others, _) = results.values()
+    assert torch.equal(alice, bob) and alice.isfinite().all() and not step.lost
+    assert len(dropped + others) == 1 and "NaN" in (dropped + others)[0].reason
+
+
+def test_who_closes_is_lost_to_the_others_which_go_on() -> None:
+    def leave_early(swarm: Swarm) -> list[tuple[int, ...]]:
+        net = model()
+        optimizer = join_group(swarm, net, 3)
+        told = []
+        for step in range(3 if optimizer.member == 2 else 8):
+            loss_of(net, step, rows_of(optimizer.member, 3)).backward()
+            told.append(optimizer.step().lost)
+        optimizer.close()
+        assert swarm.events.recent(PeerLeft) or optimizer.member == 2
+        return told
+
+    with simulation(3) as sim:
+        results = sim.run(leave_early)
+    stayed = [told for told in results.values() if len(told) == 8]
+    assert len(stayed) == 2
+    for told in stayed:
+        assert told[2] == () and told[4] == (2,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [Synchronous(), CrashTolerant(1, 0.5)], ids=repr)
+def test_a_member_that_crashes_holds_nobody_up(scheduler: Scheduler) -> None:
+    with simulation(3) as sim:
+        sim.network.at(4.0).crash("carol")
+        results = sim.run(lambda swarm: train(swarm, 3, steps=100, scheduler=scheduler))
+        assert [fault.name for fault in sim.network.fired] == ["crash"]
+    assert results.keys() == {"alice", "bob"}
+    for _, told in results.values():
+        assert told[0].lost == () and len(told[-1].lost) == 1
+        assert max(one.waited_s for one in told) < 2.0
+        assert told[-1].bound and told[-1].inconsistency <= told[-1].bound
+
+
+def test_what_is_owed_is_saved_and_owed_again() -> None:
+    def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
+        net = model()
+        optimizer = join_group(swarm, net, 2, codec="topk:0.1")
+        loss_of(net, 0, rows_of(optimizer.member, 2)).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.close()
+        return optimizer.member, state
+
+    def resume(swarm: Swarm) -> torch.Tensor:
+        net = model()
+        optimizer = join_group(swarm, net, 2, codec="topk:0.1")
+        optimizer.load_state_dict({**states[optimizer.member], "corrections": torch.ones(178)})
+        with pytest.raises(StateError, match="another model"):
+            optimizer.load_state_dict({"corrections": torch.ones(3)})
+        torch.testing.assert_close(optimizer.state_dict()["residual"], states[optimizer.member]["residual"])
+        (0.0 * loss_of(net, 0)).backward()
+        optimizer.step()
+        optimizer.close()
+        return parameters_of(net)
+
+    with simulation() as sim:
+        states = dict(sim.run(save).values())
+        assert all(state["residual"].norm() > 0 for state in states.values())
+        assert not states[0]["corrections"].any()
+        alice, bob = sim.run(resume).values()
+    assert torch.equal(alice, bob) and not torch.equal(alice, parameters_of(model()))
+
+
+def test_it_says_what_to_do_instead_of_what_cannot_be_done() -> None:
+    def misuse(swarm: Swarm) -> str:
+        net = model()
+        optimizer = join_group(swarm, net, 2)
+        with pytest.raises(ValueError, match="closure"):
+            optimizer.step(lambda: 0.0)
+        with pytest.raises(TypeError, match="add groups before"):
+            optimizer.add_param_group({})
+        text = repr(optimizer)
+        optimizer.close()
+        optimizer.close()
+        with pytest.raises(RuntimeError, match="make a new one"):
+            optimizer.step()
+        return text
+
+    with simulation() as sim:
+        texts = set(sim.run(misuse).values())
+    assert texts == {"ElasticOptimizer(SGD, Synchronous(), step=0, 2 members, 0 lost)"}
+
+
+def test_a_learning_rate_schedule_works_on_it_as_on_the_wrapped_one() -> None:
+    def schedule(swarm: Swarm) -> list[float]:
+        net = model()
+        optimizer = join_group(swarm, net, 2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(2):
+            loss_of(net, step).backward()
+            optimizer.step()
+            scheduler.step()
+        optimizer.close()
+        assert isinstance(optimizer, ElasticOptimizer)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    with simulation() as sim:
+        assert list(sim.run(schedule).values()) == [[0.0125], [0.0125]]
