@@ -116,7 +116,13 @@ class Swarm(Member):
         return trained
 
     def average(
-        self, values: Any, *, weight: float = 1.0, group_size: int | None = None, name: str = "values"
+        self,
+        values: Any,
+        *,
+        weight: float = 1.0,
+        group_size: int | None = None,
+        name: str = "values",
+        codec: str = "float32",
     ) -> tuple[Any, GridResult]:
         """The mean of an array over all who call this at about the same time, and what became of it.
 
@@ -125,14 +131,15 @@ class Swarm(Member):
             weight: of this peer's values; 0: only receive.
             group_size: of the groups that average in turn; None: as failures and times suggest.
             name: tells several averages apart.
+            codec: on the wire, one per name; onebit and topk drop most of the values for good.
 
         Raises:
-            ValueError: values, weight or group_size are not usable.
+            ValueError: values, weight, group_size or codec are not usable.
             PermissionError: this peer joined as a viewer or reducer.
         """
         self._check_here()
         self._check_role()
-        average = self._averages.average(values, weight=weight, group_size=group_size, name=name)
+        average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
         return self._runtime.call(average)
 
     def assist(self, name: str | None = None) -> Assistance:
