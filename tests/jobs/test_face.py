@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ import colab_swarm as cs
 from colab_swarm.jobs.coordinator import Coordinator
 from colab_swarm.jobs.volunteer import Place
 from colab_swarm.workunits.entries import Assimilated
+from colab_swarm.workunits.weights import Schema
+from tests.workunits.digits import digits_job
 from tests.workunits.local import tiny_job
 
 CODE = textwrap.dedent(
@@ -47,6 +50,20 @@ def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) 
     assert "8 units accepted" in repr(alice) and "8 units accepted" in alice._repr_html_()
     alice.stop()
     alice.stop()
+
+
+@pytest.mark.slow
+def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tmp_path: Path) -> None:
+    job = digits_job(subsets=1, alpha=0.0, max_epochs=3, local_epochs=2)
+    with cs.coordinate(job, folder=tmp_path / "work", host="127.0.0.1", servers=1) as coordinator:
+        alice = cs.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
+        assert coordinator.wait(60)
+        trained = Schema.of(coordinator.model()).flatten(coordinator.model())
+        told = [end.accuracy for end in coordinator.snapshot().overview.epochs]
+        alice.stop()
+    serial = job.train_serially()
+    np.testing.assert_array_equal(trained, serial.parameters)
+    assert told == list(serial.accuracies)
 
 
 @pytest.mark.slow
