@@ -8,7 +8,7 @@ pass takes a second, give or take a fifth; a gradient as long to travel, and sin
 * `compressions`: topk at 1 % with and without error feedback.
 
 What was found. Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses 1.7
-points at beta 0, and nothing beyond the spread of seeds from 0.1 on; a residual network of 2 peers loses nothing. The
+points at beta 0, and from 0.1 on nothing beyond the spread of seeds; nor does a residual network of 2 peers. The
 bounds for delays and crashes are 1.4 to 4.2 times what is measured: nobody's network holds back everything always.
 Those for compression are worth little as they stand, 24 (int8), 94 (topk at 1 %) and 10,000 times (onebit): gamma is
 that of the worst vector there is, which gradients are not, and counts by (1 - gamma)^-1.5. With the largest gamma that
