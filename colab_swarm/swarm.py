@@ -8,23 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.averaging.arrays import ArrayAverages
+from colab_swarm.collaborator import Collaborator
 from colab_swarm.errors import PeerError
-from colab_swarm.member import Member
 from colab_swarm.moe.grid import Grid
-from colab_swarm.net.peers import PeerId
 from colab_swarm.overview import Overview
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.training.settings import AveragingOptions, Services
+from colab_swarm.training.settings import Services
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
-    from colab_swarm.averaging.moshpit import GridResult
     from colab_swarm.jobs.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.jobs.in_swarm import WorkInSwarm
     from colab_swarm.jobs.volunteer import Volunteer
@@ -34,16 +30,13 @@ if TYPE_CHECKING:
     from colab_swarm.moe.layer import MixtureOfExperts
     from colab_swarm.moe.remote import RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
-    from colab_swarm.training.assistant import Assistance
-    from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.thrift import Budget
     from colab_swarm.widgets.panel import Panel
     from colab_swarm.workunits.job import Job
 
 logger = logging.getLogger(__name__)
 
 
-class Swarm(Member):
+class Swarm(Collaborator):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
 
     def __init__(
@@ -57,107 +50,8 @@ class Swarm(Member):
     ) -> None:
         """``presence`` is None in a simulation."""
         super().__init__(runtime, services, run_id=run_id, name=name, presence=presence)
-        self._averages = ArrayAverages(services.rooms, services.dht, services.averager, run_id)
-        self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
-        self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
-        self.assistance: Assistance | None = None
         self._experts: SwarmExperts | None = None
-        self.left = False
         self._overview = Overview(services, run=self.run, name=name)
-
-    def _known_peers(self) -> set[PeerId]:
-        trained = self._optimizer.collaboration.progress.records if self._optimizer is not None else {}
-        return {*super()._known_peers(), *trained}
-
-    # --- what it is for -------------------------------------------------------------------------------------------
-
-    def optimizer(
-        self,
-        optimizer: Optimizer,
-        *,
-        target_batch_size: int,
-        scheduler: LRScheduler | None = None,
-        max_grad_norm: float | None = None,
-        name: str = "model",
-        budget: Budget | None = None,
-        **averaging: Unpack[AveragingOptions],
-    ) -> SwarmOptimizer:
-        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. Calling it again for a name replaces the former one.
-
-        Args:
-            optimizer: a torch optimizer over the model's parameters; all peers use the same kind and settings.
-            target_batch_size: samples of all peers together for one global step.
-            scheduler: stepped once per global step.
-            max_grad_norm: clip the averaged gradient to this norm.
-            name: tells several models of one run apart.
-            budget: for the traffic of this peer.
-            **averaging: ``codec``, ``mean_codec``, ``error_feedback``, ``delayed``, ``local_steps``, ``matchmaking_s``:
-                see `AveragingOptions`. All peers use the same, but for delayed.
-
-        Raises:
-            ValueError, TypeError: a setting is not usable.
-            PermissionError: this peer joined as a viewer or reducer.
-            StateError: a swarm trains this already, but nobody could give its state.
-        """
-        from colab_swarm.training.optimizer import SwarmOptimizer
-        from colab_swarm.training.replica import UpdateRule
-        from colab_swarm.training.settings import TrainingSettings
-
-        prefix = f"{self.run_id}/{name}"
-        settings = TrainingSettings.of(prefix, float(target_batch_size), budget, averaging)
-        self._check_here()
-        self._check_role()
-        if name in self._optimizers:
-            self._optimizers.pop(name).close()
-        delayed, local = averaging.get("delayed", False), settings.local_steps != 1
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local)
-        trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
-        self._optimizer = self._optimizers[name] = trained
-        return trained
-
-    def average(
-        self,
-        values: Any,
-        *,
-        weight: float = 1.0,
-        group_size: int | None = None,
-        name: str = "values",
-        codec: str = "float32",
-    ) -> tuple[Any, GridResult]:
-        """The mean of an array over all who call this at about the same time, and what became of it.
-
-        Args:
-            values: a NumPy array or torch tensor; the same length for all.
-            weight: of this peer's values; 0: only receive.
-            group_size: of the groups that average in turn; None: as failures and times suggest.
-            name: tells several averages apart.
-            codec: on the wire, one per name; onebit and topk drop most of the values for good.
-
-        Raises:
-            ValueError: values, weight, group_size or codec are not usable.
-            PermissionError: this peer joined as a viewer or reducer.
-        """
-        self._check_here()
-        self._check_role()
-        average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
-        return self._runtime.call(average)
-
-    def assist(self, name: str | None = None) -> Assistance:
-        """Help others train: organize their rounds, reduce, hand on the state to newcomers. Needs no torch.
-
-        It lets peers that only dial out train together. Calling it again replaces the former one.
-
-        Args:
-            name: of the only model to help with, as given to `optimizer`; None: every model of the run.
-        """
-        from colab_swarm.training.assistant import Assistance, Assistant
-
-        self._check_here()
-        if self.assistance is not None:
-            self.assistance.stop()
-        assistant = Assistant(self._services, self.run_id, name=self.name, collaboration=name)
-        self.assistance = Assistance(self._runtime, assistant)
-        return self.assistance
 
     def host_experts(
         self,
@@ -325,6 +219,8 @@ class Swarm(Member):
             return
         for optimizer in self._optimizers.values():
             optimizer.close(hand_over_s=hand_over_s)
+        for elastic in self._elastic.values():
+            elastic.close()
         if self._experts is not None:
             self._experts.close()
         self.left = True
@@ -338,6 +234,8 @@ class Swarm(Member):
         self.left = True
         for optimizer in self._optimizers.values():
             optimizer.collaboration.vanish()
+        for elastic in self._elastic.values():
+            elastic.vanish()
         if self.assistance is not None:
             self.assistance.vanish()
         if self._experts is not None:
@@ -349,10 +247,6 @@ class Swarm(Member):
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-    def _check_here(self) -> None:
-        if self.left:
-            raise RuntimeError("this peer has left its swarm: cs.join(…) again")
 
     # --- what it shows --------------------------------------------------------------------------------------------
 
