@@ -138,6 +138,7 @@ def render_svg(
     reference: Reference | None = None,
     *,
     spread: Sequence[tuple[float, float, float]] = (),
+    limit: History = (),
     label: str = "loss",
     from_zero: bool = False,
     width: int = 550,
@@ -149,6 +150,7 @@ def render_svg(
         history: the curve.
         reference: a published run whose band lies under it.
         spread: step, low and high of the middle half of the peers, drawn as a shade.
+        limit: a curve that this one should stay below, dashed.
         label: what the curve shows.
         from_zero: let the axis begin at 0.
         width, height: pixels.
@@ -160,15 +162,22 @@ def render_svg(
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     band = _band(reference, first, last)
     shade = [one for one in _thinned(spread) if max(map(abs, one[1:])) < MAX_LOSS]
-    losses = [loss for _, loss in points] + [edge for _, *edges in band for edge in edges]
+    above = _thinned(_finite(limit))
+    losses = [loss for _, loss in (*points, *above)] + [edge for _, *edges in band for edge in edges]
     low, high = min([*losses, 0.0] if from_zero else losses), max(losses)
     plot = _Plot(first, last, low, max(high, low + 1e-3 * (1 + abs(low))), width, height)
     under = _area(plot, band, BAND, 0.22, reference.name if reference else "") + _area(plot, shade, LINE, 0.2)
     line = " ".join(plot.place(step, loss) for step, loss in points)
+    edge = " ".join(plot.place(step, loss) for step, loss in above)
+    dashed = (
+        f'<polyline points="{edge}" fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
+        if edge
+        else ""
+    )
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f"{plot.axes()}{under}"
+        f"{plot.axes()}{under}{dashed}"
         f'<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2" stroke-linejoin="round">'
         f"<title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title></polyline></svg>"
     )
