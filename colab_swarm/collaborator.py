@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import GridResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticOptions
+    from colab_swarm.elastic.snapshot import ElasticSnapshot
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
+    from colab_swarm.widgets.panel import Panel
 
 
 class Collaborator(Member):
@@ -126,6 +128,22 @@ class Collaborator(Member):
         elastic = ElasticOptimizer(self._runtime, optimizer, settings, entrance, mine.events, mine.pace)
         self._elastic[name] = elastic
         return elastic
+
+    def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
+        """A live view of how far this member of an elastic group is off, beside the bound that theory gives.
+
+        In a training loop, call its ``tick()`` after each step. It warns when the bound is passed.
+
+        Raises:
+            KeyError: there is no elastic optimizer of this name.
+        """
+        from colab_swarm.widgets import consistency
+        from colab_swarm.widgets.panel import Panel, Views
+
+        elastic = self._elastic[name]
+        texts = (consistency.render_html, consistency.render_text, consistency.summary)
+        views: Views[ElasticSnapshot] = Views(*texts, lambda snapshot: snapshot.left)
+        return Panel(elastic.snapshot, elastic.close, views=views)
 
     def average(
         self,

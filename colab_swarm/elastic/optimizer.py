@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from colab_swarm.elastic.buckets import Buckets
 from colab_swarm.elastic.exchange import Entrance, Exchange, Piece
 from colab_swarm.elastic.meter import Meter
 from colab_swarm.elastic.settings import ElasticSettings, ElasticStep
+from colab_swarm.elastic.snapshot import ElasticSnapshot
 from colab_swarm.elastic.steps import OwnBucket, Steps
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
@@ -21,6 +23,9 @@ from colab_swarm.runtime import Runs
 from colab_swarm.tensors.codecs import Floats, all_finite
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
+
+HISTORY = 500
+"""Steps that a snapshot tells of."""
 
 
 class ElasticOptimizer(Optimizer):
@@ -58,7 +63,7 @@ class ElasticOptimizer(Optimizer):
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
         self._carried: Floats | None = None  # corrections of a former group, for all members
-        self._step = 0
+        self._step, self._history = 0, deque[ElasticStep](maxlen=HISTORY)
         terms = settings.terms(sizes, self._replica.schema)
         try:
             runtime.call(self._enter(entrance, terms, sizes))
@@ -86,6 +91,11 @@ class ElasticOptimizer(Optimizer):
     def meter(self) -> Meter:
         """How far this member is off; for charts."""
         return self._steps.meter
+
+    def snapshot(self) -> ElasticSnapshot:
+        """How far this member is off, and was."""
+        scheduler, exchange = repr(self._settings.scheduler), self._exchange
+        return ElasticSnapshot(scheduler, exchange.me, exchange.members, tuple(self._history), self._closed)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -123,6 +133,7 @@ class ElasticOptimizer(Optimizer):
         self._step, self._carried = self._step + 1, None
         self._buckets.begin()
         self._steps.finished = None
+        self._history.append(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -12,6 +12,7 @@ MAX_PEERS = 16
 BUCKET_BYTES = 120 << 10
 """A bucket, as it is encoded, is one packet on a peer link."""
 MOST_BLOCKS = 64
+EXCESS = 1.1
 
 
 class ElasticOptions(TypedDict, total=False):
@@ -93,3 +94,8 @@ class ElasticStep:
     inconsistency: float
     bound: float | None
     lost: tuple[int, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the inconsistency is above its bound, by more than means of few steps are uncertain."""
+        return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0

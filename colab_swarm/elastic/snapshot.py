@@ -26,6 +26,5 @@ class ElasticSnapshot:
 
     @property
     def passed(self) -> bool:
-        """Whether the last measured inconsistency is above its bound."""
-        last = self.steps[-1] if self.steps else None
-        return last is not None and last.bound is not None and last.inconsistency > last.bound > 0
+        """Whether the last measured inconsistency is above its bound; see `ElasticStep.passed`."""
+        return bool(self.steps) and self.steps[-1].passed

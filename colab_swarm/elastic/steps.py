@@ -116,9 +116,9 @@ class Steps:
                 pass
         measured, lost = self.meter.measured, tuple(sorted(self.ledger.lost))
         bound = self._scheduler.bound(self.meter.facts(gamma=self._gamma, crashed=len(lost)))
-        self._compare(measured, bound)
         closed = self.ledger.close_step()
         result = ElasticStep(closed.step, standing.waited_s, standing.missing, measured, bound, lost)
+        self._warn(result)
         self.finished = closed, result
         self._loop.call_soon(self._measure, closed)  # while the user's thread applies it
         if compute_s:
@@ -129,14 +129,13 @@ class Steps:
             if isinstance(self._scheduler, AdaptiveBeta):
                 self._scheduler.on_measured(distance)
 
-    def _compare(self, measured: float, bound: float | None) -> None:
-        above = bound is not None and measured > bound > 0
-        if above and not self._warned:
+    def _warn(self, step: ElasticStep) -> None:
+        if step.passed and not self._warned:
             logger.warning(
                 "step %d: peers are %.3g apart (by learning rate), the bound is %.3g: a larger beta, less compression "
                 "or a shorter timeout brings them together",
-                self.ledger.step,
-                measured,
-                bound,
+                step.step,
+                step.inconsistency,
+                step.bound,
             )
-        self._warned = above
+        self._warned = step.passed

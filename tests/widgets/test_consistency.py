@@ -27,8 +27,8 @@ def test_a_line_tells_how_far_off_and_what_it_costs() -> None:
 
 def test_it_warns_when_the_bound_is_passed() -> None:
     assert "!" not in render_text(snapshot(0.2, 0.9))
-    assert "further apart" in render_text(snapshot(0.2, 1.1))
-    assert "⚠" in render_html(snapshot(0.2, 1.1))
+    assert "further apart" in render_text(snapshot(0.2, 1.2))
+    assert "⚠" in render_html(snapshot(0.2, 1.2))
 
 
 def test_the_chart_shows_measured_and_bound() -> None:
