@@ -21,12 +21,17 @@ import msgspec
 
 from colab_swarm.net.membership import Signed
 from colab_swarm.net.peers import Message
+from colab_swarm.workunits.job import NAME
 
 MAX_BODY_BYTES = 64 << 10
 """Of a request that is no upload."""
 MAX_UNITS = 64
 MAX_HELD = 1024
+MAX_SUBSET_BYTES = 1 << 31
+MAX_WAIT_S = 1e6
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$")]
+"""It becomes part of a path at the volunteer."""
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
@@ -34,7 +39,7 @@ class Subset(Message, frozen=True):
     """A file of data: its SHA-256, size in bytes, and number of samples."""
 
     sha256: Digest
-    size_bytes: int
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBSET_BYTES)]
     rows: int
 
 
@@ -52,10 +57,10 @@ class JobCard(Signed, frozen=True):
     """
 
     run_id: str
-    name: str
+    name: JobName
     key: bytes
     membership: bytes
-    code_sha256: str
+    code_sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
     schema: bytes
@@ -97,7 +102,7 @@ class GivenUnits(Message, frozen=True):
     """
 
     units: tuple[GivenUnit, ...] = ()
-    wait_s: float = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
     finished: bool = False
     epoch: int = 0
     accuracy: float | None = None
