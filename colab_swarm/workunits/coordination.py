@@ -40,7 +40,7 @@ from colab_swarm.workunits.messages import (
 )
 from colab_swarm.workunits.staffing import Staffing
 from colab_swarm.workunits.status import JobStatus
-from colab_swarm.workunits.store import Parameters, Store
+from colab_swarm.workunits.store import Store
 from colab_swarm.workunits.subsets import lay_out
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.unit_training import unit_seed
@@ -134,6 +134,8 @@ class Coordination:
     async def stop(self) -> None:
         """Coordinate no more; the job can be gone on with later. Idempotent."""
         tasks, self._tasks = self._tasks, []
+        if not tasks:  # it could not start
+            return
         async with self._log.lock:  # no step is cut in two
             for task in tasks:
                 task.cancel()
@@ -285,14 +287,6 @@ class Coordination:
 
     # -- parameters that volunteers begin with
 
-    async def parameters(self) -> Parameters:
-        """The newest.
-
-        Raises:
-            StoreError: later perhaps.
-        """
-        return await asyncio.to_thread(self._store.parameters)
-
     async def parameters_file(self, unit: Unit | None = None) -> tuple[int, memoryview]:
         """Version and file (`Schema.encode`) of the parameters to begin a unit with; None: the newest.
 
@@ -313,7 +307,7 @@ class Coordination:
         put: dict[str, bytes] = {}
         if self._job.plan.replication == 1 or not units:
             return units, put
-        newest = await self.parameters()
+        newest = await asyncio.to_thread(self._store.parameters)
         blob = newest.values.astype("<f4", copy=False).tobytes()
         for place, one in enumerate(units):
             before = self._dispatcher.state.unit(one.unit).replicas

@@ -67,12 +67,20 @@ class Rows:
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """As safetensors, compressed by zstd."""
+        """As safetensors, compressed by zstd.
+
+        Raises:
+            ValueError: they are too many for `decode`.
+        """
         names = list(self.columns)
         head = {
             "rows": msgspec.json.encode((names, self.named)).decode()
         }  # one key: their order is by chance
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
+        if self.size_bytes > MAX_DECODED_BYTES:
+            raise ValueError(
+                f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
+            )
         return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata=head))
 
     @classmethod
@@ -150,7 +158,8 @@ def _column(values: Iterable[Any]) -> Array:
 
 def _array(values: Any) -> Array:
     array = np.asarray(values.detach().cpu()) if isinstance(values, Tensor) else np.asarray(values)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+    native = array.dtype.newbyteorder("=")  # torch knows no other
+    return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
 def _check(rows: Rows) -> None:

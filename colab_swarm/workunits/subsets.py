@@ -8,6 +8,8 @@ from pathlib import Path
 
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Subset
+from colab_swarm.workunits.rows import Rows
+from colab_swarm.workunits.unit_training import try_out
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
@@ -16,12 +18,13 @@ def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
     The same data make the same files, so that volunteers need not fetch them again after a restart.
 
     Raises:
-        ValueError, TypeError: the data cannot be cut.
+        ValueError, TypeError: the data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()
     parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
     subsets = []
+    try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
     for part in parts:
         data = part.encode()
         subsets.append(Subset(sha256(data).hexdigest(), len(data), len(part)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +120,26 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):
             indices = np.arange(start, min(start + batch_size, len(rows)))
-            total += job.accuracy(model, rows.batch(indices, device)) * len(indices)
+            total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
     model.train(was_training)
     return total / len(rows)
+
+
+def try_out(job: Job, rows: Rows) -> None:
+    """Train a batch of ``rows`` and measure the accuracy, so that faults are found before volunteers find them.
+
+    Raises:
+        ValueError: the job's code fails; the text says where.
+    """
+    doing = "one batch could not be trained"
+    try:
+        UnitTraining(job, rows, Lesson(1, job.plan.batch_size, 0), model=job.first_model()).step()
+        doing = "the accuracy could not be measured"
+        accuracy = measure(job, job.first_model(), job.validation_rows().sample(job.plan.batch_size, seed=0))
+    except Exception as error:  # whatever it is, with its traceback
+        raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
+    if not 0 <= accuracy <= 1:
+        raise ValueError(f"the accuracy is {accuracy:g}: it must be between 0 and 1")
 
 
 class Evaluator:

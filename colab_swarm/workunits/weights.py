@@ -15,6 +15,7 @@ from torch import nn
 Floats: TypeAlias = npt.NDArray[np.float32]
 MAX_WHOLE = 1 << 24
 """Integers up to here are exact in float32."""
+MAX_TOLD = 300
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,19 @@ class Schema:
         """Of a model.
 
         Raises:
-            ValueError: it has complex values, or integers that float32 cannot tell.
+            ValueError: it has values that are complex or not finite, or integers that float32 cannot tell.
         """
         state = model.state_dict()
         for name, values in state.items():
             if values.is_complex():
                 raise ValueError(f"{name} is complex: work units carry real numbers")
-            if not values.is_floating_point() and values.numel() and int(values.abs().max()) > MAX_WHOLE:
+            if not torch.isfinite(values).all():  # no result may have such values
+                raise ValueError(
+                    f"{name} holds values that are not finite: a mask is best no part of the state, by "
+                    "register_buffer(…, persistent=False)"
+                )
+            whole = not values.is_floating_point() and values.numel()
+            if whole and int(values.long().abs().max()) > MAX_WHOLE:
                 raise ValueError(f"{name} holds integers beyond {MAX_WHOLE:,}, which would be rounded")
         return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
 
@@ -70,7 +77,8 @@ class Schema:
         """
         head = self.head()
         if bytes(data[: len(head)]) != head:
-            raise ValueError(self._difference(data))
+            told = self._difference(data).encode("ascii", "backslashreplace").decode()
+            raise ValueError(told[:MAX_TOLD])  # it goes into the log, and holds a stranger's words
         if len(data) != len(head) + 4 * self.numel:
             raise ValueError(
                 f"{len(data):,} bytes, {len(head) + 4 * self.numel:,} expected: cut off or too long"

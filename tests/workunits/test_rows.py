@@ -93,3 +93,9 @@ def test_garbled_subsets_are_refused(noise: bytes, place: int) -> None:
         if data != good:
             with pytest.raises(ValueError, match="subset"):
                 Rows.decode(data)
+
+
+def test_columns_of_another_byte_order_become_tensors() -> None:
+    rows = Rows.decode(rows_of((np.arange(6, dtype=">i4"), np.ones(6, ">f8"))).encode())
+    numbers, ones = rows.batch(np.arange(6), torch.device("cpu"))
+    assert numbers.tolist() == [0, 1, 2, 3, 4, 5] and ones.dtype == torch.float32

@@ -82,3 +82,35 @@ def test_values_that_float32_cannot_tell_are_refused(wrong: torch.Tensor, messag
     module.register_buffer("wrong", wrong)
     with pytest.raises(ValueError, match=message):
         Schema.of(module)
+
+
+class Masked(nn.Module):
+    """A model with a buffer, such as attention has."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+
+def test_masks_of_truth_values_travel() -> None:
+    model, other = (
+        Masked(torch.ones(3, 3, dtype=torch.bool).tril()),
+        Masked(torch.zeros(3, 3, dtype=torch.bool)),
+    )
+    schema = Schema.of(model)
+    schema.load(other, schema.flatten(model))
+    assert torch.equal(model.mask, other.mask)
+
+
+def test_values_that_are_not_finite_are_refused_with_advice() -> None:
+    with pytest.raises(ValueError, match=r"mask .* not finite.*persistent=False"):
+        Schema.of(Masked(torch.full((3, 3), float("-inf")).triu(1)))
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "x" * 100_000])
+def test_what_a_stranger_calls_tensors_is_told_in_few_plain_letters(name: str) -> None:
+    schema = Schema((("weight", (2,)),))
+    head = f'{{"weight":{{"shape":[2]}},"{name}":{{"shape":[]}}}}'
+    with pytest.raises(ValueError) as caught:
+        schema.decode(len(head).to_bytes(8, "little") + head.encode())
+    assert str(caught.value).isascii() and len(str(caught.value)) < 400

@@ -1,0 +1,43 @@
+"""What a newcomer gets wrong is told at once, by `cs.coordinate`, in words that help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import colab_swarm as cs
+from tests.workunits.local import tiny_job
+
+INPUTS = np.zeros((64, 4), np.float32)
+
+
+def broken(*_: Any) -> Any:
+    raise KeyError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"data": (INPUTS, np.array(["cat"] * 64))}, "column 1 holds <U3: rows are numbers"),
+        ({"data": (INPUTS, np.zeros(64, np.float32))}, "one batch could not be trained"),
+        ({"data": (INPUTS[:, :3], np.zeros(64, int))}, "one batch could not be trained"),
+        ({"validation": (INPUTS[:0], np.zeros(0, int))}, "hold no sample"),
+        ({"validation": broken}, "no such layer"),
+        ({"loss": broken}, "one batch could not be trained: KeyError: 'no such layer'"),
+        ({"accuracy": broken}, "the accuracy could not be measured: KeyError: 'no such layer'"),
+        ({"accuracy": lambda model, batch: torch.ones(2)}, "the accuracy could not be measured"),
+        ({"accuracy": lambda model, batch: 87.5}, "accuracy is 87.5: it must be between 0 and 1"),
+        ({"model": broken}, "no such layer"),
+    ],
+)
+def test_a_job_that_cannot_work_is_not_handed_out(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, KeyError), match=None) as caught:
+        cs.coordinate(
+            replace(tiny_job(), **changes), folder=tmp_path, host="127.0.0.1", servers=1, store="memory"
+        )
+    assert text in str(caught.value)
