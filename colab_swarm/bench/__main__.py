@@ -27,6 +27,7 @@ BENCHMARKS = (
     "parameter-store",
     "workunits",
     "vc-asgd",
+    "work-ordeal",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd")

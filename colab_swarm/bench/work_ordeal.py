@@ -1,4 +1,4 @@
-"""Work units under fire: ``python -m colab_swarm.bench.work_ordeal [--kills 20]``.
+"""Work units under fire.
 
 The coordinator is killed (SIGKILL) at random moments, its parameter servers with it, and started again in the same
 folder; volunteers are killed in the middle of a unit with probability 0.2 and come back under their names. At the end
@@ -7,7 +7,6 @@ the store's log must hold every unit of every epoch as assimilated exactly once.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -23,6 +22,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from colab_swarm.bench.report import Report
 from colab_swarm.errors import JoinError
 from colab_swarm.jobs.coordinator import coordinate
 from colab_swarm.jobs.volunteer import volunteer
@@ -65,6 +65,24 @@ class Endured:
     finished: str | None
     accuracy: float
     seconds: float
+
+
+def run(*, quick: bool) -> Report:
+    """20 kills of the coordinator over 30 epochs; or 3 over 3."""
+    with tempfile.TemporaryDirectory() as folder:
+        endured = ordeal(Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
+    report = Report("work-ordeal", quick)
+    report.add(
+        "work_ordeal.coordinator_kills", endured.coordinator_kills, "", "SIGKILL, parameter servers included"
+    )
+    report.add("work_ordeal.volunteer_kills", endured.volunteer_kills, "", "SIGKILL within a unit")
+    report.add("work_ordeal.expired", endured.expired, "", "deadlines that passed")
+    report.add("work_ordeal.units", endured.units, "", "of all epochs")
+    report.add("work_ordeal.once", endured.once, "", "assimilated exactly once, by the store's log")
+    report.add("work_ordeal.versions_in_order", endured.versions_in_order, "", "1: without a gap")
+    report.add("work_ordeal.finished", endured.finished is not None, "", "1: the job came to its end")
+    report.add("work_ordeal.seconds", endured.seconds, "s")
+    return report
 
 
 def ordeal(folder: Path, *, kills: int, epochs: int, seed: int = 0) -> Endured:
@@ -173,19 +191,3 @@ def _told(folder: Path, job: Job, begun: float) -> Endured:
         accuracy=accuracies[-1] if accuracies else 0.0,
         seconds=time.monotonic() - begun,
     )
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=30)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        endured = ordeal(Path(folder), kills=options.kills, epochs=options.epochs)
-    for name, value in vars(endured).items():
-        print(f"{name:>20}  {value}")
-
-
-if __name__ == "__main__":
-    main()
