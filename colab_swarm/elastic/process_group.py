@@ -149,6 +149,9 @@ class ProcessGroupExchange:
             until = time.monotonic() + FAREWELL_S
             for thread in self._threads:
                 await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
+            if not any(thread.is_alive() for thread in self._threads):
+                dist.destroy_process_group(self._group)
+                del self._group
 
     def vanish(self) -> None:
         """See `Exchange`."""

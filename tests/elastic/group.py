@@ -30,9 +30,9 @@ def rows_of(member: int, peers: int) -> slice:
     return slice(member * each, (member + 1) * each)
 
 
-def reference(steps: int, peers: int = 2) -> torch.Tensor:
+def reference(steps: int, peers: int = 2, seed: int = 0) -> torch.Tensor:
     """What one process with all members' rows gets."""
-    net = model()
+    net = model(seed)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     for step in range(steps):
         sgd.zero_grad()

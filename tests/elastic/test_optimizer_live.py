@@ -1,0 +1,89 @@
+"""Elastic groups over real links: a member that is killed, and a user who interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.elastic.schedulers import Synchronous
+from colab_swarm.events import PeerLeft
+from tests.elastic.group import join_group, reference, rows_of
+from tests.elastic.member import OPTIONS, SCHEDULER, train
+from tests.training.toy import loss_of, model, parameters_of
+
+pytestmark = pytest.mark.slow
+STEPS, DIES_AT, PEERS = 40, 12, 3
+
+
+def start(invite: str, dies_at: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tests.elastic.member", invite, str(PEERS), str(STEPS), str(dies_at)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_when_a_peer_is_killed_in_mid_step_the_others_go_on_within_two_seconds_and_inside_the_bound() -> None:
+    with cs.create("elastic", peer_name="alice", options=OPTIONS) as alice:
+        others = [start(str(alice.invite()), dies_at) for dies_at in (DIES_AT, STEPS)]
+        try:
+            told = train(alice, PEERS, STEPS, dies_at=STEPS)
+            killed, survived = (json.loads(other.communicate(timeout=60)[0]) for other in others)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        assert others[0].returncode == -signal.SIGKILL and others[1].returncode == 0
+        assert alice.events.recent(PeerLeft)
+    assert [step.step for _, step in told] == list(range(STEPS))
+    went_on_at = next(at for at, step in told if step.lost)
+    assert 0 < went_on_at - killed["at"] < 2.0
+    for lost, inconsistency, bound in (
+        (told[-1][1].lost, told[-1][1].inconsistency, told[-1][1].bound),
+        survived.values(),
+    ):
+        assert len(lost) == SCHEDULER.f and bound and inconsistency <= bound
+
+
+def test_an_interrupted_step_can_be_taken_again_and_nothing_was_lost() -> None:
+    interrupted = threading.Event()
+
+    def follow(invite: str) -> torch.Tensor:
+        with cs.join(invite, peer_name="bob", options=OPTIONS) as bob:
+            net = model(seed=1)
+            optimizer = join_group(bob, net, 2, scheduler=Synchronous())
+            for step in range(3):
+                if step == 1:
+                    interrupted.wait(30)
+                loss_of(net, step, rows_of(optimizer.member, 2)).backward()
+                optimizer.step()
+            optimizer.close()
+            return parameters_of(net)
+
+    with cs.create("elastic", peer_name="alice", options=OPTIONS) as alice, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follow, str(alice.invite()))
+        net = model(seed=1)
+        optimizer = join_group(alice, net, 2, scheduler=Synchronous())
+        for step in range(3):
+            loss_of(net, step, rows_of(optimizer.member, 2)).backward()
+            if step == 1:
+                timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                interrupted.set()
+                with pytest.raises(RuntimeError, match="on their way already"):
+                    loss_of(net, step).backward()
+            assert optimizer.step().step == step
+        optimizer.close()
+        torch.testing.assert_close(following.result(30), parameters_of(net), rtol=0, atol=0)
+    torch.testing.assert_close(parameters_of(net), reference(3, seed=1), rtol=0, atol=1e-5)

@@ -1,0 +1,69 @@
+"""The same schedulers over `torch.distributed`: two gloo processes on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_swarm.elastic.process_group import group_optimizer
+from tests.elastic.group import reference
+from tests.elastic.rank import DIES_AT, RANKS, STEPS, sgd
+from tests.training.toy import model
+
+pytestmark = pytest.mark.slow
+
+
+def run_ranks(scenario: str, folder: Path) -> list[int]:
+    """Exit statuses of the ranks, in order."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.elastic.rank", scenario, str(rank), str(folder)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        return [rank.wait(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_path: Path) -> None:
+    assert run_ranks("equal", tmp_path) == [0, 0]
+    elastic = [torch.load(tmp_path / f"elastic {rank}") for rank in range(RANKS)]
+    assert torch.equal(*elastic)
+    torch.testing.assert_close(elastic[0], reference(STEPS), rtol=0, atol=1e-5)
+    torch.testing.assert_close(elastic[0], torch.load(tmp_path / "ddp 0"), rtol=0, atol=1e-5)
+
+
+def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
+    assert run_ranks("late", tmp_path) == [0, 0]
+    for rank in range(RANKS):
+        late = torch.load(tmp_path / f"late {rank}")
+        assert (late - reference(STEPS)).abs().max() < 0.2
+
+
+def test_a_rank_that_dies_is_lost_and_the_other_goes_on(tmp_path: Path) -> None:
+    assert run_ranks("die", tmp_path) == [0, -signal.SIGKILL]
+    assert (tmp_path / "lost").read_text() == f"{2 * DIES_AT - 1} (1,)"
+
+
+def test_ranks_with_different_settings_are_told(tmp_path: Path) -> None:
+    assert run_ranks("differ", tmp_path) == [0, 0]
+    for rank in range(RANKS):
+        told = (tmp_path / f"error {rank}").read_text()
+        assert "float16" in told and "int8" in told and "same settings" in told
+
+
+def test_without_a_process_group_the_call_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        group_optimizer(sgd(model()))
