@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
 
+from filelock import FileLock, Timeout
 from torch import nn
 
 from colab_swarm.access import Entrance
@@ -95,10 +96,8 @@ class Office:
 
     def __init__(self, job: Job, seat: Seat, options: CoordinatorOptions, store: Store) -> None:
         self.job, self.store = job, store
-        self._folder, self._options = _folder(job, options), options
-        settings = CoordinationSettings(
-            self._folder, _store_url(job, options), options.get("servers", "auto")
-        )
+        self.folder, self._options = _folder(job, options), options
+        settings = CoordinationSettings(self.folder, _store_url(job, options), options.get("servers", "auto"))
         self.coordination = Coordination(job, store, seat.token, seat.run_id, settings)
         self._gate = Gate(seat.admission)
         self._server: CoordinatorServer | None = None
@@ -110,7 +109,7 @@ class Office:
         try:
             await self.coordination.start()
             self._server = CoordinatorServer(
-                self.coordination, Uploads(self.coordination, self._folder / "uploads"), self._gate
+                self.coordination, Uploads(self.coordination, self.folder / "uploads"), self._gate
             )
             port = await self._listen(self._server)
             if tunnel is not None:
@@ -128,7 +127,7 @@ class Office:
 
     async def _listen(self, server: CoordinatorServer) -> int:
         """The port of last time is tried first, so that links stay good."""
-        host, kept = self._options.get("host", ""), self._folder / "port"
+        host, kept = self._options.get("host", ""), self.folder / "port"
         wanted = self._options.get("port", 0)
         if not wanted and kept.exists():
             with contextlib.suppress(OSError, ValueError):
@@ -151,7 +150,6 @@ class Office:
         if self._server is not None:
             await self._server.close()
         await self.coordination.stop()
-        await asyncio.to_thread(self.store.close)
 
 
 class Coordinator:
@@ -161,8 +159,9 @@ class Coordinator:
         link: lets volunteers in, for a week; a secret. In a notebook it shows itself with a QR code and badges.
     """
 
-    def __init__(self, runtime: Runtime, office: Office, seat: Seat) -> None:
-        self._runtime, self._office, self._seat = runtime, office, seat
+    def __init__(self, runtime: Runtime, office: Office, seat: Seat, taken: contextlib.ExitStack) -> None:
+        """``taken``: what is let go of at the end."""
+        self._runtime, self._office, self._seat, self._taken = runtime, office, seat, taken
         self.link = self.invite()
         self.stopped = False
 
@@ -221,7 +220,8 @@ class Coordinator:
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
-            self._runtime.call(self._office.close())
+            with self._taken:
+                self._runtime.call(self._office.close())
 
     def panel(self) -> Panel[JobStatus]:
         """A live view: widgets in a notebook, text elsewhere."""
@@ -272,13 +272,9 @@ def coordinate(
     job = job if isinstance(job, Job) else Job.load(job)
     if access == "allowlist":
         raise ValueError("access='allowlist' needs a swarm: cs.create(…, access='allowlist').coordinate(job)")
-    folder = _folder(job, options)
-    for other in _coordinators:
-        if other._office.coordination.data_folder.parent == folder:
-            return other
     require_terms(i_have_read_the_terms)
-    folder.mkdir(parents=True, exist_ok=True)
-    key_file = folder / "organizer.key"
+    key_file = _folder(job, options) / "organizer.key"
+    key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)
     entrance = Entrance.found(job.name, identity, access=access, allow=None, key_file=key_file)
     seat = Seat(
@@ -292,22 +288,37 @@ def coordinate(
 
 def open_coordinator(job: Job, seat: Seat, options: CoordinatorOptions) -> Coordinator:
     """Begin to coordinate ``job`` in a run; see `coordinate`."""
+    folder = _folder(job, options)
+    for other in _coordinators:
+        if other._office.folder == folder:
+            return other
     tunnel = None
     if options.get("tunnel") == "ngrok":
         where = "get one at https://dashboard.ngrok.com/get-started/your-authtoken"
         tunnel = TunnelSettings("ngrok", auth_token=require_secret("NGROK_AUTHTOKEN", help=where))
     elif "tunnel" in options:
         tunnel = TunnelSettings(options["tunnel"])
-    _folder(job, options).mkdir(parents=True, exist_ok=True)
-    runtime, store = Runtime.shared(), open_store(_store_url(job, options), job.name)
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    runtime = Runtime.shared()
+    with contextlib.ExitStack() as taken:
+        _take(folder, taken)
+        store = open_store(_store_url(job, options), job.name)
+        taken.callback(store.close)
         office = runtime.call(_opened(job, seat, options, store, tunnel))
-    except BaseException:
-        store.close()
-        raise
-    coordinator = Coordinator(runtime, office, seat)
+        coordinator = Coordinator(runtime, office, seat, taken.pop_all())
     _coordinators.add(coordinator)
     return coordinator
+
+
+def _take(folder: Path, taken: contextlib.ExitStack) -> None:
+    """Lock a folder: two coordinators would not know of each other's decisions."""
+    lock = FileLock(folder / "lock", thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        told = f"another coordinator works in {folder}: stop it first, or give another folder"
+        raise ValueError(told) from error
+    taken.callback(lock.release)
 
 
 async def _opened(

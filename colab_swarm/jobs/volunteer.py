@@ -102,7 +102,7 @@ class Place:
     @classmethod
     def take(cls, folder: Path, name: str) -> Place:
         """The first of ``name``, ``name-2`` … below ``folder`` that nobody uses."""
-        plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+        plain = _plain(name)
         for number in range(1, PLACES + 1):
             own = folder / (plain if number == 1 else f"{plain}-{number}")
             own.mkdir(parents=True, exist_ok=True)
@@ -111,6 +111,11 @@ class Place:
                 lock.acquire(timeout=0)
                 return cls(own, lock)
         raise ValueError(f"{PLACES} volunteers called {name!r} work in {folder}: give another name=")
+
+
+def _plain(name: str) -> str:
+    """As the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 def volunteer(
@@ -149,7 +154,7 @@ def volunteer(
     for other in _volunteers:
         if (
             other.url == parsed.url.rstrip("/")
-            and other._place.folder.name == name
+            and other._place.folder.name == _plain(name)
             and not other.snapshot().over
         ):
             return other

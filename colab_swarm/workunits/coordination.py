@@ -223,9 +223,10 @@ class Coordination:
             raise Refused(*refusal)
 
     def awaits(self, assignment: str) -> bool:
-        """Whether the result of an assignment is wanted."""
+        """Whether the result of an assignment is wanted from whoever has it."""
         replica = self._dispatcher.state.replicas.get(assignment)
-        return replica is not None and replica.fate in {"out", "expired"}
+        now = self._clock()
+        return replica is not None and not self._dispatcher.refusal(assignment, replica.volunteer, now=now)
 
     async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
         """Take a result, a file as `Schema.encode` makes it.

@@ -13,6 +13,10 @@ from colab_swarm.workunits.weights import Floats
 LATEST = 100
 KNOWN = 5
 """From so many accepted results on it is known how far training usually moves the parameters."""
+FIRST_CHANGE = 1000.0
+"""Until then it may move them so many times as far as they are from zero, or as if each were 1."""
+MOST = 1e18
+"""Of a value. No mean of such values is infinite, and no square."""
 PIECE = 1 << 16
 
 
@@ -47,12 +51,18 @@ class Validator:
         """
         if len(values) != len(base):
             return f"{len(values):,} values, {len(base):,} expected"
+        bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
+        if bad:
+            return (
+                f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: "
+                "a lower learning rate may help"
+            )
         change = moved(values, base)
-        if not np.isfinite(change):
-            bad = len(values) - int(np.count_nonzero(np.isfinite(values)))
-            return f"{bad:,} of {len(values):,} values are not finite: a lower learning rate may help"
         if len(self._changes) < KNOWN:
-            return None
+            most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
+            return (
+                None if change <= most else f"training moved the parameters by {change:.3g}, over {most:.3g}"
+            )
         usual = statistics.median(self._changes)
         if change <= self._max_change * usual:
             return None

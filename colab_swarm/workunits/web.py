@@ -12,6 +12,7 @@ import logging
 import mmap
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -39,10 +40,12 @@ M = TypeVar("M", AskForUnits, GiveBack)
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
 """Of an upload; it is in memory while its digest is checked."""
-MAX_UPLOADS, MAX_DOWNLOADS = 32, 64
-"""At once; whoever comes beyond that is asked to come again."""
-READ_S, SEND_S = 300.0, 3600.0
-"""How long a body may take to come, and a file to go."""
+MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
+"""At once, and of one volunteer; whoever comes beyond that is asked to come again."""
+READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
+"""How long a body may take to come, and a file to go, which has longer by its size."""
+IDLE_S = 75.0
+"""How long a connection may be silent, or take to say what it wants."""
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5
 """After how many seconds to come again."""
@@ -95,6 +98,7 @@ class CoordinatorServer:
         self.url = ""
         self._coordination, self._uploads, self._gate, self._clock = coordination, uploads, gate, clock
         self.running = {"upload": 0, "download": 0}
+        self._each: Counter[tuple[str, PeerId]] = Counter()  # of them, by volunteer
         self._pages: dict[str, bytes] = {}
         self._paged_at, self._paged = float("-inf"), 0
         self._runner: web.AppRunner | None = None
@@ -121,6 +125,7 @@ class CoordinatorServer:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            keepalive_timeout=IDLE_S,
             auto_decompress=False,  # a small body may unpack to a large one
             lingering_time=FAREWELL_S,
             shutdown_timeout=FAREWELL_S,
@@ -205,14 +210,17 @@ class CoordinatorServer:
             raise Refused("invalid", f"no {kind.__name__}: {error}") from error
 
     @asynccontextmanager
-    async def _one_of(self, kind: str, most: int) -> AsyncIterator[None]:
-        if self.running[kind] >= most:
-            raise Refused("busy", f"{most} {kind}s are going on: come again in a second")
+    async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
+        mine = kind, request[VOLUNTEER]
+        if self.running[kind] >= most or self._each[mine] >= MAX_EACH:
+            raise Refused("busy", f"too many {kind}s are going on: come again in a second")
         self.running[kind] += 1
+        self._each[mine] += 1
         try:
             yield
         finally:
             self.running[kind] -= 1
+            self._each -= Counter([mine])  # and forgets those that have none
 
     # -- the job, units and results
 
@@ -245,7 +253,7 @@ class CoordinatorServer:
         if size != request.content_length:
             raise Refused("invalid", f"Content-Range tells {size:,} bytes, Content-Length another number")
         self._uploads.check(request[VOLUNTEER], assignment)
-        async with self._one_of("upload", MAX_UPLOADS):
+        async with self._one_of(request, "upload", MAX_UPLOADS):
             piece = await self._read(request, MAX_PIECE_BYTES)
             return _answer(await self._uploads.add(request[VOLUNTEER], assignment, start, piece))
 
@@ -291,11 +299,11 @@ class CoordinatorServer:
                 refusal.headers["Content-Range"] = f"bytes */{len(data)}"
                 return refusal
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
-        async with self._one_of("download", MAX_DOWNLOADS):
+        async with self._one_of(request, "download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
             response.content_type, response.content_length = "application/octet-stream", end - start
             try:
-                async with asyncio.timeout(SEND_S):
+                async with asyncio.timeout(SEND_S + (end - start) / SLOWEST_BYTES_S):
                     await response.prepare(request)
                     for place in range(start, end, SENT_BYTES):
                         await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))

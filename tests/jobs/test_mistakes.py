@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 import colab_swarm as cs
 from tests.workunits.local import tiny_job
@@ -41,3 +42,23 @@ def test_a_job_that_cannot_work_is_not_handed_out(tmp_path: Path, changes: dict[
             replace(tiny_job(), **changes), folder=tmp_path, host="127.0.0.1", servers=1, store="memory"
         )
     assert text in str(caught.value)
+
+
+def test_a_folder_has_one_coordinator(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock", thread_local=False)  # as another process holds it
+    with lock, pytest.raises(ValueError, match="another coordinator works in"):
+        cs.coordinate(tiny_job(), folder=tmp_path, host="127.0.0.1", servers=1)
+    with cs.coordinate(tiny_job(), folder=tmp_path, host="127.0.0.1", servers=1) as one:
+        assert cs.coordinate(tiny_job(), folder=tmp_path) is one
+    with cs.coordinate(tiny_job(), folder=tmp_path, host="127.0.0.1", servers=1) as again:
+        assert again is not one
+
+
+def test_a_name_with_spaces_gives_the_same_volunteer_again(tmp_path: Path) -> None:
+    job = tiny_job(max_epochs=1000)
+    with cs.coordinate(job, folder=tmp_path, host="127.0.0.1", servers=1, store="memory") as one:
+        alice = cs.volunteer(one.link, job=job, name="Alice's laptop", folder=tmp_path)
+        try:
+            assert cs.volunteer(one.link, job=job, name="Alice's laptop", folder=tmp_path) is alice
+        finally:
+            alice.stop(finish_s=0.0)

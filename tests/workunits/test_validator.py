@@ -37,3 +37,12 @@ def test_a_result_that_moved_much_farther_than_usual_is_refused_once_it_is_known
 def test_the_largest_floats_do_not_overflow() -> None:
     huge = np.full(200_000, np.finfo(np.float32).max)
     assert moved(huge, -huge) == pytest.approx(2 * float(huge[0]) * 200_000**0.5)
+
+
+def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
+    validator, base = Validator(WorkPlan()), np.full(100, 0.1, np.float32)
+    assert validator.judge(base + 1, base) is None
+    assert "usually" not in (validator.judge(base + np.float32(1e6), base) or "usually")
+    for _ in range(10):
+        validator.learn(1e30)
+    assert "beyond" in (validator.judge(base + np.float32(1e25), base) or "")
