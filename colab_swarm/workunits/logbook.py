@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated
+from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated, Measured, encode_entry
 from colab_swarm.workunits.store import Store
 from colab_swarm.workunits.validator import Validator
 
@@ -34,14 +34,17 @@ class Logbook:
         self.version, self.fault = 0, ""
         self._store, self._dispatcher, self._validator, self._clock = store, dispatcher, validator, clock
         self._position = 0
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
+        self._up_to_date = False
 
     async def settle(self) -> None:
         """Read what is new, and write what is due by now: deadlines that passed, the end of an epoch.
 
         Raises:
-            StoreError: the store fails; nothing is lost.
+            StoreError: the store fails, or another coordinator uses it; nothing is lost.
         """
         await self._read()
+        self._up_to_date = True
         await self.write(self._dispatcher.expired(now=self._clock()))
         while due := self._dispatcher.advance(now=self._clock()):
             await self.write(due)
@@ -59,6 +62,7 @@ class Logbook:
             StoreError: the store fails. Whether it was written is known after the next `settle`.
         """
         if entries:
+            self._mine.update(map(encode_entry, entries))
             await self._ask(lambda: self._store.append(entries, put=put or {}, drop=drop))
             await self._read()
 
@@ -72,6 +76,8 @@ class Logbook:
 
     async def _read(self) -> None:
         for position, entry in await self._ask(lambda: self._store.entries(self._position)):
+            if not isinstance(entry, Assimilated | Measured):
+                self._check_mine(entry)
             self._dispatcher.apply(entry)
             self._position = position
             if isinstance(entry, Accepted):
@@ -80,6 +86,14 @@ class Logbook:
                 self.version = max(self.version, entry.version)
         if self._dispatcher.finished is not None:
             self.finished.set()
+
+    def _check_mine(self, entry: AnyEntry) -> None:
+        """Two coordinators would decide without knowing of each other; the one that began later goes on."""
+        written = encode_entry(entry)
+        if self._up_to_date and written not in self._mine:
+            self.fault = "another coordinator has taken over this job: stop this one, or rename its job"
+            raise StoreError(self.fault)
+        self._mine.discard(written)
 
     async def _ask(self, call: Callable[[], T]) -> T:
         try:

@@ -208,3 +208,20 @@ def children() -> list[int]:
         if parent == os.getpid() and b"server_process" in arguments:
             found.append(int(place.name))
     return found
+
+
+def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
+    async def main() -> None:
+        job, store = tiny_job(), MemoryStore("tiny")
+        async with coordinating(job, tmp_path / "one", store=store) as old:
+            assert await old.alice.ask()
+            async with coordinating(job, tmp_path / "two", store=store) as new:
+                assert await new.bob.ask()
+                before = old.log
+                answer = await old.alice.send("POST", "/work/units", b"\x91\x01")
+                assert (answer.status, answer.problem.code) == (503, "busy")
+                assert "another coordinator" in old.coordination.status().fault
+                assert old.log == before
+                assert [one.status for one in await new.bob.train()] == [200]
+
+    run(main)

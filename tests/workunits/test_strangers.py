@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from colab_swarm.workunits import web
-
 from tests.workunits.local import Answer, coordinating, run, tiny_job, until
 from tests.workunits.test_web_bad_input import put
 
