@@ -78,10 +78,15 @@ def legend(keys: Iterable[tuple[str, str]]) -> str:
     return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
 
 
-def text(plain: str, limit: int = 200) -> str:
-    """Escaped, of printable characters, ``limit`` of them at most."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in plain[: limit + 1])
-    return html.escape(printable if len(printable) <= limit else printable[: limit - 1] + "…")
+def plain(told: str, limit: int = 200) -> str:
+    """Of printable characters, which steer no terminal, ``limit`` of them at most."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in told[: limit + 1])
+    return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+
+
+def text(told: str, limit: int = 200) -> str:
+    """The same, escaped for HTML."""
+    return html.escape(plain(told, limit))
 
 
 def count(number: int, noun: str) -> str:

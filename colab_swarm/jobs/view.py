@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from colab_swarm.markup import count, table, text
+from colab_swarm.markup import count, plain, table, text
 from colab_swarm.workunits.status import JobStatus
 from colab_swarm.workunits.svg import accuracy_svg
 
+MAX_ROWS = 50
 STYLE = (
     "<style>.job-view .mean{stroke:#4a78c0;fill:none;stroke-width:2}.job-view .band{fill:#4a78c0;opacity:.2}"
     ".job-view .dot{fill:#4a78c0}.job-view .target{stroke:#c0762a;stroke-dasharray:4 3}"
@@ -35,26 +36,33 @@ def render_text(status: JobStatus) -> str:
             f"{units.assimilated} done; {count(status.servers, 'parameter server')}"
         )
     lines += [
-        f"  {row.name or row.volunteer[:8]:<20} {count(row.accepted, 'unit')}, {row.rejected} rejected, "
+        f"  {plain(row.name or row.volunteer[:8], 40):<20} {count(row.accepted, 'unit')}, {row.rejected} rejected, "
         f"{row.expired} late, {row.in_flight} in hand"
-        for row in status.overview.volunteers
+        for row in status.overview.volunteers[:MAX_ROWS]
     ]
-    return "\n".join([*lines, f"  {status.fault}"] if status.fault else lines)
+    told = [_more(status), plain(status.fault)]
+    return "\n".join(lines + [f"  {line}" for line in told if line])
 
 
 def render_html(status: JobStatus) -> str:
     """As one ``div``: a line, the accuracy of the epochs, the volunteers."""
     rows = [
         (
-            text(row.name or row.volunteer[:8]),
+            text(row.name or row.volunteer[:8], 40),
             *map(str, (row.accepted, row.rejected, row.expired, row.in_flight)),
         )
-        for row in status.overview.volunteers
+        for row in status.overview.volunteers[:MAX_ROWS]
     ]
     columns = ("volunteer", "units", "rejected", "late", "in hand")
     return (
         f'<div class="job-view" style="font-family:sans-serif;font-size:13px;max-width:760px">{STYLE}'
         f"<p><b>{text(summary(status))}</b></p>"
         f"{accuracy_svg(status.overview.epochs, status.target_accuracy)}"
-        f"{table(columns, rows) if rows else ''}</div>"
+        f"{table(columns, rows) if rows else ''}{_more(status)}</div>"
     )
+
+
+def _more(status: JobStatus) -> str:
+    """How many volunteers are not listed."""
+    more = len(status.overview.volunteers) - MAX_ROWS
+    return f"and {more:,} more" if more > 0 else ""

@@ -33,6 +33,8 @@ UNITS_PER_VOLUNTEER = 4
 """Of an epoch, where the plan names no number of subsets: enough that a slow volunteer does not hold up the rest."""
 BATCHES_PER_UNIT = 4
 MAX_SUBSET_BYTES = 64 << 20
+EPOCHS_TRIED = 1000
+"""So many are asked of a function for alpha before the job begins."""
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -81,10 +83,14 @@ class WorkPlan:
             "max_epochs",
             "replication",
             "in_flight",
+            "validation_samples",
         )
-        for name in (*counts, "validation_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be 1 at least")
+        for name in (*counts, "subsets", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and (name, value) != ("subsets", None):
+                raise ValueError(f"{name}={value}: it must be a whole number, such as {name}=int(…)")
+            if name in counts and value < 1:
+                raise ValueError(f"{name}={value}: it must be 1 at least")
         if self.subsets is not None and self.subsets < 1:
             raise ValueError(f"subsets={self.subsets}: it must be 1 at least, or None for a default")
         if self.deadline_s is not None and not self.deadline_s > 0:
@@ -95,7 +101,7 @@ class WorkPlan:
             raise ValueError(f"target_accuracy={self.target_accuracy}: a share between 0 and 1")
         if not (self.tolerance > 0 and self.max_change > 0):
             raise ValueError(f"tolerance={self.tolerance}, max_change={self.max_change}: both must be over 0")
-        for epoch in range(1, self.max_epochs + 1) if callable(self.alpha) else [1]:
+        for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:

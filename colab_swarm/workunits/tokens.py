@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Annotated, Protocol
@@ -98,7 +99,7 @@ class Gate:
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
-        self._seen: dict[bytes, float] = {}  # nonces of the last minutes, oldest first
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # nonces of the last minutes, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
         """The peer that sends a request, and the digest that its body must have.
@@ -124,10 +125,8 @@ class Gate:
         return id_of(request.key), request.digest
 
     def _remember(self, nonce: bytes, now: float) -> None:
-        for old in list(self._seen):
-            if now - self._seen[old] <= 2 * FRESH_S:
-                break
-            del self._seen[old]
+        while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
+            self._seen.popitem(last=False)
         if nonce in self._seen:
             raise NotAdmitted("this request was sent before: sign each anew")
         if len(self._seen) >= MAX_NONCES:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 
-from colab_swarm.markup import count, duration, size, text
+from colab_swarm.markup import count, duration, plain, size, text
 from colab_swarm.workunits.volunteer_snapshot import UnitProgress, VolunteerSnapshot
 
 BAR_CHARACTERS = 20
@@ -16,7 +16,7 @@ MAX_FAULT_CHARACTERS = 4000
 
 def summary(snapshot: VolunteerSnapshot) -> str:
     """What goes on, in one line."""
-    return f"{_plain(snapshot.job)}: {_plain(snapshot.state)}; {_job(snapshot)}{_units(snapshot)}"
+    return f"{plain(snapshot.job)}: {plain(snapshot.state)}; {_job(snapshot)}{_units(snapshot)}"
 
 
 def render_text(snapshot: VolunteerSnapshot) -> str:
@@ -24,7 +24,7 @@ def render_text(snapshot: VolunteerSnapshot) -> str:
     lines = [summary(snapshot), *(f"  {_bar(unit)} {_told(unit)}" for unit in snapshot.units if unit.unit)]
     lines.append(f"  {_total(snapshot)}")
     if snapshot.refusal:
-        lines.append(f"  last refusal: {_plain(snapshot.refusal)}")
+        lines.append(f"  last refusal: {plain(snapshot.refusal)}")
     return "\n".join(lines) + (f"\n{snapshot.fault[-MAX_FAULT_CHARACTERS:]}" if snapshot.fault else "")
 
 
@@ -86,8 +86,3 @@ def _html_bar(unit: UnitProgress) -> str:
         f'<div style="width:{percent}%;height:100%;background:#2a7fbf"></div></div>'
         f'<div style="margin-bottom:6px">{told}</div>'
     )
-
-
-def _plain(told: str) -> str:
-    """Without control characters, which could steer a terminal, and not endless."""
-    return html.unescape(text(told))

@@ -124,3 +124,15 @@ def test_accuracy_is_measured_on_as_many_samples_as_the_plan_says() -> None:
     accuracy = evaluator.accuracy(Schema.of(model).flatten(model))
     assert 0 <= accuracy < 0.5
     assert job.with_plan(alpha=0.9).plan.validation_samples == 50
+
+
+def test_a_plan_without_an_end_is_looked_at_in_no_time() -> None:
+    assert WorkPlan(max_epochs=10**12, alpha=lambda epoch: 1 - 1 / (1 + epoch)).alpha_of(10**6) < 1
+    with pytest.raises(ValueError, match="in epoch 1000000000000"):
+        WorkPlan(max_epochs=10**12, alpha=lambda epoch: 0.9 if epoch < 10**12 else 2.0)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "subsets", "max_epochs", "seed"])
+def test_counts_of_a_plan_are_whole_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=6.4: it must be a whole number"):
+        WorkPlan(**{name: 6.4})  # type: ignore[arg-type]
