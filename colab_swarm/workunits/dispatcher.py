@@ -95,7 +95,8 @@ class Dispatcher:
         """
         record = self.state.volunteer(volunteer)
         done = self.finished or self.state.epoch > self._plan.max_epochs
-        if done or len(record.out) >= self._plan.in_flight or record.standing.banned_until > now:
+        idle_until = max(record.standing.banned_until, record.standing.rests_until)
+        if done or len(record.out) >= self._plan.in_flight or idle_until > now:
             return []
         proven = record.standing.proven  # then it gets first what failed before, else last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
@@ -179,9 +180,10 @@ class Dispatcher:
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """After how many seconds a volunteer that got nothing should ask again."""
-        ban_s = self.state.volunteer(volunteer).standing.banned_until - now
-        if ban_s > 0:
-            return ban_s
+        standing = self.state.volunteer(volunteer).standing
+        idle_s = max(standing.banned_until, standing.rests_until) - now
+        if idle_s > 0:
+            return idle_s
         wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # so that not all come at once
         expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
         return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))

@@ -220,6 +220,7 @@ class JobState:
             volunteer.standing.on_rejected(entry.at)
         else:
             replica.fate = "given back"
+            volunteer.standing.on_gave_back(entry.at)
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]

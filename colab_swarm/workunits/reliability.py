@@ -18,6 +18,9 @@ BAN_RATE = 0.25
 """A volunteer is banned if about so many of its latest results were bad: three in a row, or every fourth."""
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
+FREE_RETURNS = 3
+"""Whoever gives units back more often, with no result in between, gets none for a while: each fills the log."""
+LONGEST_REST_S = 600.0
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Reliability:
         accepted, rejected, expired: units.
         bans: so far; each is twice as long as the one before.
         banned_until: seconds since the epoch.
+        returns: how often it gave units back since its last good result, last at ``returned_at``.
+        rests_until: it gets nothing before.
     """
 
     error_rate: float = FIRST_ERROR_RATE
@@ -39,6 +44,9 @@ class Reliability:
     expired: int = 0
     bans: int = 0
     banned_until: float = -math.inf
+    returns: int = 0
+    returned_at: float = -math.inf
+    rests_until: float = -math.inf
 
     @property
     def reliability(self) -> float:
@@ -53,6 +61,7 @@ class Reliability:
     def on_accepted(self) -> None:
         """One of its results was good."""
         self.accepted += 1
+        self.returns = 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
@@ -60,6 +69,14 @@ class Reliability:
         """One of its units did not come back in time."""
         self.expired += 1
         self._err()
+
+    def on_gave_back(self, now: float) -> None:
+        """It gave back a unit; several at once count as one."""
+        if now > self.returned_at:
+            self.returned_at = now
+            self.returns += 1
+        if self.returns > FREE_RETURNS:
+            self.rests_until = now + min(LONGEST_REST_S, 2.0 ** min(self.returns - FREE_RETURNS, 32))
 
     def on_rejected(self, now: float) -> None:
         """One of its results was bad."""

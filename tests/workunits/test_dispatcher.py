@@ -23,6 +23,7 @@ from colab_swarm.workunits.entries import (
 )
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.overview import UnitCounts
+from colab_swarm.workunits.reliability import FREE_RETURNS, LONGEST_REST_S
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
 
@@ -340,3 +341,21 @@ def test_the_overview_tells_where_units_and_volunteers_are() -> None:
     assert (overview.epoch, overview.max_epochs, overview.finished) == (1, 3, None)
     assert [entry.accuracy for entry in overview.measured] == [0.5]
     assert overview.units_per_minute(desk.now + 30) == 2
+
+
+def test_who_gives_back_again_and_again_has_to_wait_ever_longer() -> None:
+    """The log would grow as fast as somebody can ask."""
+    desk, given = Desk(), 0
+    for _ in range(600):  # one second each
+        units = desk.ask(ALICE, count=8)
+        given += bool(units)
+        desk.now += 0.5
+        desk.commit(*desk.core.give_back(ALICE, [unit.assignment for unit in units], now=desk.now))
+        desk.now += 0.5
+    assert FREE_RETURNS < given < FREE_RETURNS + 10
+    assert 60 < desk.core.wait_s(ALICE, now=desk.now) < LONGEST_REST_S
+    desk.now += LONGEST_REST_S
+    desk.prove(ALICE)
+    (unit,) = desk.ask(ALICE)
+    desk.commit(*desk.core.give_back(ALICE, [unit.assignment], now=desk.now))
+    assert desk.ask(ALICE)
