@@ -28,10 +28,11 @@ BENCHMARKS = (
     "workunits",
     "vc-asgd",
     "work-ordeal",
+    "elastic",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
-PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd")
-WITH_DATA = ("workunits", "vc-asgd")
+PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
+WITH_DATA = ("workunits", "vc-asgd", "elastic")
 """These take ``--data``."""
 """These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 

@@ -1,0 +1,136 @@
+"""Two network namespaces and a slow link between them, where the kernel has no netem: for benchmarks.
+
+    python -m colab_swarm.bench.slow_link NAMESPACE NAMESPACE DELAY_S JITTER_S
+
+gives each namespace a TUN device and passes packets between the two, after ``DELAY_S`` give or take ``JITTER_S``, in
+order. Packets are large, so that the program forwards about 1 GB/s. Root, iproute2 and setpriv are needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+DEVICE = "slow"
+PREFIX = "swarmbench"
+MTU = 65_000
+_TUNSETIFF, _IFF_TUN_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x1001, 0x40000000
+
+
+def missing() -> str | None:
+    """Why there can be no slow link here; None if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root"
+    if absent := [tool for tool in ("ip", "setpriv") if shutil.which(tool) is None]:
+        return f"needs {' and '.join(absent)}: apt-get install iproute2 util-linux"
+    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "needs /dev/net/tun"
+
+
+class SlowLink:
+    """Two namespaces, 0 and 1, from ``with`` to its end.
+
+    Args:
+        delay_s, jitter_s: of a packet, one way.
+    """
+
+    def __init__(self, *, delay_s: float, jitter_s: float) -> None:
+        self._names = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)]
+        self._figures = delay_s, jitter_s
+        self._program: subprocess.Popen[str] | None = None
+
+    def command(self, side: int, *words: object) -> list[object]:
+        """What runs ``words`` in a namespace, and ends with this thread."""
+        return ["ip", "netns", "exec", self._names[side], "setpriv", "--pdeathsig", "KILL", *words]
+
+    def __enter__(self) -> Self:
+        _remove_stale()
+        for name in self._names:
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link set lo up")
+        words = ["nice", "-n", "-10", sys.executable, "-m", __name__, *self._names, *map(str, self._figures)]
+        self._program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self._program.stdout is not None
+        if self._program.stdout.readline() != "ready\n":
+            self.__exit__()
+            raise RuntimeError("the slow link did not come up: see above")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._program is not None:
+            self._program.kill()
+            self._program.communicate()
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _ip(line: str) -> str:
+    return subprocess.run(["ip", *line.split()], capture_output=True, text=True, check=True).stdout
+
+
+def _remove_stale() -> None:
+    """What killed runs have left."""
+    for name in (line.split()[0] for line in _ip("netns list").splitlines()):
+        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
+            _ip(f"netns del {name}")
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def open_device(name: str, address: str) -> int:
+    """The file of a new TUN device in the namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        if libc.setns(there, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _IFF_TUN_NO_PI))
+        _ip(f"addr add {address}/24 dev {DEVICE}")
+        _ip(f"link set {DEVICE} mtu {MTU} txqueuelen 10000 up")
+    finally:
+        libc.setns(here, _CLONE_NEWNET)
+    return device
+
+
+def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
+    """Pass packets for ever."""
+    ways: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # from each side to the other
+    while True:
+        due = min((way[0][0] for way in ways if way), default=None)
+        wait_s = None if due is None else max(0.0, due - time.monotonic())
+        readable, _, _ = select.select(devices, [], [], wait_s)
+        for device in readable:
+            side = devices.index(device)
+            packet = os.read(device, MTU)
+            at = time.monotonic() + random.uniform(delay_s - jitter_s, delay_s + jitter_s)
+            ways[side].append((max(at, ways[side][-1][0]) if ways[side] else at, packet))
+        now = time.monotonic()
+        for side, way in enumerate(ways):
+            while way and way[0][0] <= now:
+                try:
+                    os.write(devices[1 - side], way.popleft()[1])
+                except BlockingIOError:
+                    continue  # a full queue drops
+
+
+def main(names: Sequence[str], delay_s: float, jitter_s: float) -> None:
+    devices = [open_device(name, address) for name, address in zip(names, ADDRESSES, strict=True)]
+    print("ready", flush=True)
+    forward(devices, delay_s=delay_s, jitter_s=jitter_s)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4]))
