@@ -207,7 +207,7 @@ class CoordinatorClient:
                 try:
                     async with self._request("PUT", target, piece, place) as answer:
                         if answer.status == CONFLICT:  # an answer was lost, or a killed process sent some
-                            at = _received(answer, unlike=at)
+                            at = _received(answer, at, len(data))
                             continue
                         taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
                 except CallRefused as error:
@@ -366,11 +366,11 @@ def _problem(body: bytes) -> Problem | None:
         return None
 
 
-def _received(answer: aiohttp.ClientResponse, *, unlike: int) -> int:
-    """Where the coordinator wants an upload to go on."""
+def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
+    """Where the coordinator wants an upload of ``size`` bytes to go on, if not ``at``."""
     text = answer.headers["Received"]
-    if not text.isdecimal() or int(text) == unlike:
-        raise Trouble(f"a piece at byte {unlike:,} was not taken")
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
+        raise Trouble(f"a piece at byte {at:,} was not taken")
     return int(text)
 
 

@@ -60,9 +60,13 @@ def render_live(status: JobStatus) -> str:
 
 
 def _fault(status: JobStatus) -> str:
-    if not status.fault:
-        return ""
-    return f'<p class="warning">Training waits, the store does not answer: {text(status.fault)}</p>'
+    told = f"the store does not answer: {text(status.fault)}" if status.fault else ""
+    if status.server_deaths and not status.servers and not status.overview.finished:
+        told = told or (
+            "the parameter servers end again and again. What the coordinator prints, or "
+            "<code>parameter-servers.log</code> in its folder, tells why."
+        )
+    return f'<p class="warning">Training waits, {told}</p>' if told else ""
 
 
 def _progress(status: JobStatus) -> str:

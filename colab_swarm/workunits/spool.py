@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -58,7 +59,8 @@ class Spool:
 
     def cut(self, assignment: str, received: int) -> None:
         """Forget all beyond ``received`` bytes."""
-        os.truncate(self._file(assignment), received)
+        with suppress(FileNotFoundError):  # swept meanwhile
+            os.truncate(self._file(assignment), received)
 
     def drop(self, assignment: str) -> None:
         """Forget an upload."""

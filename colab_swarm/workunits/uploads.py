@@ -11,6 +11,9 @@ from colab_swarm.workunits.coordination import Coordination, Refused
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.spool import Spool
 
+LOOKED_AT = 4
+"""Whole results in memory at once."""
+
 
 class Uploads:
     """Uploads to one coordination; what has come of them lies in ``folder``.
@@ -24,7 +27,7 @@ class Uploads:
         self.size_bytes = len(schema.head()) + 4 * schema.numel
         self._coordination = coordination
         self._spool = Spool(folder, size_bytes=self.size_bytes)
-        self._writing = asyncio.Lock()
+        self._writing, self._looking = asyncio.Lock(), asyncio.Semaphore(LOOKED_AT)
         self._taking: set[str] = set()  # whole, and looked at just now
 
     def check(self, volunteer: PeerId, assignment: str) -> None:
@@ -60,8 +63,9 @@ class Uploads:
                 return Taken(received)
             self._taking.add(assignment)
         try:
-            data = await asyncio.to_thread(self._spool.read, assignment)
-            await self._coordination.take(volunteer, assignment, data)
+            async with self._looking:
+                data = await asyncio.to_thread(self._spool.read, assignment)
+                await self._coordination.take(volunteer, assignment, data)
         except (StoreError, asyncio.CancelledError):
             self._spool.cut(assignment, start)
             raise

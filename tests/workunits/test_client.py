@@ -295,10 +295,11 @@ def test_an_upload_that_makes_no_headway_is_trouble_and_no_endless_loop() -> Non
         (unit,) = (await client.ask(1)).units
         stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
         conflict = answers(409, Received="0")
-        standin.meets("PUT /work/results", stuck, conflict, stuck)
+        odd = [answers(409, Received=text) for text in ("9" * 5000, str(1 << 40), "-1")]
+        standin.meets("PUT /work/results", stuck, conflict, *odd, stuck)
         assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
 
-    assert len(talk(scene).fired) == 3
+    assert len(talk(scene).fired) == 6
 
 
 def test_a_refused_upload_ends_with_the_reason() -> None:

@@ -56,6 +56,11 @@ def test_a_store_that_is_away_is_told() -> None:
     assert "the store does not answer: redis is away" in render_live(status(fault="redis is away"))
 
 
+def test_servers_that_end_again_and_again_are_told_of() -> None:
+    assert "parameter servers end" not in render_live(status())
+    assert "parameter servers end again and again" in render_live(status(servers=0, server_deaths=3))
+
+
 def test_the_curve_holds_what_cannot_be_drawn_apart() -> None:
     def epoch(number: int, accuracy: float) -> EpochEnded:
         return EpochEnded(at=NOW, epoch=number, accuracy=accuracy, low=accuracy, high=accuracy)

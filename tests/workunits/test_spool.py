@@ -53,6 +53,7 @@ def test_an_upload_can_be_cut_and_dropped(tmp_path: Path) -> None:
     assert spool.received(ONE) == 2
     spool.drop(ONE)
     spool.drop(ONE)
+    spool.cut(ONE, 2)
     assert spool.received(ONE) == 0
 
 
