@@ -15,8 +15,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/colab-swarm demo
 
+# Two processes at once: most tests wait for peers and clocks, notebooks compute.
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg tests tutorials
+	@log=$$(mktemp); \
+	$(BIN)/python -m pytest $(NBVAL) tutorials tests/notebooks >$$log 2>&1 & notebooks=$$!; \
+	$(BIN)/python -m pytest --ignore tests/notebooks tests; failed=$$?; \
+	wait $$notebooks || failed=1; cat $$log; rm $$log; exit $$failed
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
