@@ -6,6 +6,7 @@ sizes of the layers: a bucket is full when all parameters that reach into it hav
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ class Buckets:
         self, parameters: Sequence[torch.Tensor], *, most: int, on_full: Callable[[int, Floats], None]
     ) -> None:
         self._on_full = on_full
+        self._lock = threading.Lock()  # a model on several devices gets gradients on several threads
         self._starts: dict[torch.Tensor, int] = {}
         numel = 0
         for parameter in reversed(parameters):
@@ -93,11 +95,12 @@ class Buckets:
         return range(start // self._size, -(-(start + parameter.numel()) // self._size))
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter not in self._absent:
-            raise RuntimeError(
-                "the gradients of this step are on their way already: call optimizer.step() after each backward()"
-            )
-        self._take(parameter, parameter.grad)
+        with self._lock:
+            if parameter not in self._absent:
+                raise RuntimeError(
+                    "the gradients of this step are on their way already: call optimizer.step() after each backward()"
+                )
+            self._take(parameter, parameter.grad)
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         del self._absent[parameter]

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from colab_swarm.averaging.group import GatheringSettings, Group, Member, RoundRefused, Ticket
+from colab_swarm.averaging.group import (
+    GatheringSettings,
+    Group,
+    Member,
+    RoundRefused,
+    Ticket,
+    equal_shares,
+)
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.dht.search import is_sound
 from colab_swarm.elastic.exchange import Exchange, Receiver
@@ -96,7 +103,12 @@ class _Forming:
         rooms, prefix = services.rooms, settings.prefix
         rooms.make_room(prefix)
         self._matchmaker = Matchmaker(
-            rooms, prefix, expected=self._expected, on_called=self._on_called, settings=GATHERING
+            rooms,
+            prefix,
+            expected=self._expected,
+            on_called=self._on_called,
+            strategy=equal_shares,
+            settings=GATHERING,
         )
         self._states = StateSharing(rooms, prefix, lambda: asyncio.to_thread(replica.snapshot))
         rooms.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)

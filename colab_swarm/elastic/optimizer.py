@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from colab_swarm.elastic.steps import OwnBucket, Steps
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.runtime import Runs
-from colab_swarm.tensors.codecs import Floats, all_finite
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 
@@ -158,12 +159,13 @@ class ElasticOptimizer(Optimizer):
         """Encode a bucket and hand it to the loop; on the thread that runs backward."""
         if self._carried is not None:
             values += self._carried[self._buckets.span(bucket)]
-        if not all_finite(values):
+        squares = _squares(values)
+        if not math.isfinite(squares):
             reason = f"bucket {bucket} of step {self._step} was not finite (NaN or Inf) and counts as zero"
             self._events.emit(BatchDropped(self._loop.time(), reason))
-            values = np.zeros_like(values)
+            values, squares = np.zeros_like(values), 0.0
         payload, arrived, residual_squares = self._encode(bucket, values)
-        piece = Piece(self._step, bucket, _squares(values), residual_squares)
+        piece = Piece(self._step, bucket, squares, residual_squares)
         self._steps.hand_over(OwnBucket(piece, arrived, payload))
 
     def _encode(self, bucket: int, values: Floats) -> tuple[Any, Floats, float]:

@@ -35,6 +35,8 @@ HEADER = struct.Struct("<qqddq")
 """Step, bucket, squares, residual squares, and bytes of payload."""
 GOODBYE = Piece(-1, 0)
 FAREWELL_S = 5.0
+PATIENCE = timedelta(days=1)
+"""With a rank that lives but is silent; one that dies is noticed at once."""
 
 
 def group_optimizer(optimizer: Optimizer, **options: Unpack[ElasticOptions]) -> ElasticOptimizer:
@@ -119,7 +121,7 @@ class ProcessGroupExchange:
     async def begin(self, receiver: Receiver) -> None:
         """See `Exchange`."""
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
-        self._group = await asyncio.to_thread(dist.new_group, backend="gloo")
+        self._group = await asyncio.to_thread(dist.new_group, backend="gloo", timeout=PATIENCE)
         for rank in self._queues:
             for body in (self._send_to, self._receive_from):
                 thread = threading.Thread(target=body, args=(rank,), name=f"elastic rank {rank}", daemon=True)

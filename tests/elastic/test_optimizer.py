@@ -96,11 +96,12 @@ def test_nothing_is_known_of_a_lossy_codec_without_error_feedback() -> None:
     assert results["alice"][1][-1].bound is None
 
 
-def test_a_gradient_that_is_not_finite_counts_as_zero_and_costs_nobody_the_group() -> None:
+@pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["not a number", "squares overflow"])
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_costs_nobody_the_group(factor: float) -> None:
     def train_with_nan(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped], ElasticStep]:
         net = model()
         optimizer = join_group(swarm, net, 2)
-        broken = float("nan") if optimizer.member == 0 else 1.0
+        broken = factor if optimizer.member == 0 else 1.0
         (broken * loss_of(net, 0, rows_of(1, 2))).backward()
         step = optimizer.step()
         optimizer.close()
