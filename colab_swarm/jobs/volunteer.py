@@ -151,13 +151,11 @@ def volunteer(
         ValueError: the code is not trusted yet (the text says where to read it), or ``job`` is another job.
     """
     parsed, name = WorkLink.parse(link), name or socket.gethostname()
-    for other in _volunteers:
-        if (
-            other.url == parsed.url.rstrip("/")
-            and other._place.folder.name == _plain(name)
-            and not other.snapshot().over
-        ):
-            return other
+    for other in list(_volunteers):
+        if other.url == parsed.url.rstrip("/") and other._place.folder.name == _plain(name):
+            if not other.snapshot().over:
+                return other
+            other.stop()  # and leaves its place
     require_terms(i_have_read_the_terms)
     place = Place.take(default_folder(folder), name)
     try:

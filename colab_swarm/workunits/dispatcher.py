@@ -322,7 +322,9 @@ class Dispatcher:
         An epoch none of whose accuracies came has an accuracy of NaN.
         """
         ended = len(self.state.epochs) + 1
-        done_at = self.state.done_at.get(ended)
+        done_at, max_epochs = self.state.done_at.get(ended), self._plan.max_epochs
+        if not self.finished and ended > max_epochs:  # it was more when the log began
+            return [Finished(at=now, reason=f"all {max_epochs} epochs are done")]
         if self.finished or done_at is None:
             return []
         found = [entry.accuracy for entry in self.state.measured.get(ended, {}).values()]
@@ -334,7 +336,7 @@ class Dispatcher:
         target = self._plan.target_accuracy
         if target is not None and accuracy >= target:
             return [epoch, Finished(at=now, reason=f"accuracy {accuracy:.3f} reached the target {target:g}")]
-        if ended >= self._plan.max_epochs:
+        if ended == max_epochs:
             return [epoch, Finished(at=now, reason=f"all {ended} epochs are done")]
         return [epoch]
 

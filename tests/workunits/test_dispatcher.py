@@ -36,10 +36,12 @@ class Desk:
         self.plan = WorkPlan(**{"max_epochs": 3, "deadline_s": 100.0, **plan})  # type: ignore[arg-type]
         self.core = Dispatcher(self.plan, self.digests, random.Random(1))
         self.now, self.version, self.values = 1000.0, 0, dict[str, float]()
+        self.log: list[AnyEntry] = []
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         for entry in entries:
             self.core.apply(entry)
+        self.log += entries
         return list(entries)
 
     def ask(self, volunteer: str, count: int = 1, held: tuple[str, ...] = ()) -> list[Assigned]:
@@ -359,3 +361,14 @@ def test_who_gives_back_again_and_again_has_to_wait_ever_longer() -> None:
     (unit,) = desk.ask(ALICE)
     desk.commit(*desk.core.give_back(ALICE, [unit.assignment], now=desk.now))
     assert desk.ask(ALICE)
+
+
+def test_a_job_whose_end_was_moved_to_the_past_is_finished() -> None:
+    desk = Desk(subsets=1, max_epochs=3)
+    for _ in range(2):
+        desk.prove(ALICE)
+        desk.commit(*desk.core.advance(now=desk.now))
+    log = [*desk.log]
+    again = Desk(subsets=1, max_epochs=1)
+    again.commit(*log)
+    assert [*map(type, again.core.advance(now=again.now))] == [Finished]
