@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -108,7 +109,8 @@ class Coordination:
         self._staffing = Staffing()
         self._crew = Crew(self._hire)
         self._backlog = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._upkeep: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
 
     # -- life
 
@@ -129,17 +131,15 @@ class Coordination:
         self.card = self._signed_card(subsets)
         async with self._log.lock:
             await self._log.settle()
-        self._tasks.append(asyncio.create_task(self._go_on(), name="coordinate"))
+        self._upkeep = asyncio.create_task(self._go_on(), name="coordinate")
 
     async def stop(self) -> None:
         """Coordinate no more; the job can be gone on with later. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        if not tasks:  # it could not start
+        upkeep, self._upkeep = self._upkeep, None
+        if upkeep is None:  # it could not start
             return
-        async with self._log.lock:  # no step is cut in two
-            for task in tasks:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopping.set()
+        await upkeep  # not cut short: its threads use the store, and hire
         await asyncio.to_thread(self._crew.close)
 
     async def wait_finished(self) -> None:
@@ -321,7 +321,7 @@ class Coordination:
     # -- upkeep
 
     async def _go_on(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             try:
                 async with self._log.lock:
                     await self._log.settle()
@@ -333,7 +333,9 @@ class Coordination:
                 if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
                     self._log.fault = str(error)
-            await asyncio.sleep(self._settings.tick_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.tick_s):
+                    await self._stopping.wait()
 
     def _wanted(self) -> int:
         if self._log.finished.is_set():

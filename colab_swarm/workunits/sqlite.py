@@ -42,7 +42,7 @@ class SqliteStore:
     def __init__(self, path: str | Path, job: str) -> None:
         self._path, self._job = Path(path), job
         self._local, self._lock = threading.local(), threading.Lock()
-        self._connections: list[sqlite3.Connection] = []
+        self._connections: list[tuple[sqlite3.Connection, threading.Lock]] = []
         self._stopwatch = Stopwatch()
         with self._transaction() as connection:
             for table in TABLES:
@@ -154,7 +154,9 @@ class SqliteStore:
         """See `Store.close`."""
         with self._lock:
             while self._connections:
-                self._connections.pop().close()
+                connection, in_use = self._connections.pop()
+                with in_use:  # by its thread: to close it meanwhile would kill the process
+                    connection.close()
 
     def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
         """Row and version of the job's parameters; None if it has none."""
@@ -163,13 +165,12 @@ class SqliteStore:
         return found
 
     def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._errors():
-            return self._connection().execute(query, values).fetchall()
+        with self._connection() as connection:
+            return connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        with self._errors():
-            connection = self._connection()
+        with self._connection() as connection:
             connection.execute(f"BEGIN {kind}")
             try:
                 yield connection
@@ -189,18 +190,24 @@ class SqliteStore:
                 "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
             ) from error
 
-    def _connection(self) -> sqlite3.Connection:
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
         """This thread's."""
-        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if found is None:
-            found = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            found.execute("PRAGMA page_size = 65536")
-            found.execute("PRAGMA journal_mode = WAL")
-            found.execute("PRAGMA synchronous = NORMAL")
-            self._local.connection = found
-            with self._lock:
-                self._connections.append(found)
-        return found
+        with self._errors():
+            own: tuple[sqlite3.Connection, threading.Lock] | None = getattr(self._local, "own", None)
+            if own is None:
+                own = self._local.own = self._connect(), threading.Lock()
+                with self._lock:
+                    self._connections.append(own)
+            with own[1]:
+                yield own[0]
+
+    def _connect(self) -> sqlite3.Connection:
+        new = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        new.execute("PRAGMA page_size = 65536")
+        new.execute("PRAGMA journal_mode = WAL")
+        new.execute("PRAGMA synchronous = NORMAL")
+        return new
 
 
 def _read(connection: sqlite3.Connection, table: str, row: int) -> bytes:
