@@ -90,6 +90,10 @@ class Token:
         return f"Token({self.identity.id.hex()[:8]})"
 
 
+class Crowded(NotAdmitted):
+    """Nobody is let in for a while."""
+
+
 class Gate:
     """Lets requests in.
 
@@ -130,7 +134,7 @@ class Gate:
         if nonce in self._seen:
             raise NotAdmitted("this request was sent before: sign each anew")
         if len(self._seen) >= MAX_NONCES:
-            raise NotAdmitted("too many requests in a minute: try again later")
+            raise Crowded("too many requests in a minute: try again later")
         self._seen[nonce] = now
 
 

@@ -32,7 +32,7 @@ from colab_swarm.workunits.prometheus import render_prometheus
 from colab_swarm.workunits.ranges import piece_of, range_of
 from colab_swarm.workunits.spool import Gap
 from colab_swarm.workunits.status import JobStatus
-from colab_swarm.workunits.tokens import Gate
+from colab_swarm.workunits.tokens import Crowded, Gate
 from colab_swarm.workunits.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class CoordinatorServer:
                     header, request.method, request.raw_path, now=self._clock()
                 )
             except NotAdmitted as error:
-                raise Refused("token", str(error)) from error
+                raise Refused("busy" if isinstance(error, Crowded) else "token", str(error)) from error
             self._coordination.check_ban(volunteer)
             request[VOLUNTEER], request[DIGEST] = volunteer, digest
         return await handler(request)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from colab_swarm.workunits import web
+from colab_swarm.workunits import tokens, web
 from tests.workunits.local import Answer, coordinating, run, tiny_job, until
 from tests.workunits.test_web_bad_input import put
 
@@ -63,3 +63,18 @@ def test_a_connection_that_does_not_say_what_it_wants_is_closed(
             writer.close()
 
     run(main, timeout_s=10.0)
+
+
+def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "MAX_NONCES", 3)
+
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            for _ in range(3):
+                assert (await scene.alice.send("GET", "/work/job")).status == 200
+            answer = await scene.bob.send("GET", "/work/job")
+            assert (answer.status, answer.problem.code) == (503, "busy")
+
+    run(main)
