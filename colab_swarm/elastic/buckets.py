@@ -14,7 +14,7 @@ import torch
 
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
 
-FEWEST = 8
+FEWEST = 4
 """Buckets of a model, if it is not tiny: so that most are on their way before backward ends."""
 
 
