@@ -249,4 +249,5 @@ class ElasticOptimizer(Optimizer):
 
 
 def _squares(values: Floats) -> float:
-    return float(np.dot(values, values))
+    with np.errstate(over="ignore"):  # who asks looks whether it is finite
+        return float(np.dot(values, values))
