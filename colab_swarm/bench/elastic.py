@@ -85,7 +85,7 @@ def add_speed(report: Report, plan: Plan) -> None:
     share = 1 - statistics.median(alone.cpu_s) / synchronous.typical_s
     what = f"of a synchronous step, over {1e3 * DELAY_S:g} ms of latency; the rest is computed alone, too"
     report.add("elastic.communication_share", share, "", what)
-    what = f"{WAYS[HEADLINE]()!r}: waits for the step before, not for this one; <= 0.8 wanted"
+    what = f"{WAYS[HEADLINE]()!r}; <= 0.8 wanted"
     report.add("elastic.step_time_vs_synchronous", norm.typical_s / synchronous.typical_s, "", what)
     lost = 100 * (synchronous.mean_accuracy - norm.mean_accuracy)
     report.add(
