@@ -68,7 +68,7 @@ class ElasticSettings:
     def terms(self, sizes: list[int], schema: bytes) -> str:
         """What all members must agree on, for people to compare."""
         return (
-            f"{self.peers} peers, {self.scheduler.name}, {self.codec}, error_feedback={self.error_feedback}, "
+            f"{self.peers} peers, {self.scheduler!r}, {self.codec}, error_feedback={self.error_feedback}, "
             f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
         )
 

@@ -55,7 +55,7 @@ def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
     ("theirs", "named"),
     [
         ({"codec": "int8"}, "int8"),
-        ({"scheduler": NormBounded(0.5)}, "norm-bounded"),
+        ({"scheduler": NormBounded(0.5)}, "NormBounded(beta=0.5"),
         ({"hidden": 3}, "values"),
     ],
 )
