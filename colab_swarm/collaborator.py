@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.arrays import ArrayAverages
-from colab_swarm.member import Member
+from colab_swarm.member import Member, Who
 from colab_swarm.net.peers import PeerId
-from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
 from colab_swarm.training.settings import AveragingOptions, Services
 
@@ -28,18 +27,9 @@ if TYPE_CHECKING:
 class Collaborator(Member):
     """One peer of a run, and what it trains."""
 
-    def __init__(
-        self,
-        runtime: Runs,
-        services: Services,
-        *,
-        run_id: str,
-        name: str,
-        presence: Presence | None,
-    ) -> None:
-        """``presence`` is None in a simulation."""
-        super().__init__(runtime, services, run_id=run_id, name=name, presence=presence)
-        self._averages = ArrayAverages(services.rooms, services.dht, services.averager, run_id)
+    def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
+        super().__init__(runtime, services, **who)
+        self._averages = ArrayAverages(services.rooms, services.dht, services.averager, self.run_id)
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self._elastic: dict[str, ElasticOptimizer] = {}  # likewise

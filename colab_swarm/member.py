@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.ladder import Reachability, Rung
@@ -15,24 +16,23 @@ from colab_swarm.trust.service import Trust
 from colab_swarm.widgets.invitation import Invitation
 
 
+class Who(TypedDict):
+    """Who a peer is: its run, its name for people, and its place in the network; None in a simulation."""
+
+    run_id: str
+    name: str
+    presence: Presence | None
+
+
 class Member:
     """One peer of a run."""
 
-    def __init__(
-        self,
-        runtime: Runs,
-        services: Services,
-        *,
-        run_id: str,
-        name: str,
-        presence: Presence | None,
-    ) -> None:
-        """``presence`` is None in a simulation."""
+    def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         self._runtime = runtime
         self._services = services
-        self._presence = presence
-        self.run_id = run_id
-        self.name = name
+        self._presence = who["presence"]
+        self.run_id = who["run_id"]
+        self.name = who["name"]
         self.events = services.events
 
     @property

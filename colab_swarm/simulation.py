@@ -78,7 +78,7 @@ class Simulation:
         rng = random.Random(f"{name} {self._seed}")
         services = assemble(peers, EventLog(), rng, lambda samples: samples / samples_per_s)
         await find_others(services, entries)
-        self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name)
+        self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name, presence=None)
         peers.when_down(lambda: self._on_crash(name))
 
     def _on_crash(self, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.collaborator import Collaborator
 from colab_swarm.errors import PeerError
+from colab_swarm.member import Who
 from colab_swarm.moe.grid import Grid
 from colab_swarm.overview import Overview
 from colab_swarm.presence import Presence
@@ -39,19 +40,10 @@ logger = logging.getLogger(__name__)
 class Swarm(Collaborator):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
 
-    def __init__(
-        self,
-        runtime: Runs,
-        services: Services,
-        *,
-        run_id: str,
-        name: str,
-        presence: Presence | None = None,
-    ) -> None:
-        """``presence`` is None in a simulation."""
-        super().__init__(runtime, services, run_id=run_id, name=name, presence=presence)
+    def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
+        super().__init__(runtime, services, **who)
         self._experts: SwarmExperts | None = None
-        self._overview = Overview(services, run=self.run, name=name)
+        self._overview = Overview(services, run=self.run, name=self.name)
 
     def host_experts(
         self,

@@ -96,7 +96,7 @@ class CoordinatorClient:
             CallRefused: the coordinator does not let this peer take part.
             NotAdmitted: it is not a coordinator of the run.
         """
-        card = await self._message("GET", "/work/job", JobCard)
+        card = await self._message("GET", "/api/job", JobCard)
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
         if not card.is_signed_by(card.key):
@@ -118,7 +118,7 @@ class CoordinatorClient:
             return ""
 
         async def attempt() -> str:
-            async with self._request("GET", "/work/code") as answer:
+            async with self._request("GET", "/api/code") as answer:
                 body = await _body(answer, MAX_CODE_BYTES)
             if sha256(body).hexdigest() != card.code_sha256:
                 raise Trouble("the job's code came garbled")
@@ -135,7 +135,7 @@ class CoordinatorClient:
             CallRefused: there are none for this peer; the text says why.
         """
         body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name, tuple(in_hand)))
-        return await self._message("POST", "/work/units", GivenUnits, body)
+        return await self._message("POST", "/api/units", GivenUnits, body)
 
     async def give_back(self, assignments: Sequence[str]) -> None:
         """Say that these will not be trained.
@@ -144,7 +144,7 @@ class CoordinatorClient:
             CallRefused: the coordinator does not let this peer take part.
         """
         await self._message(
-            "POST", "/work/return", GivenUnits, msgspec.msgpack.encode(GiveBack(tuple(assignments)))
+            "POST", "/api/return", GivenUnits, msgspec.msgpack.encode(GiveBack(tuple(assignments)))
         )
 
     async def data(self, subset: Subset) -> bytes:
@@ -153,7 +153,7 @@ class CoordinatorClient:
         Raises:
             CallRefused: the coordinator has no such data.
         """
-        download = Download(f"/work/data/{subset.sha256}", subset.size_bytes)
+        download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
         async def attempt() -> bytes:
             await self._fetch(download, download.headers())
@@ -166,12 +166,12 @@ class CoordinatorClient:
         return await self._until_done(attempt)
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
-        """The parameters (numel,) at ``path`` below /work, read-only; not fetched again while they are the same.
+        """The parameters (numel,) at ``path`` below /api, read-only; not fetched again while they are the same.
 
         Raises:
             CallRefused: there are none, for the unit is done.
         """
-        download = Download(f"/work/{path}", len(schema.head()) + 4 * schema.numel)
+        download = Download(f"/api/{path}", len(schema.head()) + 4 * schema.numel)
 
         async def attempt() -> Floats:
             target, etag, values = self._newest or ("", "", None)
@@ -197,7 +197,7 @@ class CoordinatorClient:
         Raises:
             CallRefused: it is no use; the text says why.
         """
-        target, at, lost = f"/work/results/{assignment}", 0, False
+        target, at, lost = f"/api/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
             nonlocal at, lost

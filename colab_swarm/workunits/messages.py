@@ -3,14 +3,14 @@
 Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below, data
 and parameters are safetensors files. Faults of the volunteer are answered with 4xx and a `Problem`.
 
-    GET  /work/job                       JobCard: what there is to train
-    GET  /work/code                      the job's Python text; its SHA-256 is in the card
-    POST /work/units                     AskForUnits -> GivenUnits
-    GET  /work/data/SHA256               a subset (`Rows.encode`); ranges, ETag
-    GET  /work/parameters[/EPOCH-SUBSET] parameters to begin with (`Schema.encode`); ranges, ETag; header Version
-    HEAD /work/results/ASSIGNMENT        header Received: bytes of an upload that are here
-    PUT  /work/results/ASSIGNMENT        a piece of a result (`Schema.encode`), with Content-Range -> Taken
-    POST /work/return                    GiveBack -> GivenUnits (none)
+    GET  /api/job                        JobCard: what there is to train
+    GET  /api/code                       the job's Python text; its SHA-256 is in the card
+    POST /api/units                      AskForUnits -> GivenUnits
+    GET  /api/data/SHA256                a subset (`Rows.encode`); ranges, ETag
+    GET  /api/parameters[/EPOCH-SUBSET]  parameters to begin with (`Schema.encode`); ranges, ETag; header Version
+    HEAD /api/results/ASSIGNMENT         header Received: bytes of an upload that are here
+    PUT  /api/results/ASSIGNMENT         a piece of a result (`Schema.encode`), with Content-Range -> Taken
+    POST /api/return                     GiveBack -> GivenUnits (none)
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AskForUnits(Message, frozen=True):
 
 
 class GivenUnit(Message, frozen=True):
-    """Train ``data``, beginning with the file of ``parameters`` (a path below /work), within ``deadline_s`` seconds."""
+    """Train ``data``, beginning with the file of ``parameters`` (a path below /api), within ``deadline_s`` seconds."""
 
     assignment: AssignmentId
     epoch: int

@@ -113,15 +113,15 @@ class CoordinatorServer:
         for path in PAGES:
             app.router.add_get(path, self._page)
         routes = app.router
-        routes.add_get("/work/job", self._job)
-        routes.add_get("/work/code", self._code)
-        routes.add_post("/work/units", self._units)
-        routes.add_post("/work/return", self._return)
-        routes.add_get("/work/data/{digest}", self._data)
-        routes.add_get("/work/parameters", self._parameters)
-        routes.add_get("/work/parameters/{unit}", self._base)
-        routes.add_head("/work/results/{assignment}", self._received)
-        routes.add_put("/work/results/{assignment}", self._piece)
+        routes.add_get("/api/job", self._job)
+        routes.add_get("/api/code", self._code)
+        routes.add_post("/api/units", self._units)
+        routes.add_post("/api/return", self._return)
+        routes.add_get("/api/data/{digest}", self._data)
+        routes.add_get("/api/parameters", self._parameters)
+        routes.add_get("/api/parameters/{unit}", self._base)
+        routes.add_head("/api/results/{assignment}", self._received)
+        routes.add_put("/api/results/{assignment}", self._piece)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -149,7 +149,7 @@ class CoordinatorServer:
 
     @web.middleware
     async def _explained(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Every refusal below /work is a `Problem`."""
+        """Every refusal below /api is a `Problem`."""
         try:
             return await handler(request)
         except Refused as error:
@@ -163,7 +163,7 @@ class CoordinatorServer:
             text = "the coordinator's store does not answer: come again in a few seconds"
             return _refusal(503, Problem("busy", text), retry_s=BROKEN_S)
         except web.HTTPException as error:
-            if not request.path.startswith("/work") or error.status < 400:
+            if not request.path.startswith("/api") or error.status < 400:
                 raise
             refusal = _refusal(
                 error.status, Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")

@@ -30,8 +30,8 @@ def test_whoever_has_the_link_is_let_in(access: Access) -> None:
     assert (link.url, link.invite.name) == (URL, "digits")
     assert link.authority == (organizer.public_key if access == "invite" else None)
     now = time.time()
-    header = link.token(alice).header("GET", "/work/job", now=now)
-    assert Gate(entrance.admission).check(header, "GET", "/work/job", now=now)[0] == alice.id
+    header = link.token(alice).header("GET", "/api/job", now=now)
+    assert Gate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
 
 
 def test_who_passes_a_link_on_cannot_change_what_it_allows() -> None:

@@ -123,12 +123,12 @@ class Stranger:
         self, count: int = 1, name: str = "alice", in_hand: tuple[str, ...] = ()
     ) -> tuple[GivenUnit, ...]:
         body = msgspec.msgpack.encode(AskForUnits(count, (), name, in_hand))
-        return (await self.send("POST", "/work/units", body)).message(GivenUnits).units
+        return (await self.send("POST", "/api/units", body)).message(GivenUnits).units
 
     async def upload(self, assignment: str, data: bytes, *, start: int = 0, whole: int = 0) -> Answer:
         """Bytes of a file of ``whole`` bytes (0: ``data`` end it) in one piece."""
         place = f"bytes {start}-{start + len(data) - 1}/{whole or start + len(data)}"
-        return await self.send("PUT", f"/work/results/{assignment}", data, Content_Range=place)
+        return await self.send("PUT", f"/api/results/{assignment}", data, Content_Range=place)
 
     async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
         """Ask for units and bring results at once."""

@@ -100,13 +100,13 @@ class StandIn:
         app = web.Application(client_max_size=1 << 24, middlewares=[self._answer])
         app.add_routes(
             [
-                web.get("/work/job", self._job),
-                web.get("/work/code", self._code),
-                web.post("/work/units", self._units),
-                web.get("/work/data/{digest}", self._data),
-                web.get("/work/parameters", self._parameters),
-                web.put("/work/results/{assignment}", self._upload),
-                web.post("/work/return", self._return),
+                web.get("/api/job", self._job),
+                web.get("/api/code", self._code),
+                web.post("/api/units", self._units),
+                web.get("/api/data/{digest}", self._data),
+                web.get("/api/parameters", self._parameters),
+                web.put("/api/results/{assignment}", self._upload),
+                web.post("/api/return", self._return),
             ]
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1)

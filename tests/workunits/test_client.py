@@ -76,12 +76,12 @@ def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     job = replace(digits_job(), code="job = 'ünit'")
 
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/code", garbles)
+        standin.meets("GET /api/code", garbles)
         card = await client.card()
         assert card == standin.card()
         assert await client.code(card) == job.code
 
-    assert talk(scene, StandIn(job)).fired == ["GET /work/code"]
+    assert talk(scene, StandIn(job)).fired == ["GET /api/code"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
 )
 def test_what_is_not_the_coordinators_refusal_is_tried_again(fault: Fault) -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/job", fault, fault)
+        standin.meets("GET /api/job", fault, fault)
         assert await client.card() == standin.card()
         assert client.trouble == ""
 
@@ -100,7 +100,7 @@ def test_what_is_not_the_coordinators_refusal_is_tried_again(fault: Fault) -> No
 
 def test_while_nobody_answers_the_trouble_is_told() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/job", answers(503, Retry_After="77"))
+        standin.meets("GET /api/job", answers(503, Retry_After="77"))
         asking = asyncio.create_task(client.card())
         while not client.trouble:
             await asyncio.sleep(0)
@@ -114,12 +114,12 @@ def test_while_nobody_answers_the_trouble_is_told() -> None:
 
 def test_a_refusal_ends_the_call_with_its_reason() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("POST /work/units", says(403, "banned", "three bad results"))
+        standin.meets("POST /api/units", says(403, "banned", "three bad results"))
         with pytest.raises(CallRefused, match="three bad results") as refused:
             await client.ask(1)
         assert refused.value.code == "banned"
 
-    assert talk(scene).seen == ["POST /work/units"]
+    assert talk(scene).seen == ["POST /api/units"]
 
 
 def test_a_volunteer_whose_clock_is_wrong_takes_the_coordinators() -> None:
@@ -136,12 +136,12 @@ def test_a_volunteer_whose_clock_is_wrong_takes_the_coordinators() -> None:
             assert await slow.card() == standin.card()
             await slow.ask(1)
 
-    assert talk(scene).seen == ["GET /work/job"] * 2 + ["POST /work/units"]
+    assert talk(scene).seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
 def test_a_token_that_is_refused_for_another_reason_is_refused_at_once() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/job", says(401, "token", "revoked"))
+        standin.meets("GET /api/job", says(401, "token", "revoked"))
         with pytest.raises(CallRefused, match="revoked"):
             await client.card()
 
@@ -155,7 +155,7 @@ def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() ->
             with pytest.raises(NotAdmitted, match="another run"):
                 await other.card()
         renamed = msgspec.structs.replace(standin.card(), name="other")
-        standin.meets("GET /work/job", answers(200, body=renamed.encode()))
+        standin.meets("GET /api/job", answers(200, body=renamed.encode()))
         with pytest.raises(NotAdmitted, match="wrong signature"):
             await client.card()
 
@@ -191,7 +191,7 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
 def test_a_broken_download_of_data_goes_on_where_it_ended() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         subset = standin.card().subsets[0]
-        standin.meets("GET /work/data", breaks_after(1000), breaks_after(500))
+        standin.meets("GET /api/data", breaks_after(1000), breaks_after(500))
         data = await client.data(subset)
         assert sha256(data).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
@@ -201,7 +201,7 @@ def test_a_broken_download_of_data_goes_on_where_it_ended() -> None:
 
 def test_garbled_data_are_fetched_anew() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/data", garbles)
+        standin.meets("GET /api/data", garbles)
         assert await client.data(standin.card().subsets[1]) == standin.files[1]
 
     assert talk(scene).fired
@@ -209,7 +209,7 @@ def test_garbled_data_are_fetched_anew() -> None:
 
 def test_a_download_longer_than_told_is_not_taken() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /work/data", answers(200, body=bytes(1 << 20)))
+        standin.meets("GET /api/data", answers(200, body=bytes(1 << 20)))
         assert await client.data(standin.card().subsets[0]) == standin.files[0]
         assert client.received_bytes < 2 * len(standin.files[0]) + (1 << 16)
 
@@ -223,7 +223,7 @@ def test_parameters_that_change_within_a_broken_download_begin_anew() -> None:
             standin.values, standin.version = standin.values + 1, 1
             return answer
 
-        standin.meets("GET /work/parameters", breaks_and_changes)
+        standin.meets("GET /api/parameters", breaks_and_changes)
         values = await client.parameters("parameters", standin.schema)
         np.testing.assert_array_equal(values, standin.values)
 
@@ -246,7 +246,7 @@ def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         other = bytearray(standin.schema.encode(standin.values))
         other[20] ^= 1
-        standin.meets("GET /work/parameters", answers(200, body=bytes(other)))
+        standin.meets("GET /api/parameters", answers(200, body=bytes(other)))
         np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
 
     assert talk(scene).fired
@@ -258,7 +258,7 @@ def test_an_upload_goes_on_after_a_lost_request_and_a_lost_answer(monkeypatch: p
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
         result = standin.schema.encode(standin.values + 1)
-        standin.meets("PUT /work/results", loses_its_answer, hangs_up)
+        standin.meets("PUT /api/results", loses_its_answer, hangs_up)
         taken = await client.upload(unit.assignment, result)
         assert taken.accepted and taken.received == len(result)
         np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
@@ -282,7 +282,7 @@ def test_an_upload_that_a_killed_process_began_goes_on() -> None:
 def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
-        standin.meets("PUT /work/results", loses_its_answer)
+        standin.meets("PUT /api/results", loses_its_answer)
         assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
         with pytest.raises(CallRefused, match="already"):
             await client.upload(unit.assignment, standin.schema.encode(standin.values))
@@ -296,7 +296,7 @@ def test_an_upload_that_makes_no_headway_is_trouble_and_no_endless_loop() -> Non
         stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
         conflict = answers(409, Received="0")
         odd = [answers(409, Received=text) for text in ("9" * 5000, str(1 << 40), "-1")]
-        standin.meets("PUT /work/results", stuck, conflict, *odd, stuck)
+        standin.meets("PUT /api/results", stuck, conflict, *odd, stuck)
         assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
 
     assert len(talk(scene).fired) == 6
@@ -305,7 +305,7 @@ def test_an_upload_that_makes_no_headway_is_trouble_and_no_endless_loop() -> Non
 def test_a_refused_upload_ends_with_the_reason() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
-        standin.meets("PUT /work/results", says(422, "invalid", "NaN in it"))
+        standin.meets("PUT /api/results", says(422, "invalid", "NaN in it"))
         with pytest.raises(CallRefused, match="NaN in it"):
             await client.upload(unit.assignment, standin.schema.encode(standin.values))
 

@@ -50,7 +50,7 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
                 1,
                 1,
             )
-            head = await scene.alice.send("HEAD", f"/work/results/{one.assignment}")
+            head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
             assert head.headers["Received"] == "77"
             answer = await scene.alice.upload(one.assignment, file[77:], start=77)
             assert answer.message(Taken).accepted
@@ -81,7 +81,7 @@ def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None
             for stranger in strangers:
                 given += [one for one in await stranger.ask(2) if one.subset == 0]
             assert len({one.parameters for one in given}) == 1 and given[0].parameters == "parameters/1-0"
-            begun = await strangers[0].send("GET", f"/work/{given[0].parameters}")
+            begun = await strangers[0].send("GET", f"/api/{given[0].parameters}")
             base = scene.coordination.schema.decode(begun.body)
             statuses = []
             for stranger, one, change in zip(strangers, given, (0.1, 0.9, 0.1001), strict=True):
@@ -96,7 +96,7 @@ def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None
             for blob in ("base-1-0", *(f"result-{one.assignment}" for one in given)):
                 with pytest.raises(KeyError):
                     scene.store.blob(blob)
-            answer = await strangers[0].send("GET", "/work/parameters/1-0")
+            answer = await strangers[0].send("GET", "/api/parameters/1-0")
             assert (answer.status, answer.problem.code) == (410, "stale")
 
     run(main)
@@ -218,7 +218,7 @@ def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) 
             async with coordinating(job, tmp_path / "two", store=store) as new:
                 assert await new.bob.ask()
                 before = old.log
-                answer = await old.alice.send("POST", "/work/units", b"\x91\x01")
+                answer = await old.alice.send("POST", "/api/units", b"\x91\x01")
                 assert (answer.status, answer.problem.code) == (503, "busy")
                 assert "another coordinator" in old.coordination.status().fault
                 assert old.log == before

@@ -73,8 +73,8 @@ def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             for _ in range(3):
-                assert (await scene.alice.send("GET", "/work/job")).status == 200
-            answer = await scene.bob.send("GET", "/work/job")
+                assert (await scene.alice.send("GET", "/api/job")).status == 200
+            answer = await scene.bob.send("GET", "/api/job")
             assert (answer.status, answer.problem.code) == (503, "busy")
 
     run(main)

@@ -30,8 +30,8 @@ def gate() -> Gate:
 
 
 def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
-    header = Token(alice, membership()).header("GET", "/work/job", now=NOW)
-    assert gate().check(header, "GET", "/work/job", now=NOW + 2) == (alice.id, NO_BODY)
+    header = Token(alice, membership()).header("GET", "/api/job", now=NOW)
+    assert gate().check(header, "GET", "/api/job", now=NOW + 2) == (alice.id, NO_BODY)
     assert gate().check(Token(organizer).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == organizer.id
 
 
@@ -49,14 +49,14 @@ def test_an_open_run_lets_in_everybody_who_signs() -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (Token(alice, membership()).header("GET", "/work/code", now=NOW), "another path"),
-        (Token(alice, membership()).header("PUT", "/work/job", now=NOW), "another path"),
-        (Token(alice, membership()).header("GET", "/work/job", now=NOW - 61), "set your clock"),
-        (Token(alice, membership()).header("GET", "/work/job", now=NOW + 61), "set your clock"),
-        (Token(alice, membership(until=NOW - 700)).header("GET", "/work/job", now=NOW), "ended"),
-        (Token(alice, membership(Role.VIEWER)).header("GET", "/work/job", now=NOW), "joined as a viewer"),
-        (Token(alice).header("GET", "/work/job", now=NOW), "no membership"),
-        (Token(Identity(), membership()).header("GET", "/work/job", now=NOW), "another peer's"),
+        (Token(alice, membership()).header("GET", "/api/code", now=NOW), "another path"),
+        (Token(alice, membership()).header("PUT", "/api/job", now=NOW), "another path"),
+        (Token(alice, membership()).header("GET", "/api/job", now=NOW - 61), "set your clock"),
+        (Token(alice, membership()).header("GET", "/api/job", now=NOW + 61), "set your clock"),
+        (Token(alice, membership(until=NOW - 700)).header("GET", "/api/job", now=NOW), "ended"),
+        (Token(alice, membership(Role.VIEWER)).header("GET", "/api/job", now=NOW), "joined as a viewer"),
+        (Token(alice).header("GET", "/api/job", now=NOW), "no membership"),
+        (Token(Identity(), membership()).header("GET", "/api/job", now=NOW), "another peer's"),
         ("", "no token"),
         ("Basic YTpi", "no token"),
         ("Swarm ####", "cannot be read"),
@@ -65,7 +65,7 @@ def test_an_open_run_lets_in_everybody_who_signs() -> None:
 )
 def test_others_are_refused_with_a_reason(header: str, message: str) -> None:
     with pytest.raises(NotAdmitted, match=message):
-        gate().check(header, "GET", "/work/job", now=NOW)
+        gate().check(header, "GET", "/api/job", now=NOW)
 
 
 def test_a_request_is_good_once() -> None:

@@ -99,7 +99,7 @@ def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
         await alice.wait_over()
 
     standin = play(scene, StandIn(digits_job(), epochs=3), tmp_path)
-    assert sum(what.startswith("GET /work/data") for what in standin.seen) == 2
+    assert sum(what.startswith("GET /api/data") for what in standin.seen) == 2
     assert standin.asked[0].held == () and standin.asked[0].name == "alice"
     assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
@@ -110,7 +110,7 @@ def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
         assert alice.snapshot().accepted == 2
 
     standin = StandIn(digits_job())
-    for what in ("POST /work/units", "GET /work/data", "GET /work/parameters", "PUT /work/results"):
+    for what in ("POST /api/units", "GET /api/data", "GET /api/parameters", "PUT /api/results"):
         standin.meets(what, hangs_up, answers(502))
     assert len(play(scene, standin, tmp_path).fired) == 8
 
@@ -123,7 +123,7 @@ def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path
         assert alice.snapshot().over
 
     standin = StandIn(digits_job())
-    standin.meets("POST /work/units", answers(503, Retry_After="77"))
+    standin.meets("POST /api/units", answers(503, Retry_After="77"))
     assert play(scene, standin, tmp_path).fired
 
 
@@ -199,7 +199,7 @@ def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
         await alice.leave()
 
     standin = StandIn(digits_job())
-    standin.meets("POST /work/units", says(403, "banned", "three bad results: come back in an hour"))
+    standin.meets("POST /api/units", says(403, "banned", "three bad results: come back in an hour"))
     assert play(scene, standin, tmp_path).fired
 
 
@@ -209,14 +209,14 @@ def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
         assert alice.snapshot().state == "the coordinator refuses: revoked"
 
     standin = StandIn(digits_job())
-    standin.meets("POST /work/units", says(401, "token", "revoked"))
+    standin.meets("POST /api/units", says(401, "token", "revoked"))
     assert play(scene, standin, tmp_path).fired
 
 
 def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteering) -> None:
         waits = Waits()
-        standin.meets("POST /work/units", waits)
+        standin.meets("POST /api/units", waits)
         await waits.reached.wait()
         standin.files = [rows.encode() for rows in standin.job.rows().cut(2, seed=9)]
         waits.go_on.set()

@@ -83,7 +83,7 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
             killed.kill()
             assert await killed.wait() != 0
             assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
-            fetched = standin.seen.count("GET /work/parameters")
+            fetched = standin.seen.count("GET /api/parameters")
             async with client_of(standin, token=Token(Identity(SEED))) as client:
                 volunteering = Volunteering(
                     client, standin.job, await client.card(), VolunteerSettings(tmp_path)
@@ -91,7 +91,7 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
                 volunteering.start()
                 await volunteering.wait_over()
             assert volunteering.snapshot().accepted == 2
-            assert standin.seen.count("GET /work/parameters") == fetched + 1  # of the other unit
+            assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
 
     run(main, timeout_s=120.0)
     assert len(standin.given) == 2  # nothing was asked for twice

@@ -27,11 +27,11 @@ from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 def test_the_card_tells_what_there_is_to_train(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
-            card = (await scene.alice.send("GET", "/work/job")).message(JobCard)
+            card = (await scene.alice.send("GET", "/api/job")).message(JobCard)
             assert card.is_signed_by(card.key) and (card.run_id, card.name) == (RUN, "tiny")
             assert [subset.rows for subset in card.subsets] == [16] * 4
             assert card.code_sha256 == ""
-            assert (await scene.alice.send("GET", "/work/code")).body == b""
+            assert (await scene.alice.send("GET", "/api/code")).body == b""
 
     run(main)
 
@@ -40,7 +40,7 @@ def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Pa
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             digest = (await scene.alice.ask())[0].data
-            path = f"/work/data/{digest}"
+            path = f"/api/data/{digest}"
             whole = await scene.alice.send("GET", path)
             assert sha256(whole.body).hexdigest() == digest and len(Rows.decode(whole.body)) == 16
             assert whole.headers["ETag"] == f'"{digest}"' and "immutable" in whole.headers["Cache-Control"]
@@ -60,17 +60,17 @@ def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_ne
 ) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
-            first = await scene.alice.send("GET", "/work/parameters")
+            first = await scene.alice.send("GET", "/api/parameters")
             assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
             np.testing.assert_array_equal(
                 scene.coordination.schema.decode(first.body), scene.store.parameters().values
             )
             headers = {"Range": "bytes=8-", "If_Range": '"0"'}
-            assert (await scene.alice.send("GET", "/work/parameters", **headers)).status == 206
+            assert (await scene.alice.send("GET", "/api/parameters", **headers)).status == 206
             await scene.alice.train()
             await until(lambda: "Measured" in scene.kinds())
             await scene.alice.ask()  # the coordinator has read that by its answer
-            later = await scene.alice.send("GET", "/work/parameters", **headers)
+            later = await scene.alice.send("GET", "/api/parameters", **headers)
             assert (later.status, later.headers["Version"], len(later.body)) == (200, "1", len(first.body))
 
     run(main)
@@ -85,7 +85,7 @@ def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             await scene.coordination.wait_finished()
             assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
-            answer = await scene.alice.send("POST", "/work/units", msgspec.msgpack.encode((1,)))
+            answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
             assert answer.message(GivenUnits).finished
 
     run(main)
@@ -98,7 +98,7 @@ def test_an_upload_goes_on_where_it_broke_off(tmp_path: Path) -> None:
             file = scene.coordination.schema.encode(scene.values())
             first = await scene.alice.upload(name, file[:50], whole=len(file))
             assert first.message(Taken) == Taken(50)
-            head = await scene.alice.send("HEAD", f"/work/results/{name}")
+            head = await scene.alice.send("HEAD", f"/api/results/{name}")
             assert (head.status, head.headers["Received"]) == (200, "50")
             gap = await scene.alice.upload(name, file[60:], start=60)
             assert (gap.status, gap.headers["Received"]) == (409, "50")
@@ -114,7 +114,7 @@ def test_units_that_are_given_back_go_to_somebody_else(tmp_path: Path) -> None:
         async with coordinating(tiny_job(subsets=1), tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
             assert await scene.bob.ask() == ()
-            answer = await scene.alice.send("POST", "/work/return", msgspec.msgpack.encode(GiveBack((name,))))
+            answer = await scene.alice.send("POST", "/api/return", msgspec.msgpack.encode(GiveBack((name,))))
             assert answer.status == 200 and scene.kinds()[-1] == "GaveBack"
             assert len(await scene.bob.ask()) == 1
 
@@ -145,7 +145,7 @@ def test_while_the_store_is_away_volunteers_are_told_to_come_again_and_nothing_i
             await scene.alice.upload(name, file[:90], whole=len(file))
             store.broken = True
             for answer in (
-                await scene.alice.send("POST", "/work/units", msgspec.msgpack.encode((1,))),
+                await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,))),
                 await scene.alice.upload(name, file[90:], start=90, whole=len(file)),
             ):
                 assert (answer.status, answer.problem.code) == (503, "busy")
@@ -199,7 +199,7 @@ def test_while_a_result_is_looked_at_the_same_one_has_to_wait(tmp_path: Path) ->
             await until(store.reached.is_set)
             for answer in (
                 await scene.alice.upload(name, file),
-                await scene.alice.send("HEAD", f"/work/results/{name}"),
+                await scene.alice.send("HEAD", f"/api/results/{name}"),
             ):
                 assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
             store.go_on.set()
@@ -212,10 +212,10 @@ def test_too_many_downloads_at_once_are_told_to_come_again(tmp_path: Path) -> No
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             scene.server.running["download"] = MAX_DOWNLOADS
-            answer = await scene.alice.send("GET", "/work/parameters")
+            answer = await scene.alice.send("GET", "/api/parameters")
             assert (answer.status, answer.problem.code) == (503, "busy")
             scene.server.running["download"] -= 1
-            assert (await scene.alice.send("GET", "/work/parameters")).status == 200
+            assert (await scene.alice.send("GET", "/api/parameters")).status == 200
             assert scene.server.running["download"] == MAX_DOWNLOADS - 1
 
     run(main)
@@ -227,7 +227,7 @@ def test_a_download_that_is_given_up_is_no_fault(tmp_path: Path, caplog: pytest.
 
     async def main() -> None:
         async with coordinating(job, tmp_path) as scene:
-            given_up = asyncio.create_task(scene.alice.send("GET", "/work/parameters"))
+            given_up = asyncio.create_task(scene.alice.send("GET", "/api/parameters"))
             await until(lambda: scene.server.running["download"] == 1)
             given_up.cancel()
             await until(lambda: scene.server.running["download"] == 0)

@@ -52,7 +52,7 @@ def put(
     name: str, start: int = 0, size: int = 0, whole: int = 0, **headers: str
 ) -> tuple[str, str, dict[str, str]]:
     place = f"bytes {start}-{start + size - 1}/{whole}"
-    return "PUT", f"/work/results/{name}", {"Content_Range": place, "Content_Length": str(size), **headers}
+    return "PUT", f"/api/results/{name}", {"Content_Range": place, "Content_Length": str(size), **headers}
 
 
 def test_a_result_of_another_size_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -71,14 +71,14 @@ def test_a_gigabyte_is_refused_by_its_header(tmp_path: Path) -> None:
 
 def test_a_gigabyte_of_message_is_refused_by_its_header(tmp_path: Path) -> None:
     async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.raw("POST", "/work/units", Content_Length=str(1 << 30))
+        return await scene.alice.raw("POST", "/api/units", Content_Length=str(1 << 30))
 
     refuses(tmp_path, ask, 413, "65,536 at most")
 
 
 def test_a_body_of_unknown_length_is_refused(tmp_path: Path) -> None:
     async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.raw("POST", "/work/units", Transfer_Encoding="chunked")
+        return await scene.alice.raw("POST", "/api/units", Transfer_Encoding="chunked")
 
     refuses(tmp_path, ask, 422, "send Content-Length")
 
@@ -86,7 +86,7 @@ def test_a_body_of_unknown_length_is_refused(tmp_path: Path) -> None:
 def test_a_compressed_body_is_not_unpacked(tmp_path: Path) -> None:
     async def ask(scene: Scene, name: str, file: bytes) -> Answer:
         return await scene.alice.send(
-            "POST", "/work/units", gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"
+            "POST", "/api/units", gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"
         )
 
     refuses(tmp_path, ask, 422, "no AskForUnits")
@@ -127,7 +127,7 @@ def test_a_body_that_was_not_signed_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*", "bytes -5-9/164"])
 def test_a_garbled_place_is_refused(tmp_path: Path, place: str) -> None:
     async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.send("PUT", f"/work/results/{name}", file, Content_Range=place)
+        return await scene.alice.send("PUT", f"/api/results/{name}", file, Content_Range=place)
 
     refuses(tmp_path, ask, 422, "Content-Range")
 
@@ -135,7 +135,7 @@ def test_a_garbled_place_is_refused(tmp_path: Path, place: str) -> None:
 def test_a_piece_that_is_longer_than_it_says_is_refused(tmp_path: Path) -> None:
     async def ask(scene: Scene, name: str, file: bytes) -> Answer:
         place = f"bytes 0-9/{len(file)}"
-        return await scene.alice.send("PUT", f"/work/results/{name}", file, Content_Range=place)
+        return await scene.alice.send("PUT", f"/api/results/{name}", file, Content_Range=place)
 
     refuses(tmp_path, ask, 422, "Content-Length")
 
@@ -161,20 +161,20 @@ def test_the_assignment_of_somebody_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/work/results/../../../../etc/passwd",
-        "/work/results/..%2f..%2f..%2fetc%2fpasswd",
-        "/work/results/%2e%2e",
-        "/work/results/" + "0" * 31 + "%00",
-        "/work/data/../job.py",
-        "/work/data/..%2fjob.py",
-        "/work/data/%2fetc%2fpasswd",
-        "/work/data/" + "0" * 64,
-        "/work/parameters/..%2f..%2fjob.py",
-        "/work/parameters/1-0-1",
-        "/work/parameters/00-1",
-        "/work/parameters/1-99999999999999999999",
-        "/work/../job.py",
-        "/work",
+        "/api/results/../../../../etc/passwd",
+        "/api/results/..%2f..%2f..%2fetc%2fpasswd",
+        "/api/results/%2e%2e",
+        "/api/results/" + "0" * 31 + "%00",
+        "/api/data/../job.py",
+        "/api/data/..%2fjob.py",
+        "/api/data/%2fetc%2fpasswd",
+        "/api/data/" + "0" * 64,
+        "/api/parameters/..%2f..%2fjob.py",
+        "/api/parameters/1-0-1",
+        "/api/parameters/00-1",
+        "/api/parameters/1-99999999999999999999",
+        "/api/../job.py",
+        "/api",
         "//etc/passwd",
         "/job.py",
     ],
@@ -197,12 +197,12 @@ def test_a_request_without_a_token_or_with_an_old_or_used_one_is_refused(tmp_pat
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             send, now = scene.alice.send, time.time()
-            await refused(scene, send("GET", "/work/job", Authorization=""), 401, "no token")
-            await refused(scene, send("GET", "/work/job", now=now - 3600), 401, "set your clock")
-            token = scene.alice.token.header("GET", "/work/job", now=now)
-            assert (await send("GET", "/work/job", Authorization=token)).status == 200
-            await refused(scene, send("GET", "/work/job", Authorization=token), 401, "sent before")
-            await refused(scene, send("GET", "/work/code", Authorization=token), 401, "another path")
+            await refused(scene, send("GET", "/api/job", Authorization=""), 401, "no token")
+            await refused(scene, send("GET", "/api/job", now=now - 3600), 401, "set your clock")
+            token = scene.alice.token.header("GET", "/api/job", now=now)
+            assert (await send("GET", "/api/job", Authorization=token)).status == 200
+            await refused(scene, send("GET", "/api/job", Authorization=token), 401, "sent before")
+            await refused(scene, send("GET", "/api/code", Authorization=token), 401, "another path")
 
     run(main)
 
@@ -223,7 +223,7 @@ def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: P
             async def ask(membership: bytes) -> Answer:
                 stranger = Stranger(scene, membership)
                 stranger.token.identity = alice
-                return await stranger.send("GET", "/work/job")
+                return await stranger.send("GET", "/api/job")
 
             assert (await ask(member(Role.WORKER, 3600))).status == 200
             await refused(scene, ask(member(Role.VIEWER, 3600)), 401, "as a viewer")
@@ -301,12 +301,12 @@ def test_whoever_sends_bad_results_again_and_again_is_banned(tmp_path: Path) -> 
             await scene.bob.ask()
             bad = scene.coordination.schema.encode(scene.values(float("nan")))
             rejected = 0
-            while (given := await scene.alice.send("POST", "/work/units", b"\x91\x01")).status == 200:
+            while (given := await scene.alice.send("POST", "/api/units", b"\x91\x01")).status == 200:
                 for one in given.message(GivenUnits).units:
                     rejected += (await scene.alice.upload(one.assignment, bad)).status == 422
                 assert rejected < 10
             assert rejected >= 3
-            answer = await scene.alice.send("GET", "/work/job")
+            answer = await scene.alice.send("GET", "/api/job")
             assert (answer.status, answer.problem.code) == (403, "banned")
 
     run(main)
@@ -326,7 +326,7 @@ def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None
                 b"\x91" * 60_000,
                 *map(rng.randbytes, range(40)),
             ]:
-                for path in ("/work/units", "/work/return"):
+                for path in ("/api/units", "/api/return"):
                     answer = await scene.alice.send("POST", path, body)
                     assert answer.status == 422 and answer.problem.text
             assert scene.state() == before
@@ -352,7 +352,7 @@ def test_whatever_headers_hold_the_answer_says_what_is_wrong(
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             before, given = scene.state(), dict(headers)
-            for method, path in (("PUT", "/work/results/" + "0" * 32), ("GET", "/work/parameters")):
+            for method, path in (("PUT", "/api/results/" + "0" * 32), ("GET", "/api/parameters")):
                 answer = await scene.alice.send(method, path, b"abc" if method == "PUT" else b"", **given)
                 assert answer.status in (200, 206) or 400 <= answer.status < 500
             assert scene.state() == before
