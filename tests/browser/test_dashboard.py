@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,48 +13,29 @@ from colab_swarm.backbone.config import Dashboard
 from colab_swarm.backbone.view import View
 from colab_swarm.backbone.web import DashboardServer
 from tests.backbone.views import EVIL, view
+from tests.browser.site import Site
 from tests.browser.test_jupyterlab import CHROMIUM, QUIET
 
 MISSING = [] if find_spec("playwright") and CHROMIUM else ["playwright or chromium"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="not installed here: playwright")]
 
 
-class Site:
-    """A dashboard on a thread of its own; ``shown`` is what it shows."""
-
-    def __init__(self) -> None:
-        self.shown = view()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.server = DashboardServer(self.look)
-        self._call(self.server.start(Dashboard(port=0)))
-
-    def look(self) -> View:
-        return self.shown
-
-    def _call(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
-
-    def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._call(self.server.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+async def serve(look: Callable[[], View]) -> DashboardServer:
+    server = DashboardServer(look)
+    await server.start(Dashboard(port=0))
+    return server
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    site = Site()
+def site() -> Iterator[Site[View]]:
+    site = Site(view(), serve)
     yield site
     site.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_draws_updates_itself_and_runs_no_script_of_a_peer(
-    site: Site, tmp_path: Path, scheme: str
+    site: Site[View], tmp_path: Path, scheme: str
 ) -> None:
     from playwright.sync_api import sync_playwright
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from colab_swarm.workunits.status import JobStatus
 from colab_swarm.workunits.tokens import Gate
 from colab_swarm.workunits.web import CoordinatorServer
+from tests.browser.site import Site
 from tests.browser.test_jupyterlab import CHROMIUM, QUIET
 from tests.workunits.statuses import EVIL, status
 
@@ -21,42 +19,29 @@ MISSING = [] if find_spec("playwright") and CHROMIUM else ["playwright or chromi
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="not installed here: playwright")]
 
 
-class Site:
-    """A coordinator's server on a thread of its own, as far as its pages go; ``shown`` is what they show."""
+class Coordinating:
+    """A coordination, as far as its pages go."""
 
-    def __init__(self) -> None:
-        self.shown = status()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.server = CoordinatorServer(self, None, Gate(None))  # type: ignore[arg-type]
-        self._call(self.server.start("127.0.0.1", 0))
+    def __init__(self, look: Callable[[], JobStatus]) -> None:
+        self.status = look
 
-    def status(self) -> JobStatus:
-        return self.shown
 
-    def _call(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
-
-    def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._call(self.server.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
+    server = CoordinatorServer(Coordinating(look), None, Gate(None))  # type: ignore[arg-type]
+    await server.start("127.0.0.1", 0)
+    return server
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    site = Site()
+def site() -> Iterator[Site[JobStatus]]:
+    site = Site(status(), serve)
     yield site
     site.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
-    site: Site, tmp_path: Path, scheme: str
+    site: Site[JobStatus], tmp_path: Path, scheme: str
 ) -> None:
     from playwright.sync_api import sync_playwright
 
