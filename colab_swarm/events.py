@@ -41,6 +41,29 @@ class ReachabilityChanged(Event):
 
 
 @dataclass(frozen=True)
+class MemberTrace:
+    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: it never happened.
+
+    Attributes:
+        peer: hex id.
+        weight: samples that it brought.
+        share: part of the vector that it was to reduce, 0 to 1.
+        sent: from when until when this peer sent it the span that it reduces.
+        received: from when until when its contribution to this peer's own span came.
+        means: from when until when its means came.
+        dropped: why its contribution or its means are missing, in words; empty if nothing is.
+    """
+
+    peer: str
+    weight: float
+    share: float
+    sent: tuple[float, float] | None = None
+    received: tuple[float, float] | None = None
+    means: tuple[float, float] | None = None
+    dropped: str = ""
+
+
+@dataclass(frozen=True)
 class RoundFinished(Event):
     """An averaging round ended, for this peer.
 
@@ -57,6 +80,7 @@ class RoundFinished(Event):
         averaging_s: the averaging's part of ``seconds``, which also hold the forming of the group.
         predicted_s: what the organizer's strategy expected of it; None if it knew no bandwidths.
         explanation: why the shares were what they were, in a sentence; empty if nothing was known.
+        members: what each member did when, this peer among them.
     """
 
     step: int
@@ -72,6 +96,7 @@ class RoundFinished(Event):
     averaging_s: float = 0.0
     predicted_s: float | None = None
     explanation: str = ""
+    members: tuple[MemberTrace, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class PeerRow:
         samples: samples it holds towards the next step.
         reachable: whether others can dial it; None if this is not known.
         me: whether it is this peer.
+        rtt_s: round-trip time to it; None if not measured, or there is no link.
+        connected: how this peer's link to it goes: ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty
+            if there is none.
+        upload_bps, download_bps: bits per second that the peer says its line carries; None if it does not tell.
     """
 
     name: str
@@ -50,6 +54,60 @@ class PeerRow:
     samples: float
     reachable: bool | None
     me: bool
+    rtt_s: float | None = None
+    connected: str = ""
+    upload_bps: float | None = None
+    download_bps: float | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """A line of the leaderboard: what others saw a peer give.
+
+    Attributes:
+        name, id: of the peer; the id is short hex.
+        samples: that its gradients came from.
+        reduced_bytes: of the common vector that it averaged for others.
+        me: whether it is this peer.
+    """
+
+    name: str
+    id: str
+    samples: float
+    reduced_bytes: float
+    me: bool
+
+
+@dataclass(frozen=True)
+class SessionTime:
+    """How long the platform lets this session run.
+
+    Attributes:
+        platform: its name, for people.
+        elapsed_s: since the session began.
+        limit_s: when the platform ends it, at the latest.
+        leaves_s: when this peer leaves by itself, before that; None if it does not.
+    """
+
+    platform: str
+    elapsed_s: float
+    limit_s: float
+    leaves_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What this peer's machine has used since it joined.
+
+    Attributes:
+        joules: so much.
+        source: how it is known: ``NVML``, or the assumptions of an estimate, in words.
+        estimated: whether it is an estimate.
+    """
+
+    joules: float
+    source: str
+    estimated: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +126,15 @@ class SwarmSnapshot:
         sent_bytes, received_bytes: at this peer, since it joined.
         uptime_s: seconds since it joined.
         log: the last events as lines, oldest first.
+        own_samples_per_s: speed of this peer.
+        eta_s: until the next global step, at the present speed; None if nobody trains.
+        last_share: part of the last global step's samples that came from this peer, 0 to 1; None before the first.
+        rounds: the last averaging rounds, oldest first.
+        leaderboard: who gave how much, the most samples first; as of the last reading.
+        sent_bps, received_bps: bits per second at this peer, now.
+        energy: None if not even an estimate is possible.
+        session: None where no limit is known.
+        paused: whether this peer's work stands still on the user's wish.
     """
 
     run: str
@@ -84,6 +151,16 @@ class SwarmSnapshot:
     received_bytes: int
     uptime_s: float
     log: tuple[str, ...]
+    own_samples_per_s: float = 0.0
+    eta_s: float | None = None
+    last_share: float | None = None
+    rounds: tuple[RoundFinished, ...] = ()
+    leaderboard: tuple[Given, ...] = ()
+    sent_bps: float = 0.0
+    received_bps: float = 0.0
+    energy: Energy | None = None
+    session: SessionTime | None = None
+    paused: bool = False
 
 
 def _round(event: RoundFinished) -> str:
