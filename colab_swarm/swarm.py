@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.collaborator import Collaborator
 from colab_swarm.errors import PeerError
 from colab_swarm.member import Who
 from colab_swarm.moe.grid import Grid
-from colab_swarm.overview import Overview
+from colab_swarm.notebook_face import NotebookFace
 from colab_swarm.presence import Presence
 from colab_swarm.runtime import Runs
-from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.training.settings import Services
 
 if TYPE_CHECKING:
@@ -31,19 +29,17 @@ if TYPE_CHECKING:
     from colab_swarm.moe.layer import MixtureOfExperts
     from colab_swarm.moe.remote import RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
-    from colab_swarm.widgets.panel import Panel
     from colab_swarm.workunits.job import Job
 
 logger = logging.getLogger(__name__)
 
 
-class Swarm(Collaborator):
+class Swarm(NotebookFace):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one."""
 
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
         self._experts: SwarmExperts | None = None
-        self._overview = Overview(services, run=self.run, name=self.name)
 
     def host_experts(
         self,
@@ -189,16 +185,6 @@ class Swarm(Collaborator):
         entrance = self._require_real().entrance
         return WorkInSwarm(self._runtime, self._services, entrance, self.name)
 
-    def panel(self) -> Panel[SwarmSnapshot]:
-        """A live view of the swarm: widgets in a notebook, text elsewhere."""
-        from colab_swarm.widgets.panel import Panel
-
-        return Panel(self.snapshot, self.leave)
-
-    def watch(self, seconds: float | None = None) -> None:
-        """Show the swarm for ``seconds`` (until interrupted if None); the peer goes on afterwards."""
-        self.panel().watch(seconds)
-
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
@@ -239,22 +225,6 @@ class Swarm(Collaborator):
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-    # --- what it shows --------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> SwarmSnapshot:
-        """What a panel shows, as one frozen record; safe from any thread."""
-        return self._overview.snapshot(self._optimizer, reached=str(self.reachability), left=self.left)
-
-    def __repr__(self) -> str:
-        linked = len(self._services.peers.linked())
-        state = "left" if self.left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
-        return f"Swarm({self.run}, {self.name}, {state})"
-
-    def _repr_html_(self) -> str:
-        from colab_swarm.widgets.render import render_html
-
-        return render_html(self.snapshot())
 
 
 async def _close(services: Services, presence: Presence | None) -> None:

@@ -17,7 +17,18 @@ LAYERS = [
     {"recipes"},
     {"sim"},
     {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {"access", "presence", "overview", "member", "collaborator", "swarm", "jobs", "joining", "simulation"},
+    {
+        "access",
+        "presence",
+        "overview",
+        "member",
+        "collaborator",
+        "notebook_face",
+        "swarm",
+        "jobs",
+        "joining",
+        "simulation",
+    },
     {"diagnosis", "backbone"},
     {"cli", "cli_work", "demo", "bench", "__init__"},
 ]
