@@ -1,0 +1,131 @@
+"""How our views look: one small style sheet for light and dark pages, and the few pieces that all views need.
+
+A view brings its own paper and ink, so it can be read on any page. Colours are those of Okabe and Ito, which
+colour-blind people tell apart, darkened or lightened until text has a contrast of 4.5 to 1; no view tells anything
+by colour alone. Classes: ``blue green amber red purple soft`` colour text, and whatever is drawn in ``currentColor``;
+``card`` is a box, ``row`` puts boxes side by side, ``warn`` marks a paragraph that wants attention.
+
+All pieces take and give HTML: a text that others told goes through `markup.text` first.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+
+HUES = ("blue", "green", "amber", "red", "purple", "soft")
+LIGHT = (
+    "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
+    "--blue:#0069a8;--green:#00735a;--amber:#8f5600;--red:#b83a00;--purple:#9c3d76"
+)
+DARK = (
+    "--paper:#16191d;--card:#22272d;--ink:#e8eaed;--soft:#a8b1bb;--line:#3d444d;"
+    "--blue:#56b4e9;--green:#2cc295;--amber:#eeb03a;--red:#ff8355;--purple:#e39bc4"
+)
+# Twice .cs-view where a page's own rules for tables have to be beaten. Dark: where the page says so (JupyterLab,
+# Colab, VS Code), and where it says nothing and the browser does.
+STYLE = (
+    f".cs-view{{{LIGHT};box-sizing:border-box;max-width:860px;padding:10px 14px;background:var(--paper);"
+    "color:var(--ink);border:1px solid var(--line);border-radius:8px;font:13px/1.45 system-ui,sans-serif;"
+    "overflow-wrap:anywhere;font-variant-numeric:tabular-nums}"
+    f"[data-jp-theme-light=false] .cs-view,[theme=dark] .cs-view,.vscode-dark .cs-view{{{DARK}}}"
+    "@media(prefers-color-scheme:dark){html:not([theme]) body:not([data-jp-theme-light],.notebook_app,"
+    f"[class*=vscode-]) .cs-view{{{DARK}}}}}"
+    + "".join(f".cs-view .{hue}{{color:var(--{hue})}}" for hue in HUES)
+    + ".cs-view p{margin:5px 0}.cs-view h4{margin:12px 0 4px;font:600 13px system-ui,sans-serif;color:var(--soft)}"
+    ".cs-view .warn{border-left:4px solid var(--amber);padding-left:8px}"
+    ".cs-view .row{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
+    ".cs-view .card{flex:1 1 110px;background:var(--card);border-radius:6px;padding:6px 10px}"
+    ".cs-view .card b{display:block;font-size:15px}"
+    ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit}"
+    ".cs-view.cs-view tbody tr{background:none}"
+    ".cs-view.cs-view :is(th,td){padding:3px 12px 3px 0;text-align:left;border:0;border-top:1px solid var(--line);"
+    "vertical-align:top;font-weight:400;color:inherit;background:none;white-space:normal;max-width:none}"
+    ".cs-view.cs-view thead th{color:var(--soft);border:0}.cs-view.cs-view .n{text-align:right}"
+    ".cs-view .bar{display:block;height:8px;margin:4px 0;border-radius:4px;background:var(--line);overflow:hidden}"
+    ".cs-view .bar i{display:block;height:100%;background:currentColor}"
+    ".cs-view .key i{display:inline-block;width:10px;height:10px;margin:0 5px 0 0;background:currentColor}"
+    ".cs-view .key span{margin-right:14px}"
+    ".cs-view svg{display:block;max-width:100%}.cs-view svg text{fill:var(--soft);font:11px system-ui,sans-serif}"
+)
+
+
+def wrap(inside: str, label: str) -> str:
+    """A view: one ``div`` that holds the style sheet and what is inside.
+
+    Args:
+        inside: HTML.
+        label: what it shows, plain text, for those who hear it read.
+    """
+    return f'<div class="cs-view" role="group" aria-label="{html.escape(label)}"><style>{STYLE}</style>{inside}</div>'
+
+
+def heading(title: str, told: str = "") -> str:
+    """A view's first line: what it is, and what there is to say of it in a few words."""
+    return f'<p><b>{title}</b> <span class="soft">{told}</span></p>'
+
+
+def cards(figures: Mapping[str, str]) -> str:
+    """A row of figures, each under its name."""
+    shown = (
+        f'<div class="card"><span class="soft">{name}</span><b>{value}</b></div>'
+        for name, value in figures.items()
+    )
+    return f'<div class="row">{"".join(shown)}</div>'
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
+) -> str:
+    """Rows under their columns; the first cell of a row names it.
+
+    Args:
+        columns: empty for a table without a head.
+        rows: cells.
+        numbers: columns whose cells stand at the right, counted from 0.
+        label: what the table shows, for those who hear it read.
+    """
+    side = [' class="n"' if column in numbers else "" for column in range(max(numbers, default=0) + 1)]
+
+    def at(column: int) -> str:
+        return side[column] if column < len(side) else ""
+
+    head = "".join(f'<th scope="col"{at(i)}>{name}</th>' for i, name in enumerate(columns))
+    body = "".join(
+        f'<tr><th scope="row"{at(0)}>{first}</th>'
+        + "".join(f"<td{at(i)}>{cell}</td>" for i, cell in enumerate(rest, 1))
+        + "</tr>"
+        for first, *rest in rows
+    )
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<table aria-label="{label}">{head}<tbody>{body}</tbody></table>'
+
+
+def bar(part: float, label: str, hue: str = "blue") -> str:
+    """How much of a whole is there.
+
+    Args:
+        part: 0 to 1; what is beyond is cut, what is no number is nothing.
+        label: what the bar says, in words.
+        hue: of `HUES`.
+    """
+    percent = 100 * min(part, 1.0) if part > 0 else 0.0
+    return (
+        f'<span class="bar {hue}" role="img" aria-label="{label}" title="{label}">'
+        f'<i style="width:{percent:.1f}%"></i></span>'
+    )
+
+
+def key(entries: Iterable[tuple[str, str]]) -> str:
+    """What colours mean.
+
+    Args:
+        entries: hue and its meaning.
+    """
+    shown = "".join(f'<span><i class="{hue}"></i>{meaning}</span>' for hue, meaning in entries)
+    return f'<p class="key">{shown}</p>'
+
+
+def mark(hue: str, symbol: str, word: str) -> str:
+    """A state, told by colour, symbol and word."""
+    return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
