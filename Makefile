@@ -1,10 +1,11 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Everything lives in .venv.
 PYTHON ?= python3
 VENV := .venv
+CLASSIC := .venv-classic
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test classic binder check bench clean
 .NOTPARALLEL:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -15,13 +16,24 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/colab-swarm demo
 
-# Two processes at once: most tests wait for peers and clocks, notebooks compute.
+# Two workers, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	@log=$$(mktemp); \
-	$(BIN)/python -m pytest $(NBVAL) tutorials tests/notebooks >$$log 2>&1 & notebooks=$$!; \
-	$(BIN)/python -m pytest --ignore tests/notebooks tests; failed=$$?; \
-	wait $$notebooks || failed=1; cat $$log; rm $$log; exit $$failed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -r fEs $(NBVAL) tests tutorials
+
+# Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
+$(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed
+	$(PYTHON) -m venv $(CLASSIC)
+	$(CLASSIC)/bin/pip install -q -r $<
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		>$$($(CLASSIC)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_main.pth
+	touch $@
+
+classic: $(CLASSIC)/installed
+
+# What Binder would do with binder/, here, and tutorial 01 in it.
+binder: $(VENV)/installed
+	COLAB_SWARM_BUILD_BINDER=1 $(BIN)/python -m pytest -s -r fEs tests/test_binder.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
@@ -33,4 +45,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m colab_swarm.bench all
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLASSIC)
