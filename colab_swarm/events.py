@@ -34,6 +34,14 @@ class PeerLeft(Event):
 
 
 @dataclass(frozen=True)
+class PeerSilent(Event):
+    """A round waits for ``peer``, of which nothing was heard for ``seconds``; it may still come."""
+
+    peer: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ReachabilityChanged(Event):
     """Others reach this peer in another way now: ``direct``, ``relayed by …`` and so on."""
 

@@ -249,7 +249,8 @@ def assemble(
 ) -> Services:
     """A peer's services on a network, real or simulated."""
     SpeedTests(peers)
-    return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), Averager(peers), events, rng, pace)
+    averager = Averager(peers, events=events)
+    return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), averager, events, rng, pace)
 
 
 async def find_others(services: Services, entries: Sequence[Contact]) -> None:

@@ -17,6 +17,7 @@ from colab_swarm.events import (
     MembershipRenewed,
     PeerJoined,
     PeerLeft,
+    PeerSilent,
     PeersRevoked,
     QuotaWarning,
     ReachabilityChanged,
@@ -167,6 +168,8 @@ def _round(event: RoundFinished) -> str:
     text = f"round {event.step}: {event.group_size} peers, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {event.spans_lost} spans lost"
+    for member in event.members:
+        text += f"; {member.peer[:8]}: {member.dropped}" if member.dropped else ""
     if event.predicted_s is not None:
         text += (
             f"; averaging {event.averaging_s:.2f} s, {event.predicted_s:.2f} s expected: {event.explanation}"
@@ -181,6 +184,8 @@ def describe(event: Event) -> str:
             return f"{peer[:8]} is linked"
         case PeerLeft(peer=peer, reason=reason):
             return f"{peer[:8]} is gone: {reason}"
+        case PeerSilent(peer=peer, seconds=seconds):
+            return f"the round waits for {peer[:8]}, silent for {seconds:.0f} s"
         case ReachabilityChanged(how=how):
             return f"others reach this peer: {how}"
         case StepFinished(step=step, samples=samples):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,8 @@ from colab_swarm.averaging.pace import Pace
 from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.settings import AveragingSettings
-from colab_swarm.errors import PeerError, PeerLost
+from colab_swarm.averaging.trace import Trace
+from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 REDUCER_PATIENCE = 2.5
 """A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
+SILENT_S = 3.0
+"""So long after the last sign of a member people want to know what the round waits for."""
 OWN_CHUNKS_AT_ONCE = 8
 MEASURED_CHUNKS = 8
 """The error of compression is measured on one chunk of so many, unless it is fed back."""
@@ -111,6 +115,7 @@ class Exchange:
     ) -> None:
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger = ledger
+        self.trace = Trace(group, now=asyncio.get_running_loop().time())
         self.reducer = SpanReducer(ledger.chunks[me], [member.weight for member in group.members], sums)
         self.settled = [asyncio.Event() for _ in group.members]
         """Per reducer: what could be got from it is here."""
@@ -136,6 +141,7 @@ class Exchange:
         self._streaming: set[int] = set()
         self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
         self._limits: dict[int, asyncio.Timeout] = {}
+        self._told: set[int] = set()
         if not collects:  # nobody need wait for what is not coming here
             for reducer in range(len(group.members)):
                 if reducer != me:
@@ -173,7 +179,11 @@ class Exchange:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            logger.debug("reducer %s is lost: %s", short(peer), error)
+            silent_s = REDUCER_PATIENCE * self.settings.patience_s
+            refused = "refused: " if isinstance(error, CallRefused) else ""
+            reason = f"{refused}{error}" or f"too slow: no mean for {silent_s:g} s"
+            logger.debug("reducer %s is lost: %s", short(peer), reason)
+            self.trace.on_dropped(reducer, reason)
         finally:
             del self._limits[reducer]
             if self.ledger.lacking(reducer):
@@ -208,7 +218,9 @@ class Exchange:
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
+                    self.trace.sent[reducer].at(clock())
                     await stream.send(message, payload)
+                    self.trace.sent[reducer].at(clock())
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     self._wake_paced()
@@ -235,7 +247,8 @@ class Exchange:
         clock = asyncio.get_running_loop().time
         for _ in self.ledger.chunks[reducer]:
             message, payload = await stream.receive(Chunk)
-            self._heard_at[reducer] = clock()
+            self._heard_at[reducer] = now = clock()
+            self.trace.means[reducer].at(now)
             self.received_bytes += len(payload)
             mean = None
             if len(payload):
@@ -245,6 +258,7 @@ class Exchange:
                 if not all_finite(mean):
                     raise ValueError(f"the mean of chunk {message.index} is not finite")
             self.ledger.place(reducer, message.index, mean, message.missing)
+            self.trace.on_missing(message.missing, reducer)
 
     # --- as a reducer ---------------------------------------------------------------------------------------
 
@@ -255,6 +269,9 @@ class Exchange:
         try:
             await self._take_all(stream, member)
             await returning
+        except PeerError as error:
+            self.drop(member, str(error))
+            raise
         finally:
             returning.cancel()
             self.drop(member, "its stream is over")
@@ -264,7 +281,8 @@ class Exchange:
         try:
             while True:
                 message, payload = await stream.receive(Chunk)
-                self._heard_at[member] = clock()
+                self._heard_at[member] = now = clock()
+                self.trace.received[member].at(now)
                 self.received_bytes += len(payload)
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
@@ -300,10 +318,14 @@ class Exchange:
         """Go on without the chunks that ``member`` did not deliver."""
         if self.reducer.unfinished and member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.member(member).id), reason)
+            if member != self.me or self.collects:
+                self.trace.on_dropped(member, reason)
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:
         """Place finished means in the own values and let them go out, as the codec made them."""
+        if finished:
+            self.trace.means[self.me].at(asyncio.get_running_loop().time())
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
@@ -322,19 +344,39 @@ class Exchange:
 
     # --- who is silent --------------------------------------------------------------------------------------
 
-    async def watch(self) -> None:
-        """Give up on members and reducers that make no progress; ask after members that never came."""
+    async def watch(self, on_silent: Callable[[PeerId, float], None]) -> None:
+        """Give up on members and reducers that make no progress; ask after members that never came.
+
+        Args:
+            on_silent: told once of each member that is waited for, with the seconds since it was last heard.
+        """
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
+            for member in self._newly_silent(now):
+                on_silent(self.member(member).id, now - self._heard_at[member])
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
                     limit.reschedule(now)
             for member in self.reducer.awaited():
                 if member != self.me and now - self._heard_at[member] > self.settings.patience_s:
-                    self.drop(member, f"silent for {self.settings.patience_s} s")
+                    self.drop(member, f"too slow: nothing came for {self.settings.patience_s:g} s")
             await asyncio.gather(*map(self._probe, self._absent()))
+
+    def _newly_silent(self, now: float) -> list[int]:
+        """Whom the round waits for; reducers only where no contributor is to blame for their silence."""
+        waited_for = [m for m in self.reducer.awaited() if m != self.me] or list(self._limits)
+        silent = [m for m in waited_for if m not in self._told and now - self._heard_at[m] > SILENT_S]
+        self._told.update(silent)
+        return silent
+
+    def out_of_time(self) -> None:
+        """The round ends before everybody is done."""
+        for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
+            self.trace.on_dropped(
+                member, f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
+            )
 
     def _absent(self) -> list[int]:
         """Awaited members that never opened a stream, have no link and could be dialled."""

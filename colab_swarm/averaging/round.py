@@ -17,7 +17,7 @@ from colab_swarm.averaging.partition import Span
 from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError
-from colab_swarm.events import RoundFinished
+from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.tensors.codecs import Floats
 
@@ -39,6 +39,7 @@ class RoundResult:
         sent_bytes, received_bytes: payload.
         compression_error: relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled.
         seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
+        members: what each did when.
     """
 
     group: Group
@@ -49,6 +50,7 @@ class RoundResult:
     received_bytes: int
     compression_error: float
     seconds: dict[str, float]
+    members: tuple[MemberTrace, ...]
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         """What to tell of the round, which began with the search for its group."""
@@ -68,6 +70,7 @@ class RoundResult:
             predicted_s=self.group.predicted_s,
             explanation=self.group.explanation,
             compression_error=self.compression_error,
+            members=self.members,
         )
 
 
@@ -81,8 +84,11 @@ class Averager:
         on_round: called with each result.
     """
 
-    def __init__(self, peers: Peers, settings: AveragingSettings | None = None) -> None:
+    def __init__(
+        self, peers: Peers, settings: AveragingSettings | None = None, events: EventLog | None = None
+    ) -> None:
         self._peers = peers
+        self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, Exchange] = {}
         self._finished: dict[str, Exchange] = {}  # by prefix
@@ -200,7 +206,7 @@ class Averager:
         exchanged: list[float] = []
         try:
             async with asyncio.timeout(self._settings.round_timeout_s), asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(exchange.watch())
+                watch = tasks.create_task(exchange.watch(self._on_silent))
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
@@ -215,6 +221,7 @@ class Averager:
                 exchange.group.step,
                 self._settings.round_timeout_s,
             )
+            exchange.out_of_time()
         finally:
             stop_listening()
             for event in (*exchange.settled, *exchange.awaited()):
@@ -223,6 +230,9 @@ class Averager:
         exchange_s = max(exchanged, default=clock()) - begun
         seconds = {"exchange": exchange_s, "recovery": total_s - exchange_s, "total": total_s}
         return _result(exchange, seconds)
+
+    def _on_silent(self, peer: PeerId, seconds: float) -> None:
+        self._events.emit(PeerSilent(asyncio.get_running_loop().time(), peer.hex(), seconds))
 
     # --- what finished rounds leave behind ------------------------------------------------------------------
 
@@ -317,6 +327,7 @@ def _result(exchange: Exchange, seconds: dict[str, float]) -> RoundResult:
         received_bytes=exchange.received_bytes,
         compression_error=exchange.sending.error,
         seconds=seconds,
+        members=exchange.trace.members(),
     )
     logger.info(
         "round of step %d: %d of %d contributed, %d spans lost, %.2f s",

@@ -1,0 +1,97 @@
+"""What a round tells of each member: who was slow, who was lost, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from colab_swarm.averaging.exchange import Chunk
+from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.trace import Trace
+from colab_swarm.events import EventLog, MemberTrace, PeerSilent
+from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from tests.averaging.swarm import NAMES, SETTINGS, Outcome, make_group, run_round, vector
+
+
+def contribution(message: Message) -> bool:
+    return isinstance(message, Chunk) and not message.averaged
+
+
+def seen_by(outcome: Outcome, name: str) -> dict[str, MemberTrace]:
+    """The traces that ``name`` has of the members, by their names."""
+    spans = outcome.spans
+    by_place = sorted(spans, key=lambda one: spans[one].start)
+    return dict(zip(by_place, outcome.results[name].members, strict=True))
+
+
+def test_everybody_has_sent_received_and_answered_in_that_order() -> None:
+    outcome = run_round()
+    for name in NAMES[:4]:
+        total_s = outcome.results[name].seconds["total"]
+        for other, trace in seen_by(outcome, name).items():
+            assert trace.dropped == "" and trace.means is not None
+            assert 0 <= trace.means[0] <= trace.means[1] <= total_s
+            if other != name:
+                assert trace.sent is not None and trace.received is not None
+                assert trace.sent[0] <= trace.means[0] and trace.received[1] <= total_s
+        assert sum(trace.share for trace in outcome.results[name].members) == 1
+
+
+def test_a_peer_on_a_slow_line_shows_late() -> None:
+    outcome = run_round(script=lambda network: network.now().slow("carol", 20.0))
+    assert [fault.name for fault in outcome.fired] == ["slow"]
+    ends = {name: trace.received for name, trace in seen_by(outcome, "alice").items() if trace.received}
+    assert max(ends, key=lambda name: ends[name][1]) == "carol"
+    assert ends["carol"][1] > 3 * ends["bob"][1]
+
+
+def test_a_crashed_peer_shows_why_it_is_missing() -> None:
+    outcome = run_round(script=lambda n: n.when(contribution, receiver="bob", nth=4).crash("bob"))
+    assert [fault.name for fault in outcome.fired] == ["crash"]
+    for name in ("alice", "carol", "dave"):
+        traces = seen_by(outcome, name)
+        assert traces["bob"].dropped == "bob crashed"
+        assert [other for other in traces if traces[other].dropped] == ["bob"]
+
+
+def test_a_member_that_never_comes_is_told_as_silent_at_once_and_as_too_slow_in_the_end() -> None:
+    async def main() -> None:
+        network = SimNetwork(LAN, seed=1)
+        alice, bob = network.peer("alice"), network.peer("bob", listen=False)
+        network.introduce()
+        events, group = EventLog(), make_group([alice, bob], [1, 1], 1000)
+        result = await Averager(alice, SETTINGS, events).average(group, vector(0, 1000))
+        (silent,) = events.recent(PeerSilent)
+        assert isinstance(silent, PeerSilent) and silent.peer == bob.id.hex()
+        assert silent.at < 5.0 < asyncio.get_running_loop().time()
+        (dropped,) = (trace.dropped for trace in result.members if trace.peer == bob.id.hex())
+        assert dropped == "too slow: nothing came for 10 s"
+
+    run_virtual(main())
+
+
+def test_a_reducer_that_refuses_shows_as_that() -> None:
+    outcome = run_round(2, delays={"bob": 55.0})
+    (bob,) = (trace for name, trace in seen_by(outcome, "alice").items() if name == "bob")
+    assert bob.dropped == "refused: no such round here" and bob.means is None
+
+
+def test_who_is_missing_elsewhere_is_told_unless_the_reason_is_known_here() -> None:
+    members = tuple(Member(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
+    trace = Trace(Group(bytes(16), 7, b"", members, 10), now=5.0)
+    trace.on_missing((1, 2), where=0)
+    trace.on_dropped(2, "the link is lost")
+    trace.received[1].at(6.0)
+    trace.received[1].at(7.5)
+    first, second, third = trace.members()
+    assert first.dropped == "" and third.dropped == "the link is lost"
+    assert second.dropped.startswith(f"left out by {first.peer[:8]}")
+    assert second.received == (1.0, 2.5) and second.sent is None
+
+
+def test_a_record_stays_small_whatever_the_length_of_the_vector() -> None:
+    outcome = run_round(numel=1_400_000)
+    told = [vars(trace) for trace in outcome.results["alice"].members]
+    assert len(json.dumps(told)) < 4 * 400
