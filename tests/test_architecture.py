@@ -28,6 +28,7 @@ LAYERS = [
         "jobs",
         "joining",
         "simulation",
+        "explain",
     },
     {"diagnosis", "backbone"},
     {"cli", "cli_work", "demo", "bench", "__init__"},

@@ -47,7 +47,8 @@ class CloudflaredAgent:
         """
         path = shutil.which(binary or "cloudflared")
         if path is None:
-            raise TunnelError(f"there is no cloudflared at {binary}" if binary else INSTALL)
+            missing = f"there is no cloudflared at {binary}: leave it out to take the one on the PATH"
+            raise TunnelError(missing if binary else INSTALL)
         arguments = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", f"http://127.0.0.1:{port}"]
         try:
             process = await asyncio.create_subprocess_exec(
