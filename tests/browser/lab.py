@@ -17,7 +17,7 @@ from typing import Any
 import nbformat
 
 from colab_swarm.bench.join import filled_in
-from tests.notebooks.kernel import NOTEBOOKS
+from tests.browser.chromium import Window
 
 OPTIONS = (
     "--no-browser",
@@ -27,9 +27,12 @@ OPTIONS = (
     "--ServerApp.ip=127.0.0.1",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
+    "--ServerApp.disable_check_xsrf=True",
 )
 FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
 TALL = {"width": 1100, "height": 3200}
+KNOWN_COMPLAINTS = ()
+"""What JupyterLab complains of by itself."""
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
 STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
@@ -72,26 +75,42 @@ class Lab:
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
 
-    def open(self, context: Any, name: str, cells: list[str]) -> Notebook:
+    def end_kernels(self) -> None:
+        """End all kernels, and with them what notebooks run."""
+        for session in json.loads(self.ask("sessions")):
+            self.ask(f"sessions/{session['id']}", "DELETE")
+
+    def ask(self, path: str, method: str = "GET", body: object = None) -> bytes:
+        """The answer of the server's interface for programs."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/api/{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.read()
+
+    def open(self, window: Window, name: str, cells: list[str]) -> Notebook:
         """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
-        return self._show(context, name, notebook)
+        return self._show(window, name, notebook)
 
-    def open_ours(self, context: Any, name: str, **form: object) -> Notebook:
-        """Open ``notebooks/NAME.ipynb`` of this repository, with these values in its forms."""
-        notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    def open_ours(self, window: Window, path: Path, **form: object) -> Notebook:
+        """Open a notebook of this repository without its outputs, and with these values in its forms."""
+        notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             cell.source = filled_in(cell.source, **form)
-        return self._show(context, name, notebook)
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        return self._show(window, path.stem, notebook)
 
-    def _show(self, context: Any, name: str, notebook: Any) -> Notebook:
+    def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
-        page = context.new_page()
-        page.set_viewport_size(TALL)  # cells that are out of sight may not be in the page at all
-        page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
-        page.wait_for_selector(CELL)
-        opened = Notebook(page)
+        opened = Notebook(
+            window.new_page(**TALL)
+        )  # cells that are out of sight may not be in the page at all
+        opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
         opened.wait_idle()
         return opened
 
@@ -112,7 +131,8 @@ class Notebook:
         self.page = page
 
     def wait_idle(self) -> None:
-        """Wait until the kernel is up and no cell runs."""
+        """Wait until the notebook is there, the kernel is up, and no cell runs."""
+        self.page.wait_for_selector(CELL)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
 
     def start(self, cell: int) -> None:
@@ -161,6 +181,11 @@ class Notebook:
     def interrupt(self) -> None:
         """Press the stop button of the toolbar."""
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
+
+    def reload(self) -> None:
+        """Load the page anew, as a reader does who closed the tab and comes back."""
+        self.page.reload()
+        self.wait_idle()
 
     def restart(self) -> None:
         """Press the restart button and confirm."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,11 +13,10 @@ from colab_swarm.backbone.config import Dashboard
 from colab_swarm.backbone.view import View
 from colab_swarm.backbone.web import DashboardServer
 from tests.backbone.views import EVIL, view
+from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
-from tests.browser.test_jupyterlab import CHROMIUM, QUIET
 
-MISSING = [] if find_spec("playwright") and CHROMIUM else ["playwright or chromium"]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="not installed here: playwright")]
+pytestmark = needs()
 
 
 async def serve(look: Callable[[], View]) -> DashboardServer:
@@ -35,27 +34,21 @@ def site() -> Iterator[Site[View]]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_draws_updates_itself_and_runs_no_script_of_a_peer(
-    site: Site[View], tmp_path: Path, scheme: str
+    site: Site[View], browser: Any, artifacts: Path, scheme: str
 ) -> None:
-    from playwright.sync_api import sync_playwright
+    window = Window(browser, artifacts, color_scheme=scheme)
+    page = window.new_page(width=800, height=1000)
+    page.goto(site.server.url)
+    page.screenshot(path=artifacts / "dashboard.png", full_page=True)
+    assert page.title() == "sahajbert" and EVIL[:20] in page.inner_text("#live")
+    assert page.locator("svg polyline").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
-        page = browser.new_page(viewport={"width": 800, "height": 1000}, color_scheme=scheme)
-        complaints: list[str] = []
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-        page.goto(site.server.url)
-        page.screenshot(path=tmp_path / "dashboard.png", full_page=True)
-        assert page.title() == "sahajbert" and EVIL[:20] in page.inner_text("#live")
-        assert page.locator("svg polyline").count() == 2
-        assert page.evaluate("document.documentElement.scrollWidth") <= 800
+    site.shown = msgspec.structs.replace(view(steps=5000), run="later")
+    page.locator("h1", has_text="later").wait_for(timeout=15_000)
+    assert page.title() == "sahajbert" and page.locator("img").count() == 0
+    assert window.complaints_but("favicon") == []
 
-        site.shown = msgspec.structs.replace(view(steps=5000), run="later")
-        page.locator("h1", has_text="later").wait_for(timeout=15_000)
-        assert page.title() == "sahajbert" and page.locator("img").count() == 0
-        assert [one for one in complaints if "favicon" not in one] == []
-
-        site.close()
-        page.wait_for_selector("#lost", state="visible", timeout=15_000)
-        browser.close()
+    site.close()
+    page.wait_for_selector("#lost", state="visible", timeout=15_000)
+    window.close()

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pytest
 
-from tests.browser.lab import Lab
+from tests.browser.chromium import Window, needs
+from tests.browser.lab import KNOWN_COMPLAINTS, Lab
+from tests.notebooks.kernel import NOTEBOOKS
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-MISSING = [name for name in ("jupyterlab", "playwright", "ipywidgets") if find_spec(name) is None]
-MISSING += [] if CHROMIUM else ["chromium"]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
-]
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+pytestmark = needs("jupyterlab", "ipywidgets")
 ALICE = [
     'import colab_swarm as cs\nswarm = cs.create("lab-run", peer_name="alice")\nprint(swarm.invite())',
     "swarm.panel()",
@@ -38,41 +28,19 @@ BOB = [
 ]
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    lab = Lab(tmp_path)
-    try:
-        lab.wait_up()
-        yield lab
-    finally:
-        lab.close()
-
-
-@pytest.fixture
-def browser(tmp_path: Path, lab: Lab) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            tmp_path / "browser", executable_path=CHROMIUM, headless=True, args=QUIET
-        )
-        yield context
-        context.close()
-
-
 def kernels(lab: Lab) -> set[psutil.Process]:
     """The processes below the server: one for each kernel, if peers start none."""
     return set(psutil.Process(lab.process.pid).children(recursive=True))
 
 
-def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, browser: Any, tmp_path: Path) -> None:
-    alice = lab.open(browser, "alice", ALICE)
+def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, artifacts: Path) -> None:
+    alice = lab.open(window, "alice", ALICE)
     invite = alice.run(0).strip()
     assert "lab-run: joined, 1 peer" in alice.run(1)
 
-    bob = lab.open(browser, "bob", [cell.format(invite=invite) for cell in BOB])
+    bob = lab.open(window, "bob", [cell.format(invite=invite) for cell in BOB])
     assert "lab-run: joined, 2 peers" in bob.run(0)
-    bob.page.screenshot(path=tmp_path / "bob.png")
+    bob.page.screenshot(path=artifacts / "bob.png")
     alice.page.click(".widget-play button")
     alice.wait_output("lab-run: joined, 2 peers")  # the play button repaints the panel
 
@@ -84,7 +52,7 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, browser: Any, tm
         alice.finish(cell)
     assert "Stopped watching; the peer goes on" in alice.output(4)
     assert "1 peer linked" in alice.run(5)
-    alice.page.screenshot(path=tmp_path / "alice.png")
+    alice.page.screenshot(path=artifacts / "alice.png")
 
     alice.click("Leave")
     alice.wait_button("Left")
@@ -97,17 +65,18 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, browser: Any, tm
     bob.restart()
     _, alive = psutil.wait_procs(before, timeout=20)
     assert not alive
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 
 def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
-    lab: Lab, browser: Any, tmp_path: Path
+    lab: Lab, window: Window, artifacts: Path
 ) -> None:
-    organizer = lab.open_ours(browser, "organizer")
+    organizer = lab.open_ours(window, NOTEBOOKS / "organizer.ipynb")
     for cell in range(5):
         organizer.run(cell)
     line = organizer.page.locator(".jp-OutputArea code", has_text="https://").inner_text().strip()
     form = {"MY_NAME": "carol", "I_HAVE_READ_THE_TERMS": True, "MICRO_BATCH": 8, "MINUTES": 0.2}
-    carol = lab.open_ours(browser, "join_colab", INVITATION=line, **form)
+    carol = lab.open_ours(window, NOTEBOOKS / "join_colab.ipynb", INVITATION=line, **form)
     carol.run(0)
     assert "Swarm(my-first-swarm, carol, 1 peer linked)" in carol.run(1)
     assert "'target_batch_size': 256" in carol.run(2)
@@ -119,6 +88,7 @@ def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
     for cell in (5, 6, 7):
         organizer.run(cell)
     assert "2 peers" in organizer.output(6)
-    carol.page.screenshot(path=tmp_path / "join.png")
-    organizer.page.screenshot(path=tmp_path / "organizer.png")
+    carol.page.screenshot(path=artifacts / "join.png")
+    organizer.page.screenshot(path=artifacts / "organizer.png")
     carol.run(6)
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colab_swarm.workunits.status import JobStatus
 from colab_swarm.workunits.tokens import Gate
 from colab_swarm.workunits.web import CoordinatorServer
+from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
-from tests.browser.test_jupyterlab import CHROMIUM, QUIET
 from tests.workunits.statuses import EVIL, status
 
-MISSING = [] if find_spec("playwright") and CHROMIUM else ["playwright or chromium"]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason="not installed here: playwright")]
+pytestmark = needs()
 
 
 class Coordinating:
@@ -41,27 +40,21 @@ def site() -> Iterator[Site[JobStatus]]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
-    site: Site[JobStatus], tmp_path: Path, scheme: str
+    site: Site[JobStatus], browser: Any, artifacts: Path, scheme: str
 ) -> None:
-    from playwright.sync_api import sync_playwright
+    window = Window(browser, artifacts, color_scheme=scheme)
+    page = window.new_page(width=800, height=1000)
+    page.goto(site.server.url)
+    page.screenshot(path=artifacts / "status.png", full_page=True)
+    assert page.title() == "digits-resnet" and EVIL[:20] in page.inner_text("#live")
+    assert page.locator("svg polyline.mean").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
-        page = browser.new_page(viewport={"width": 800, "height": 1000}, color_scheme=scheme)
-        complaints: list[str] = []
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-        page.goto(site.server.url)
-        page.screenshot(path=tmp_path / "status.png", full_page=True)
-        assert page.title() == "digits-resnet" and EVIL[:20] in page.inner_text("#live")
-        assert page.locator("svg polyline.mean").count() == 1
-        assert page.evaluate("document.documentElement.scrollWidth") <= 800
+    site.shown = status(epochs=7, name="later")
+    page.locator("h1", has_text="later").wait_for(timeout=15_000)
+    assert page.title() == "digits-resnet" and page.locator("img").count() == 0
+    assert window.complaints_but("401") == []  # that of the favicon
 
-        site.shown = status(epochs=7, name="later")
-        page.locator("h1", has_text="later").wait_for(timeout=15_000)
-        assert page.title() == "digits-resnet" and page.locator("img").count() == 0
-        assert [one for one in complaints if "401" not in one] == []  # that of the favicon
-
-        site.close()
-        page.wait_for_selector("#lost", state="visible", timeout=15_000)
-        browser.close()
+    site.close()
+    page.wait_for_selector("#lost", state="visible", timeout=15_000)
+    window.close()

@@ -1,0 +1,62 @@
+"""The browser that pages are tried in, and what is missing where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+ARTIFACTS = Path(__file__).parent / "artifacts"
+"""Screenshots, and what scripts complained of: a folder for each test."""
+
+
+def needs(*packages: str) -> list[pytest.MarkDecorator]:
+    """Marks of a module whose tests want Chromium and these packages."""
+    missing = [name for name in ("playwright", *packages) if find_spec(name) is None]
+    missing += [] if CHROMIUM else ["chromium"]
+    reason = f"not installed here: {', '.join(missing)}"
+    return [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=reason)]
+
+
+class Window:
+    """Pages of the browser, and what their scripts complain of.
+
+    Args:
+        browser: Playwright's.
+        artifacts: folder for screenshots and complaints.
+        look: options of Playwright's context, such as ``color_scheme``.
+    """
+
+    def __init__(self, browser: Any, artifacts: Path, **look: Any) -> None:
+        self.complaints: list[str] = []
+        self._artifacts = artifacts
+        self._context = browser.new_context(**look)
+        self._context.on("weberror", lambda caught: self.complaints.append(str(caught.error)))
+        self._context.on("console", self._listen)
+
+    def _listen(self, said: Any) -> None:
+        if said.type == "error":
+            self.complaints.append(f"{said.text} ({said.location.get('url', '')})")
+
+    def new_page(self, **size: int) -> Any:
+        """A page of its own; ``width`` and ``height`` in pixels."""
+        page = self._context.new_page()
+        if size:
+            page.set_viewport_size(size)
+        return page
+
+    def complaints_but(self, *known: str) -> list[str]:
+        """What scripts complained of, without what contains a text that is ``known``."""
+        return [one for one in self.complaints if not any(text in one for text in known)]
+
+    def close(self) -> None:
+        """Leave a picture of each page, and the complaints."""
+        for number, page in enumerate(self._context.pages):
+            page.screenshot(path=self._artifacts / f"end-{number}.png", full_page=True)
+        (self._artifacts / "console.log").write_text("\n".join(self.complaints))
+        self._context.close()
