@@ -1,7 +1,7 @@
 """Virtual time, a simulated network and scripted faults: learn and test without a swarm."""
 
 from colab_swarm.sim.clock import VirtualTimeLoop, run_virtual, virtual_time
-from colab_swarm.sim.faults import FiredFault
+from colab_swarm.sim.faults import ComingFault, FiredFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.peer import SimPeers
 from colab_swarm.sim.profiles import (
@@ -24,6 +24,7 @@ __all__ = [
     "PROFILES",
     "ChurnEvent",
     "ChurnProfile",
+    "ComingFault",
     "FiredFault",
     "HostProfile",
     "NetworkProfile",

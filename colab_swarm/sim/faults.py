@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from colab_swarm.net.peers import Message
 
@@ -18,6 +18,19 @@ class FiredFault:
     arguments: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class ComingFault:
+    """A fault is to happen at ``at`` (virtual seconds)."""
+
+    at: float
+    name: str
+    arguments: tuple[Any, ...]
+
+
+Schedule: TypeAlias = Callable[[str, tuple[Any, ...], Callable[[], None]], object]
+"""Called with a fault's name, its arguments, and what lets it happen."""
+
+
 class Faults(Protocol):
     """What can go wrong in a simulated network."""
 
@@ -26,13 +39,13 @@ class Faults(Protocol):
 
 
 class Script:
-    """The faults, each to be fired later: `schedule` gets the function that fires it."""
+    """The faults, each to be fired later: ``schedule`` decides when."""
 
-    def __init__(self, faults: Faults, schedule: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, faults: Faults, schedule: Schedule) -> None:
         self._faults, self._schedule = faults, schedule
 
     def _later(self, name: str, *arguments: Any) -> None:
-        self._schedule(lambda: self._faults.fire(name, *arguments))
+        self._schedule(name, arguments, lambda: self._faults.fire(name, *arguments))
 
     def crash(self, peer: str) -> None:
         """The peer's process dies: its links break, which others learn after a moment; nobody can dial it."""
@@ -61,6 +74,14 @@ class Script:
     def lose(self, rate: float) -> None:
         """This share of all messages needs a retransmission."""
         self._later("lose", rate)
+
+    def latency(self, factor: float) -> None:
+        """Every message travels ``factor`` times as long as the network's profile says."""
+        self._later("latency", factor)
+
+    def bandwidth(self, factor: float) -> None:
+        """Every connection carries ``factor`` times what the network's profile says."""
+        self._later("bandwidth", factor)
 
 
 @dataclass

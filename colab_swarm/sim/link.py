@@ -32,7 +32,7 @@ class Pipe:
 
     def __init__(self, rate_bps: float) -> None:
         self.rate_bps = rate_bps
-        self.slowness = 1.0
+        self.slowness = self.width = 1.0
         self.free_at = 0.0
         self.total_bytes = 0
         self.peak_bps: float | None = None
@@ -41,7 +41,7 @@ class Pipe:
     def transfer(self, size_bytes: int, now: float) -> tuple[float, float]:
         """Queue ``size_bytes``; returns when its first and its last bit pass."""
         begin = max(now, self.free_at)
-        self.free_at = begin + size_bytes * 8 * self.slowness / self.rate_bps
+        self.free_at = begin + size_bytes * 8 * self.slowness / (self.rate_bps * self.width)
         self._measure(size_bytes, int(self.free_at))
         return begin, self.free_at
 
@@ -77,6 +77,10 @@ class Connection:
         """Make both directions ``factor`` times slower than their profile."""
         self.upload.slowness = self.download.slowness = factor
 
+    def widen(self, factor: float) -> None:
+        """Let both directions carry ``factor`` times as much as their profile says; the latency stays."""
+        self.upload.width = self.download.width = factor
+
 
 class Breakable(Protocol):
     """Whoever waits for something to come over a link."""
@@ -91,6 +95,7 @@ class World(Protocol):
     profile: NetworkProfile
     rng: random.Random
     loss: float
+    latency_factor: float
 
     def separated(self, one: str, other: str) -> bool:
         """Whether a partition lies between two peers."""
@@ -131,7 +136,8 @@ class Link:
     @property
     def rtt_s(self) -> float:
         """Round-trip time without jitter."""
-        return 2 * self.latency_s * max(end.slowness for end in self.ends)
+        slowness = max(end.slowness for end in self.ends)
+        return 2 * self.latency_s * slowness * self._world.latency_factor
 
     def carry(
         self,
@@ -170,7 +176,7 @@ class Link:
         world = self._world
         delay_s = self.rtt_s / 2
         if world.profile.jitter_s:
-            delay_s += world.rng.expovariate(1 / world.profile.jitter_s)
+            delay_s += world.rng.expovariate(1 / world.profile.jitter_s) * world.latency_factor
         while world.loss and world.rng.random() < world.loss:
             delay_s += max(RETRANSMISSION_S, self.rtt_s)
         return delay_s

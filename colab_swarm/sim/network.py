@@ -21,7 +21,7 @@ from typing import Any
 
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Message, PeerId
-from colab_swarm.sim.faults import FiredFault, Script, Trap
+from colab_swarm.sim.faults import ComingFault, FiredFault, Script, Trap
 from colab_swarm.sim.link import Connection, Link
 from colab_swarm.sim.peer import SimPeers
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
@@ -36,6 +36,7 @@ class SimNetwork:
     """Peers, links between them and what goes wrong. Make it inside `run_virtual`.
 
     Attributes:
+        fired, coming: scripted faults, those that `when` waits for left out.
         standing: whether two peers have a link already when the simulation begins. It is made when it is first used,
             without the time that dialling takes: ten thousand peers have a million links.
     """
@@ -44,13 +45,16 @@ class SimNetwork:
         self.profile = profile
         self.rng = random.Random(seed)
         self.loss = profile.loss
+        self.latency_factor = 1.0
         self.fired: list[FiredFault] = []
+        self.coming: list[ComingFault] = []
         self.standing: Callable[[SimPeers, SimPeers], bool] = lambda one, other: False
         self._seed = seed
         self.loop = asyncio.get_running_loop()
         self._names: dict[str, SimPeers] = {}
         self._ids: dict[PeerId, SimPeers] = {}
         self._skews: dict[str, float] = {}
+        self._width = 1.0
         self._groups: tuple[frozenset[str], ...] = ()
         self._traps: list[Trap] = []
 
@@ -69,6 +73,7 @@ class SimNetwork:
         host = host_profile or self.profile.hosts[len(self._names) % len(self.profile.hosts)]
         identity = Identity(hashlib.sha256(f"{self._seed} {name}".encode()).digest())
         peer = SimPeers(self, name, identity=identity, listen=listen, host=host)
+        peer.connection.widen(self._width)
         self._names[name] = self._ids[peer.id] = peer
         return peer
 
@@ -80,7 +85,13 @@ class SimNetwork:
 
     def at(self, seconds: float) -> Script:
         """Script a fault for a time on the virtual clock: ``network.at(12.0).crash("bob")``."""
-        return Script(self, lambda fire: self.loop.call_at(seconds, fire))
+
+        def schedule(name: str, arguments: tuple[Any, ...], fire: Callable[[], None]) -> None:
+            fault = ComingFault(seconds, name, arguments)
+            self.coming.append(fault)
+            self.loop.call_at(seconds, lambda: (self.coming.remove(fault), fire()))
+
+        return Script(self, schedule)
 
     def when(
         self,
@@ -95,11 +106,13 @@ class SimNetwork:
         If the fault breaks the link between the two, the message is not delivered. Calls, replies, openings
         of streams and their items count.
         """
-        return Script(self, lambda fire: self._traps.append(Trap(predicate, sender, receiver, nth, fire)))
+        return Script(
+            self, lambda _, __, fire: self._traps.append(Trap(predicate, sender, receiver, nth, fire))
+        )
 
     def now(self) -> Script:
         """Let a fault happen at once."""
-        return Script(self, lambda fire: fire())
+        return Script(self, lambda _, __, fire: fire())
 
     def fire(self, name: str, *arguments: Any) -> None:
         """Let a fault happen now and record it."""
@@ -130,6 +143,14 @@ class SimNetwork:
 
     def _lose(self, rate: float) -> None:
         self.loss = rate
+
+    def _latency(self, factor: float) -> None:
+        self.latency_factor = factor
+
+    def _bandwidth(self, factor: float) -> None:
+        self._width = factor
+        for peer in self._names.values():
+            peer.connection.widen(factor)
 
     def _break_silent_links(self, groups: tuple[frozenset[str], ...]) -> None:
         if self._groups is groups:

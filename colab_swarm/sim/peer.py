@@ -125,6 +125,10 @@ class SimPeers:
         """Peers with an open link now."""
         return frozenset(self._links) - {self.id}
 
+    def way_to(self, peer: PeerId) -> str:
+        """See `Peers.way_to`; simulated links need no detours."""
+        return "direct" if peer in self.linked() else ""
+
     def limit(self, rate_bps: float | None) -> None:
         """See `Peers.limit`."""
         self.connection.limit(rate_bps)
@@ -319,7 +323,7 @@ class SimPeers:
             raise PeerUnreachable(f"nobody answers at {address}")
         if self._network.standing(self, other) and other.up and other.id == peer:
             return self._connect(other)
-        rtt_s = 2 * self._network.latency_s(self, other)
+        rtt_s = 2 * self._network.latency_s(self, other) * self._network.latency_factor
         await asyncio.sleep(rtt_s)
         while self._network.separated(self.name, other.name):
             await asyncio.sleep(REDIAL_S)

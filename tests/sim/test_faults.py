@@ -8,7 +8,7 @@ import pytest
 
 from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import FiredFault, run_virtual, virtual_time
+from colab_swarm.sim import ComingFault, FiredFault, HostProfile, NetworkProfile, run_virtual, virtual_time
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
 
@@ -170,3 +170,36 @@ def test_a_peer_that_leaves_cancels_its_handlers_and_breaks_its_links() -> None:
         return len(alice.linked()), len(asyncio.all_tasks())
 
     assert run_virtual(main()) == (0, 1)
+
+
+def test_latency_and_bandwidth_of_all_change_by_a_factor() -> None:
+    async def main() -> tuple[float, float]:
+        line = HostProfile(8e6, 8e6)
+        network, alice, bob = pair(NetworkProfile("far", latency_s=0.1, hosts=(line,)))
+
+        async def seconds() -> float:
+            began = virtual_time()
+            await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
+            return virtual_time() - began
+
+        await seconds()
+        network.now().latency(3)
+        slower = await seconds()
+        network.now().bandwidth(1 / 10_000)
+        return slower, await seconds()
+
+    latency_s, all_s = run_virtual(main())
+    assert latency_s == pytest.approx(0.6, abs=0.01)
+    assert all_s - latency_s == pytest.approx(2 * 100 * 8 / 800, rel=0.1)  # about 100 bytes, there and back
+
+
+def test_what_is_scripted_for_a_time_is_told_before_it_happens() -> None:
+    async def main() -> None:
+        network, *_ = pair()
+        network.at(3.0).crash("bob")
+        assert network.coming == [ComingFault(3.0, "crash", ("bob",))]
+        await asyncio.sleep(4)
+        assert not network.coming
+        assert network.fired == [FiredFault(3.0, "crash", ("bob",))]
+
+    run_virtual(main())
