@@ -21,7 +21,7 @@ class NotebookFace(Collaborator, ABC):
 
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
-        self._overview = Overview(services, run=self.run, name=self.name)
+        self._overview = Overview(runtime, services, who["presence"], run=self.run, name=self.name)
 
     @abstractmethod
     def leave(self, *, hand_over_s: float = 0.0) -> None:

@@ -1,90 +1,278 @@
-"""What panels show of a peer, gathered from its services."""
+"""What panels show of a peer, gathered from its services.
+
+A snapshot is taken on the user's thread up to four times a second, so it only looks at what is in memory: no call over
+the network, no file. What takes longer is read in the background and shown a moment late.
+"""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from colab_swarm.events import StepFinished
+from colab_swarm.energy import EnergyMeter
+from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
+from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
-from colab_swarm.training.progress import ProgressRecord
+from colab_swarm.runtime import Runs
+from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot, describe
+from colab_swarm.training.progress import Progress, ProgressRecord
 from colab_swarm.training.settings import Services
+from colab_swarm.trust.contributions import Contribution
 
 if TYPE_CHECKING:
+    from colab_swarm.presence import Presence
     from colab_swarm.training.optimizer import SwarmOptimizer
 
+logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000
+MAX_ROUNDS = 20
+MAX_GIVEN = 20
+LOG_LINES = 8
+LOG_EVENTS = 100
+"""So many events are looked through for the lines of the log."""
+MAX_NAMES, MAX_NAME_CHARS = 1000, 40
+SAME_LOSS_S = 1.0
+"""Several parts of this peer may tell that another is gone; within so short a time it is one piece of news."""
+LEADERBOARD_S = 30.0
+ENERGY_S = 5.0
+RATE_S = 5.0
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """What takes long to read: read on a thread of its own, at most every ``every_s``, while somebody looks."""
+
+    def __init__(self, read: Callable[[], T], *, every_s: float) -> None:
+        self._read, self._every_s = read, every_s
+        self._value: T | None = None
+        self._began_at = float("-inf")
+        self._reading = threading.Lock()
+
+    def look(self, now: float) -> T | None:
+        """What was read last; None before that. Returns at once."""
+        if now - self._began_at >= self._every_s and self._reading.acquire(blocking=False):
+            self._began_at = now
+            threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True).start()
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            self._value = self._read()
+        except Exception:  # the peer may have left meanwhile; what was read before stays
+            logger.debug("reading for the panel failed", exc_info=True)
+        finally:
+            self._reading.release()
+
+
+class Rates:
+    """Bits per second, up and down, over the last seconds. Pure."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, int, int]] = deque()
+
+    def on_totals(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
+        """The totals stand at so much now; returns the rates since a reading `RATE_S` ago, or the last before that."""
+        readings = self._readings
+        while len(readings) > 1 and now - readings[1][0] >= RATE_S:
+            readings.popleft()
+        if not readings or now - readings[-1][0] >= RATE_S / 20:
+            readings.append((now, sent_bytes, received_bytes))
+        at, sent, received = readings[0]
+        seconds = now - at
+        if seconds <= 0:
+            return 0.0, 0.0
+        return 8 * (sent_bytes - sent) / seconds, 8 * (received_bytes - received) / seconds
 
 
 class Overview:
-    """Makes snapshots of the peer ``name`` in the run ``run``."""
+    """Makes snapshots of the peer ``name`` in the run ``run``.
 
-    def __init__(self, services: Services, *, run: str, name: str) -> None:
+    Args:
+        runtime: runs this peer.
+        presence: its place in the network; None in a simulation, which has no leaderboard and uses no energy.
+    """
+
+    def __init__(
+        self, runtime: Runs, services: Services, presence: Presence | None, *, run: str, name: str
+    ) -> None:
         self._services, self._run, self._name = services, run, name
-        self._losses: list[tuple[int, float]] = []
-        self._joined_at = time.monotonic()
+        self._clock = runtime.time
+        self._losses: tuple[tuple[int, float], ...] = ()
+        self._rounds: tuple[RoundFinished, ...] = ()
+        self._names: dict[str, str] = {}  # by short id, of those that told one
+        self._rates = Rates()
+        self._one_at_a_time = threading.Lock()
+        self._leaderboard: Background[tuple[Contribution, ...]] | None = None
+        self._energy = None if presence is None else Background(EnergyMeter().read, every_s=ENERGY_S)
+        if presence is not None:
+            contributions = presence.trust.contributions
+            self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
+        self._joined_at = self._clock()
+        if self._energy is not None:
+            self._energy.look(self._joined_at)  # energy counts from here
         services.events.listen(self._note)
 
-    def _note(self, event: object) -> None:
+    def _note(self, event: Event) -> None:
         if isinstance(event, StepFinished) and event.loss is not None:
-            kept = self._losses if len(self._losses) < MAX_LOSSES else [self._losses[0], *self._losses[2:]]
-            self._losses = [*kept, (event.step, event.loss)]
+            kept = self._losses if len(self._losses) < MAX_LOSSES else (self._losses[0], *self._losses[2:])
+            self._losses = (*kept, (event.step, event.loss))
+        elif isinstance(event, RoundFinished):
+            self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
 
-    def snapshot(self, optimizer: SwarmOptimizer | None, *, reached: str, left: bool) -> SwarmSnapshot:
-        """One frozen record; safe from any thread."""
-        peers = self._services.peers
+    def snapshot(
+        self,
+        optimizer: SwarmOptimizer | None,
+        *,
+        reached: str,
+        left: bool,
+        paused: bool = False,
+        session: SessionTime | None = None,
+    ) -> SwarmSnapshot:
+        """One frozen record; safe from any thread, and quick: nothing is waited for."""
+        now, peers = self._clock(), self._services.peers
         total = peers.statistics()
-        rows: tuple[PeerRow, ...] = ()
-        step, speed, target, samples = 0, 0.0, 0.0, 0.0
-        if optimizer is not None:
-            progress = optimizer.collaboration.progress
-            rows = tuple(
-                _row(peer, record, peer == peers.id) for peer, record in sorted(progress.records.items())
-            )
-            rows += tuple(
-                PeerRow(record.name, short(peer), "assistant", 0, 0.0, 0.0, True, peer == peers.id)
-                for peer, record in sorted(optimizer.collaboration.assistants.records.items())
-                if peer not in progress.records
-            )
-            step, speed = progress.own.step, progress.samples_per_s()
-            target, samples = progress.target_batch_size, sum(r.samples for r in progress.records.values())
+        with self._one_at_a_time:
+            sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
+        progress = None if optimizer is None else optimizer.collaboration.progress
+        rows = self._rows(optimizer)
         return SwarmSnapshot(
             run=self._run,
             me=self._name,
             reached=reached,
-            state="left" if left else "training" if optimizer is not None else "joined",
-            peers=(*rows, *self._linked_rows({row.id for row in rows})),
-            step=step,
-            samples_per_s=speed,
-            target_batch_size=target,
-            accumulated=samples,
-            loss_history=tuple(self._losses),
+            state="left" if left else "joined" if progress is None else "training",
+            peers=rows,
+            step=progress.own.step if progress else 0,
+            samples_per_s=progress.samples_per_s() if progress else 0.0,
+            target_batch_size=progress.round_samples if progress else 0.0,
+            accumulated=sum(r.samples for r in progress.records.values()) if progress else 0.0,
+            loss_history=self._losses,
             sent_bytes=total.sent_bytes,
             received_bytes=total.received_bytes,
-            uptime_s=time.monotonic() - self._joined_at,
-            log=tuple(map(describe, self._services.events.recent()[-8:])),
+            uptime_s=now - self._joined_at,
+            log=tuple(self._log()),
+            own_samples_per_s=progress.own.samples_per_s if progress else 0.0,
+            eta_s=_eta_s(progress, now),
+            last_share=self._last_share(),
+            rounds=self._rounds,
+            leaderboard=self._given(now, left),
+            sent_bps=sent_bps,
+            received_bps=received_bps,
+            energy=None if self._energy is None else self._energy.look(now),
+            session=session,
+            paused=paused,
         )
 
-    def _linked_rows(self, shown: set[str]) -> list[PeerRow]:
-        """This peer and those it is linked to, without the trainers that are ``shown`` already."""
+    # --- who is there -------------------------------------------------------------------------------------------
+
+    def _rows(self, optimizer: SwarmOptimizer | None) -> tuple[PeerRow, ...]:
+        """Trainers, assistants, and this peer and those it is linked to where they are neither."""
         peers = self._services.peers
-        others = (short(peer) for peer in sorted(peers.linked()))
-        rows = [
-            PeerRow(self._name, short(peers.id), "peer", 0, 0.0, 0.0, bool(peers.contact.addresses), True)
+        trainers = dict(optimizer.collaboration.progress.records) if optimizer is not None else {}
+        helpers = dict(optimizer.collaboration.assistants.records) if optimizer is not None else {}
+        names = {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in helpers.items()}
+        names |= {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in trainers.items()}
+        self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **names}
+        rows = [self._trainer(peer, record) for peer, record in sorted(trainers.items())]
+        rows += [
+            self._row(peer, record.name, "assistant", reachable=True)
+            for peer, record in sorted(helpers.items())
+            if peer not in trainers
         ]
-        rows += [PeerRow(f"peer-{peer}", peer, "peer", 0, 0.0, 0.0, None, False) for peer in others]
-        return [row for row in rows if row.id not in shown]
+        if peers.id not in trainers:
+            rows.append(self._row(peers.id, self._name, "peer", reachable=bool(peers.contact.addresses)))
+        others = sorted(peers.linked() - trainers.keys() - helpers.keys())
+        rows += [self._row(peer, f"peer-{short(peer)}", "peer", reachable=None) for peer in others]
+        return tuple(rows)
+
+    def _trainer(self, peer: PeerId, record: ProgressRecord) -> PeerRow:
+        return self._row(
+            peer,
+            record.name,
+            "catching up" if record.syncing else "trainer",
+            reachable=bool(record.addresses),
+            record=record,
+        )
+
+    def _row(
+        self,
+        peer: PeerId,
+        name: str,
+        role: str,
+        *,
+        reachable: bool | None,
+        record: ProgressRecord | None = None,
+    ) -> PeerRow:
+        peers, me = self._services.peers, peer == self._services.peers.id
+        return PeerRow(
+            name=name,
+            id=short(peer),
+            role=role,
+            step=record.step if record else 0,
+            samples_per_s=record.samples_per_s if record else 0.0,
+            samples=record.samples if record else 0.0,
+            reachable=reachable,
+            me=me,
+            rtt_s=None if me else peers.statistics(peer).rtt_s,
+            connected="" if me else peers.way_to(peer),
+            upload_bps=record.upload_bps if record else None,
+            download_bps=record.download_bps if record else None,
+        )
+
+    # --- what came of it ----------------------------------------------------------------------------------------
+
+    def _last_share(self) -> float | None:
+        if not self._rounds:
+            return None
+        last, me = self._rounds[-1], self._services.peers.id.hex()
+        own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
+        return own / last.samples if last.samples else 0.0
+
+    def _given(self, now: float, left: bool) -> tuple[Given, ...]:
+        if self._leaderboard is None:
+            return ()
+        found = self._leaderboard.look(float("-inf") if left else now) or ()
+        me = self._services.peers.id
+        return tuple(
+            Given(
+                name=self._name
+                if one.peer == me
+                else self._names.get(short(one.peer), f"peer-{short(one.peer)}"),
+                id=short(one.peer),
+                samples=one.samples,
+                reduced_bytes=one.reduced_bytes,
+                me=one.peer == me,
+            )
+            for one in found[:MAX_GIVEN]
+        )
+
+    def _log(self) -> Iterable[str]:
+        """The last events as lines, with names where they are known."""
+        lines = []
+        for event in _news(self._services.events.recent()[-LOG_EVENTS:])[-LOG_LINES:]:
+            line = describe(event)
+            for id, name in self._names.items():
+                line = line.replace(id, name)
+            lines.append(line)
+        return lines
 
 
-def _row(peer: PeerId, record: ProgressRecord, me: bool) -> PeerRow:
-    return PeerRow(
-        name=record.name,
-        id=short(peer),
-        role="catching up" if record.syncing else "trainer",
-        step=record.step,
-        samples_per_s=record.samples_per_s,
-        samples=record.samples,
-        reachable=bool(record.addresses),
-        me=me,
-    )
+def _news(events: list[Event]) -> list[Event]:
+    """Without what is told twice."""
+    news: list[Event] = []
+    gone: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, PeerLeft):
+            if event.at - gone.get(event.peer, float("-inf")) < SAME_LOSS_S:
+                continue
+            gone[event.peer] = event.at
+        news.append(event)
+    return news
+
+
+def _eta_s(progress: Progress | None, now: float) -> float | None:
+    eta_s = float("inf") if progress is None else progress.seconds_to_batch(now)
+    return None if eta_s == float("inf") else eta_s

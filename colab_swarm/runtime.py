@@ -25,6 +25,9 @@ class Runs(Protocol):
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run ``coroutine``, wait for its result; an interrupt cancels it and is raised."""
 
+    def time(self) -> float:
+        """What the clock of the loop shows, seconds; any thread."""
+
 
 class Runtime:
     """One daemon thread with its own event loop."""
@@ -73,6 +76,10 @@ class Runtime:
             if future is not None:
                 future.cancel()
             raise
+
+    def time(self) -> float:
+        """See `Runs`."""
+        return self._loop.time()
 
     def close(self) -> None:
         """Stop the loop and join the thread."""

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events", "snapshot", "runtime", "credentials", "markup"},
+    {"errors", "events", "snapshot", "runtime", "credentials", "markup", "pausing", "energy"},
     {"tensors", "net"},
     {"dht"},
     {"averaging", "moe", "workunits", "trust"},
@@ -21,6 +21,7 @@ LAYERS = [
         "access",
         "presence",
         "overview",
+        "flight",
         "member",
         "collaborator",
         "notebook_face",

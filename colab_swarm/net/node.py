@@ -7,9 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from colab_swarm.events import EventLog
-from colab_swarm.net.addresses import reachable_addresses
+from colab_swarm.net.addresses import is_local, is_loopback, reachable_addresses
 from colab_swarm.net.admission import Admission, OpenAdmission
-from colab_swarm.net.carrier import Path
+from colab_swarm.net.carrier import Path, Way
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.linker import Linker
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
@@ -162,6 +162,15 @@ class Node:
         """How the link to the peer runs; None without a link."""
         link = self.linker.table.best(peer)
         return None if link is None else link.remote.path
+
+    def way_to(self, peer: PeerId) -> str:
+        """The same in words."""
+        path = self.path_to(peer)
+        if path is None:
+            return ""
+        if path.way is not Way.DIRECT or path.remote is None or not is_local(path.remote[0]):
+            return str(path)
+        return "same machine" if is_loopback(path.remote[0]) else "LAN"
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
         """Call ``listener(peer)`` when the last link to a peer is gone."""

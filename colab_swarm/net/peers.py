@@ -212,6 +212,9 @@ class Peers(Protocol):
     def linked(self) -> frozenset[PeerId]:
         """Peers with an open link now."""
 
+    def way_to(self, peer: PeerId) -> str:
+        """How the link to a peer runs, in words: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without one."""
+
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
         """Of one peer, or of all."""
 

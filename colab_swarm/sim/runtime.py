@@ -76,6 +76,10 @@ class SimRuntime:
         result: T = turn.ask(coroutine).result()
         return result
 
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.loop.time()
+
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the loop until ``coroutine`` is done, in a thread: in a notebook this one has a loop running already."""
         task = self.loop.create_task(coroutine)

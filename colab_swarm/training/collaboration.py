@@ -148,7 +148,10 @@ class Collaboration:
     async def _publish(self, *, ttl_s: float) -> None:
         peers, key = self.services.peers, progress_key(self._settings.prefix)
         addresses = peers.contact.addresses  # a tunnel or a relay may have come or gone
-        self._tell(addresses=addresses, reduces=bool(addresses))
+        upload_bps, download_bps = self._rounds.line_bps()
+        self._tell(
+            addresses=addresses, reduces=bool(addresses), upload_bps=upload_bps, download_bps=download_bps
+        )
         await self.services.dht.store(key, self.progress.own, subkey=peers.id, ttl_s=ttl_s, signed=True)
 
     async def refresh(self) -> Branch:
@@ -188,7 +191,7 @@ class Collaboration:
         return self._due()
 
     def _due(self) -> Due:
-        if self._averaging:  # delayed updates: one round at a time
+        if self._averaging or self.progress.own.paused:  # delayed updates: one round at a time
             return Due.NOTHING
         if self.progress.own.syncing or self.progress.behind:
             return Due.CATCH_UP
@@ -198,6 +201,15 @@ class Collaboration:
         batches = self.progress.samples(self._now()) / self.progress.target_batch_size
         alone = self.progress.local_steps > 1 and batches >= self._steps_alone + 1
         return Due.LOCAL_STEP if alone else Due.NOTHING
+
+    async def heed_gate(self) -> None:
+        """This peer was paused, or goes on: tell the others, so that no round waits for it."""
+        paused = self.services.gate.closed
+        if paused != self.progress.own.paused:
+            self._tell(paused=paused)
+            self._tempo.wait() if paused else self._tempo.work(self._now())
+            self._moved.set()
+            self._wake.set()
 
     async def deadline(self, timeout_s: float) -> float:
         """The loop time in ``timeout_s`` from now."""
@@ -284,7 +296,8 @@ class Collaboration:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         """By the records, and who was there a step before: a record may be late."""
         expected = {*self.progress.participants(step, lineage), *self.assistants.records}
-        return sorted(expected | (self._rounds.members_of(step - 1) & self.services.peers.linked()))
+        expected |= self._rounds.members_of(step - 1) & self.services.peers.linked()
+        return sorted(expected - self.progress.paused)
 
     def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
         """The mean is applied: the own step is one higher, with so many ``samples`` for the next already."""
@@ -302,6 +315,8 @@ class Collaboration:
     def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
         """An organizer opens a round: in how many seconds this peer will be there, or None if it will not."""
         own, now, step, lineage = self.progress.own, self._now(), terms.step, terms.lineage
+        if own.paused:
+            return None
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
         if not own.syncing and not applying and (own.step, own.lineage) != (step, lineage):
             return None

@@ -8,7 +8,8 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
   downloading the state; so one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be
   dialled have no vote while others can: among themselves they could neither form a round nor give their state.
-  Peers that could not give the state of the step that they claim have no vote for `DISTRUST_S`.
+  Peers that could not give the state of the step that they claim have no vote for `DISTRUST_S`. Peers that are paused
+  have none either: they stay where they are, which must not hold the others back.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
   at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
   their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
@@ -48,6 +49,8 @@ class ProgressRecord(Message, frozen=True):
         addresses: where it can be dialled.
         loss: mean loss of the samples, if told.
         local_steps: that it wants to take between two rounds, at least.
+        paused: it computes nothing for now; no round waits for it, but it gives its state.
+        upload_bps, download_bps: bits per second that its line was seen to carry, for people; None before that.
     """
 
     step: int
@@ -60,9 +63,12 @@ class ProgressRecord(Message, frozen=True):
     addresses: tuple[str, ...] = ()
     loss: float | None = None
     local_steps: int = 1
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    paused: bool = False
 
     def __post_init__(self) -> None:
-        numbers = (self.samples, self.samples_per_s)
+        numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
         if (
             not 0 <= self.step < MAX_STEP
             or any(not 0 <= number < 1e12 for number in numbers)
@@ -192,7 +198,7 @@ class Progress:
 
     def samples_per_s(self) -> float:
         """Speed of all training peers together."""
-        return sum(r.samples_per_s for r in self.records.values() if not r.syncing)
+        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.paused))
 
     def seconds_to_batch(self, now: float) -> float:
         """Estimate of when the batch is full; infinite while no speed is known."""
@@ -218,8 +224,14 @@ class Progress:
         """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""
         return participants_of(self.records, step, lineage)
 
+    @property
+    def paused(self) -> frozenset[PeerId]:
+        """Who stands still."""
+        return frozenset(peer for peer, record in self.records.items() if record.paused)
+
     def _on_own_branch(self, record: ProgressRecord) -> bool:
-        return not record.syncing and record.step == self.own.step and record.lineage == self.own.lineage
+        absent = record.syncing or record.paused
+        return not absent and record.step == self.own.step and record.lineage == self.own.lineage
 
 
 def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
@@ -227,7 +239,8 @@ def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
     trainers = {peer: record for peer, record in records.items() if not record.syncing}
     if not trainers:
         return None
-    voters = [record for record in trainers.values() if record.reduces] or list(trainers.values())
+    awake = [record for record in trainers.values() if not record.paused] or list(trainers.values())
+    voters = [record for record in awake if record.reduces] or awake
     for step in sorted({record.step for record in voters}, reverse=True):
         if 2 * sum(record.step >= step for record in voters) >= len(voters):
             break
@@ -238,6 +251,6 @@ def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
 
 
 def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage: bytes) -> list[PeerId]:
-    """Those at a step and lineage, and those that catch up."""
-    here = (p for p, r in records.items() if r.syncing or (r.step == step and r.lineage == lineage))
-    return sorted(here)
+    """Those at a step and lineage, and those that catch up; none that is paused."""
+    awake = ((peer, record) for peer, record in records.items() if not record.paused)
+    return sorted(p for p, r in awake if r.syncing or (r.step == step and r.lineage == lineage))

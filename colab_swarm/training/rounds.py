@@ -110,10 +110,17 @@ class Rounds:
             shares = [member.share for member in group.members]
             self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
 
+    def line_bps(self) -> tuple[float | None, float | None]:
+        """What this peer's line carries up and down, bits per second, as far as it is known and may be used."""
+        links, budget = self._services.peers.statistics(), self._settings.budget
+        most = None if budget is None else budget.rate_bps
+        upload, download = self._line.upload, self._line.download
+        return upload.known(links.upload_bps, most), download.known(links.download_bps, most)
+
     def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
         peers, settings = self._services.peers, self._settings
-        links, willing = peers.statistics(), self.choice is None or self.choice.reduces
-        most = None if settings.budget is None else settings.budget.rate_bps
+        willing = self.choice is None or self.choice.reduces
+        upload_bps, download_bps = self.line_bps()
         return Ticket(
             prefix=settings.prefix,
             step=own.step,
@@ -122,8 +129,8 @@ class Rounds:
             numel=self.numel,
             schema=self._schema,
             reduces=bool(peers.contact.addresses) and willing and not own.syncing,
-            upload_bps=self._line.upload.known(links.upload_bps, most),
-            download_bps=self._line.download.known(links.download_bps, most),
+            upload_bps=upload_bps,
+            download_bps=download_bps,
             codec=settings.codec,
             mean_codec=settings.mean_codec,
             samples_per_s=own.samples_per_s,
