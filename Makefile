@@ -5,7 +5,7 @@ CLASSIC := .venv-classic
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test classic binder check bench clean
+.PHONY: demo test classic binder check docs bench clean
 .NOTPARALLEL:
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -41,8 +41,12 @@ check: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
+# A page for each protocol, with what each public name promises; open site/index.html. A warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/python -W error::UserWarning -m tests.render_docs site
+
 bench: $(VENV)/installed
 	$(BIN)/python -m colab_swarm.bench all
 
 clean:
-	rm -rf $(VENV) $(CLASSIC)
+	rm -rf $(VENV) $(CLASSIC) site

@@ -1,12 +1,33 @@
 """Train one large model together: any notebook becomes a peer in one cell.
 
-import colab_swarm as cs
-swarm = cs.join("https://…#…")                   # or cs.create("my-run"), or cs.simulate(peers=4)
-model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
-optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1.76e-3), target_batch_size=256)
-for batch in batches:
-    model(**batch).loss.backward()
-    optimizer.step(samples=len(batch["input_ids"]))
+    import colab_swarm as cs
+
+    swarm = cs.join("https://…#…")                   # or cs.create("my-run"), or cs.simulate(peers=4)
+    model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
+    optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1.76e-3), target_batch_size=256)
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step(samples=len(batch["input_ids"]))
+
+Each protocol has a page: what problem it solves, its messages and times, what goes wrong, the paper, the figures.
+
+| page | about |
+|---|---|
+| `colab_swarm.net` | encrypted links; how a peer behind a router is reached |
+| `colab_swarm.trust` | invitations, roles, memberships, revocation, the leaderboard |
+| `colab_swarm.dht` | where to find things |
+| `colab_swarm.averaging` | groups, rounds, who reduces how much (DeDLOC) |
+| `colab_swarm.training` | training data-parallel: progress, catching up, slow lines (DeDLOC) |
+| `colab_swarm.moe` | layers of experts that live on many machines (Learning@home) |
+| `colab_swarm.workunits` | volunteers that make plain HTTPS requests (VC-ASGD) |
+| `colab_swarm.elastic` | small groups that do not wait for all gradients (Elastic Consistency) |
+| `colab_swarm.sim` | a swarm in one process, on virtual time, with scripted faults |
+| `colab_swarm.widgets` | what a person sees in a notebook or a terminal |
+| `colab_swarm.backbone` | the peer that stays |
+| `colab_swarm.errors` | what can go wrong, and what to do about it |
+
+And besides: `colab_swarm.tensors` (what crosses the wire), `colab_swarm.recipes` (models with their data),
+`colab_swarm.diagnosis` (the doctor), `colab_swarm.bench` (all figures, to be measured again).
 """
 
 from __future__ import annotations

@@ -1,4 +1,90 @@
-"""Virtual time, a simulated network and scripted faults: learn and test without a swarm."""
+"""Virtual time, a simulated network and scripted faults: learn and test without a swarm.
+
+## What problem it solves
+
+What happens when the third peer dies in the middle of a round, on a line with 2 % loss? On real machines one
+cannot say, for it never happens twice. Here it is a script with a seed, and hours take seconds. It is also
+the way to learn on platforms whose terms forbid distributed workers: it opens no connection.
+
+## The idea
+
+Everything above `colab_swarm.net` sees the network only through the interface `colab_swarm.net.peers.Peers`,
+and time only through its event loop. Both have a second implementation:
+
+    your training function, one thread for each peer, strictly in turns
+              |
+    Swarm, optimizer, averaging, DHT, experts        the same code as on the internet
+              |
+    Peers --------- real: colab_swarm.net.node       WebSocket, Noise, routers
+              '---- simulated: SimPeers              pipes with rate, latency, loss; faults by script
+              |
+    time ---------- real: the clock                  or: jumps to the next timer as soon as nobody has anything to do
+
+At any moment exactly one thread runs: the loop's, or one peer's. So a run depends on its seeds alone.
+
+## What is simulated, and what is not
+
+| simulated | not |
+|---|---|
+| each peer's upload and download, first in, first out | the bytes of frames, handshakes, encryption |
+| latency of each pair, jitter, loss as retransmission | routers, relays, tunnels (`tests/netlab` has these, for real) |
+| wall clocks that are off | other processes on the machine |
+| compute time: ``samples_per_s`` of each peer | the speed of your machine: gradients are real, their time is made up |
+| crash, partition, slow line, churn | Byzantine peers: script them in your training function |
+
+| profile | one-way latency | lines |
+|---|---|---|
+| `lan` | 0.3 ms | 1 Gbit/s |
+| `home` | 30 ms, spread 0.5, 0.5 % loss | 20 Mbit/s up, 100 down |
+| `dedloc16` | 30 ms | 4 x 200, 8 x 100, 4 x 50 Mbit/s, as in DeDLOC's ALBERT experiment |
+| `paper_cloud` | 92.5 ms | 100 Mbit/s, as in Learning@home |
+
+## Faults
+
+`network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third message of a
+kind is handed over) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`. Each that happened
+is in `network.fired`: a test of a fault asserts that it did.
+
+A crashed peer's links break, others learn of it after a moment. A partition leaves links silent, as a cut
+cable does; they break after 30 s, which is what keep-alive would find. A lost message costs 0.2 s, or a round
+trip if that is longer.
+
+## How to use it
+
+    with cs.simulate(peers=4, network="home", seed=0) as simulation:
+        simulation.network.at(60).crash("carol")
+        simulation.join("grace", at=90)
+        simulation.run(train)                    # train(swarm) is an ordinary function, run for each peer
+
+Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. `churn=ChurnProfile(mean_session_s,
+mean_absence_s)` lets them come and go. Tests use `SimNetwork` and `run_virtual` below the face:
+
+    async def main() -> None:
+        network = SimNetwork(HOME, seed=1)
+        alice, bob = network.peer("alice"), network.peer("bob")
+        network.introduce()
+        network.at(12.0).crash("bob")
+
+    run_virtual(main())
+
+## Modules
+
+| what | module |
+|---|---|
+| virtual time | `colab_swarm.sim.clock` |
+| threads in turns | `colab_swarm.sim.runtime` |
+| the network, its peers, links, streams | `colab_swarm.sim.network`, `peer`, `link`, `stream` |
+| faults by script | `colab_swarm.sim.faults` |
+| profiles of lines and of churn | `colab_swarm.sim.profiles` |
+| preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.sim.preemption` |
+| the face | `colab_swarm.simulation` |
+
+## Limits
+
+A simulated peer has one thread, so `swarm.trainer` (many batches in flight), invitations, work units and
+tunnels need real peers. Numbers of a simulation are predictions: adaptive shares, for example, gain 1.81
+times in simulation where the linear program says 1.92.
+"""
 
 from colab_swarm.sim.clock import VirtualTimeLoop, run_virtual, virtual_time
 from colab_swarm.sim.faults import ComingFault, FiredFault
