@@ -148,10 +148,12 @@ def _raised_texts() -> list[tuple[str, str]]:
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            call = node.exc if isinstance(node, ast.Raise) else None
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
-            if call.func.id in TOLD_TO_USERS and isinstance(call.args[0], ast.Constant | ast.JoinedStr):
+            call = node.exc
+            if ast.unparse(call.func) in TOLD_TO_USERS and isinstance(
+                call.args[0], ast.Constant | ast.JoinedStr
+            ):
                 found.append((f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(call.args[0])))
     return found
 

@@ -62,6 +62,10 @@ class Bans:
         """Whether ``who`` is left out."""
         return who in self._records and now < self._records[who].until
 
+    def ends(self, now: float) -> dict[Hashable, float]:
+        """Who is left out, and until when."""
+        return {who: record.until for who, record in self._records.items() if now < record.until}
+
     def next_end(self, now: float) -> float:
         """When the next ban ends; infinite if there is none."""
-        return min((r.until for r in self._records.values() if r.until > now), default=math.inf)
+        return min(self.ends(now).values(), default=math.inf)

@@ -347,6 +347,12 @@ class Directory:
         """The expert did well: its failures are forgiven."""
         self._bans.succeed((uid, self._hosts.get(uid)))
 
+    def left_out(self) -> dict[str, float]:
+        """The experts that this peer leaves out for their failures, and for how many seconds more."""
+        now = self._loop.time()
+        ends = self._bans.ends(now).items()
+        return {who[0]: until - now for who, until in ends if isinstance(who, tuple)}
+
     # -- reading
 
     async def _listings(

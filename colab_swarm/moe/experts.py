@@ -19,6 +19,8 @@ from colab_swarm.moe.hosting import HostSettings, Premises
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
 from colab_swarm.moe.remote import RemoteExpert
 from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.tally import ExpertStatistics
+from colab_swarm.moe.watch import ExpertsWatch
 from colab_swarm.runtime import Runs
 
 
@@ -72,6 +74,7 @@ class SwarmExperts:
         self._folder: Path | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
+        self._watches: dict[Grid, ExpertsWatch] = {}
 
     def host(
         self,
@@ -114,8 +117,21 @@ class SwarmExperts:
         """See `Swarm.expert`."""
         return RemoteExpert(self._access(codec, timeout_s), grid, uid)
 
+    def watch(self, grid: Grid) -> ExpertsWatch:
+        """What a panel of the grid's experts reads."""
+        if grid not in self._watches:
+            self._watches[grid] = ExpertsWatch(
+                self._runtime, self._services, self._directory, grid, self._served
+            )
+        return self._watches[grid]
+
+    def _served(self) -> dict[str, ExpertStatistics]:
+        return {} if self._premises is None else self._premises.server.statistics()
+
     def close(self) -> None:
         """Withdraw and save what is hosted, serve nothing any more."""
+        for watch in self._watches.values():
+            watch.close()
         for host in self._hosts.values():
             host.stop()
         self._hosts.clear()

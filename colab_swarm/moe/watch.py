@@ -1,0 +1,200 @@
+"""Watches a grid's experts for a panel: asks the swarm in the background, so that whoever looks never waits.
+
+Who works how much is seen by the steps that hosts tell of their experts: their growth over the last minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.services import ExpertInfo, ExpertServices
+from colab_swarm.moe.snapshot import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.tally import ExpertStatistics
+from colab_swarm.net.peers import PeerId, short
+from colab_swarm.runtime import Runs
+
+logger = logging.getLogger(__name__)
+LIST_EVERY_S = 10.0
+LIST_TIMEOUT_S = 60.0
+SHARE_LISTINGS = 7
+"""Listings that shares are taken from: a minute."""
+RATE_S = 5.0
+"""Rates are means over so long, or up to twice as long."""
+
+Statistics = Mapping[str, ExpertStatistics]
+
+
+class ExpertsWatch:
+    """What happens to the experts of one grid.
+
+    Args:
+        runtime: runs what reads the swarm.
+        services, directory: of this peer.
+        grid: whose experts.
+        served: statistics of all experts at this peer; called on the event loop.
+    """
+
+    def __init__(
+        self,
+        runtime: Runs,
+        services: ExpertServices,
+        directory: Directory,
+        grid: Grid,
+        served: Callable[[], Statistics],
+    ) -> None:
+        self._runtime, self._peers, self._directory = runtime, services.peers, directory
+        self._served, self._rates = served, Rates()
+        self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
+        self._seen: set[str] = set()
+        self._missed: Collection[str] = frozenset()  # by the last listing, for they were left out
+        self._listed_at = self._began_at = float("-inf")
+        self._listing: asyncio.Task[None] | None = None
+        self._last, self._closed = ExpertsSnapshot(grid), False
+
+    def snapshot(self) -> ExpertsSnapshot:
+        """As it stands; safe from any thread but the event loop's, and waits for no peer."""
+        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
+
+    def close(self) -> None:
+        """Ask no more; on any thread."""
+        self._closed = True
+
+    async def _look(self) -> ExpertsSnapshot:
+        now = asyncio.get_running_loop().time()
+        if now - self._began_at >= LIST_EVERY_S and self._listing is None:
+            self._began_at = now
+            self._listing = asyncio.create_task(self._list(), name="list experts")
+        grid, left_out = self._last.grid, self._left_out()
+        live = tuple(expert for expert in self._live() if expert.uid not in left_out)
+        served = {uid: told for uid, told in self._served().items() if _is_of(grid, uid)}
+        self._last = replace(
+            self._last,
+            live=live,
+            hosts=self._hosts(live),
+            left_out=tuple(sorted(left_out.items())),
+            dead=tuple(sorted(self._seen - {expert.uid for expert in live} - left_out.keys())),
+            served=self._rates.of(served, now),
+            listed_s=now - self._listed_at if self._listings else None,
+        )
+        return self._last
+
+    def _left_out(self) -> dict[str, float]:
+        """Those that this peer does not call now; who was missing in the listing for that stays until the next."""
+        now = self._directory.left_out()
+        return {uid: now.get(uid, 0.0) for uid in self._seen & {*now, *self._missed}}
+
+    async def _list(self) -> None:
+        fault = ""
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                found = await self._directory.live(self._last.grid)
+            self._listings.append(found)
+            self._missed = self._directory.left_out().keys()
+            self._seen.update(info.uid for info in found)
+            self._listed_at = asyncio.get_running_loop().time()
+        except Exception as error:  # shown, and tried again
+            logger.info("the experts could not be listed", exc_info=True)
+            fault = f"{type(error).__name__}: {error}"
+        self._last, self._listing = replace(self._last, fault=fault), None
+
+    @property
+    def _newest(self) -> Sequence[ExpertInfo]:
+        return self._listings[-1] if self._listings else ()
+
+    def _live(self) -> tuple[LiveExpert, ...]:
+        shares, ttl_s = self._shares(), self._directory.settings.ttl_s
+        swarm_time = self._peers.time()
+        return tuple(
+            LiveExpert(
+                uid=info.uid,
+                host=short(info.peer),
+                mine=info.peer == self._peers.id,
+                step=info.step,
+                told_s=max(0.0, ttl_s - (info.expires_at - swarm_time)),
+                share=shares.get(info.uid),
+            )
+            for info in self._newest
+        )
+
+    def _shares(self) -> dict[str, float]:
+        """Each expert's part of the updates between the oldest listing that is kept and the newest."""
+        first: dict[str, int] = {}
+        for listing in self._listings:
+            for info in listing:
+                first.setdefault(info.uid, info.step)
+        grown = {info.uid: max(0, info.step - first[info.uid]) for info in self._newest}
+        total = sum(grown.values())
+        return {uid: steps / total for uid, steps in grown.items()} if total else {}
+
+    def _hosts(self, live: Sequence[LiveExpert]) -> tuple[HostOfExperts, ...]:
+        ids: dict[str, PeerId] = {short(info.peer): info.peer for info in self._newest}
+        learning = any(expert.share is not None for expert in live)
+        shares: dict[str, float] = defaultdict(float)
+        for expert in live:
+            shares[expert.host] += expert.share or 0.0
+        rows = [
+            HostOfExperts(
+                host,
+                ids[host] == self._peers.id,
+                count,
+                shares[host] if learning else None,
+                self._peers.statistics(ids[host]).rtt_s,
+            )
+            for host, count in Counter(expert.host for expert in live).most_common()
+        ]
+        return tuple(rows)
+
+
+def _is_of(grid: Grid, uid: str) -> bool:
+    try:
+        grid.index(uid)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass
+class _Reading:
+    at: float
+    told: Statistics
+
+
+class Rates:
+    """Turns counters into rates. Pure; ``now`` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._readings: deque[_Reading] = deque(maxlen=2)
+
+    def of(self, told: Statistics, now: float) -> tuple[ServedExpert, ...]:
+        """What experts do, by what their counters say now and said `RATE_S` ago or earlier."""
+        if not self._readings or now - self._readings[-1].at >= RATE_S:
+            self._readings.append(_Reading(now, told))
+        before = self._readings[0]
+        seconds = now - before.at
+        return tuple(_rated(uid, one, before.told.get(uid), seconds) for uid, one in sorted(told.items()))
+
+
+def _rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, seconds: float) -> ServedExpert:
+    samples, calls, batches = _samples(now), now.calls, now.batches
+    if before is not None and before.calls <= calls:  # else it was taken up anew
+        samples, calls, batches = samples - _samples(before), calls - before.calls, batches - before.batches
+    return ServedExpert(
+        uid=uid,
+        step=now.step,
+        queued=now.queued,
+        batch_size=samples / batches if batches else None,
+        calls_per_s=calls / seconds if seconds > 0 else 0.0,
+        samples_per_s=samples / seconds if seconds > 0 else 0.0,
+        p50_s=now.p50_s,
+        p99_s=now.p99_s,
+    )
+
+
+def _samples(told: ExpertStatistics) -> int:
+    return told.forward_samples + told.backward_samples

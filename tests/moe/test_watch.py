@@ -1,0 +1,129 @@
+"""What a panel is told of a grid's experts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.snapshot import ExpertsSnapshot
+from colab_swarm.moe.tally import ExpertStatistics
+from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsWatch, Rates
+from colab_swarm.net.peers import short
+from colab_swarm.runtime import Runtime
+from colab_swarm.sim import run_virtual
+from tests.moe.hosts import GRID, Member, Run
+
+
+def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
+    premises = member.premises
+    told, runtime = premises.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
+    return ExpertsWatch(runtime, member.services, premises.directory, GRID, told), premises.directory
+
+
+async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
+    """At what the watch shows so much later, looked at each half second as a panel does."""
+    for _ in range(int(2 * after_s)):
+        await watch._look()
+        await asyncio.sleep(0.5)
+    return await watch._look()
+
+
+def test_the_first_look_waits_for_nobody_and_the_next_ones_tell_who_hosts_what(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Run(tmp_path)
+        alice, _ = await run.host("alice", 2)
+        bob, _ = await run.host("bob", 1)
+        watch, _ = watch_of(bob)
+        at_once = await look(watch)
+        assert (at_once.live, at_once.listed_s) == ((), None)
+        told = await look(watch, 2.0)
+        assert [(host.host, host.mine, host.experts) for host in told.hosts] == [
+            (short(alice.peers.id), False, 2),
+            (short(bob.peers.id), True, 1),
+        ]
+        assert [expert.uid for expert in told.served] == [one.uid for one in told.live if one.mine]
+        assert told.listed_s is not None and told.listed_s < 2.5 and not told.fault
+
+    run_virtual(main())
+
+
+def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Run(tmp_path)
+        _, hosting = await run.host("alice", 2)
+        watch, _ = watch_of(await run.join("bob"))
+        assert {one.share for one in (await look(watch, 2.0)).live} == {None}, "nobody has learned"
+        busy, idle = sorted(hosting.experts)
+        for _ in range(3):
+            hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
+        told = await look(watch, 60.0)
+        assert {one.uid: one.share for one in told.live} == {busy: 1.0, idle: 0.0}
+        assert told.hosts[0].share == 1.0
+
+    run_virtual(main())
+
+
+def test_who_failed_is_left_out_and_whose_host_died_is_dead(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Run(tmp_path)
+        alice, _ = await run.host("alice", 2)
+        watch, directory = watch_of(await run.join("bob"))
+        told = await look(watch, 2.0)
+        first, second = (one.uid for one in told.live)
+        directory.on_failure(first, "did not answer")
+        told = await look(watch)
+        assert [one.uid for one in told.live] == [second] and told.left_out == ((first, 5.0),)
+        assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).live] == [first, second]
+        alice.peers.crash()
+        told = await look(watch, 120.0)
+        assert not alice.peers.up, "the fault did not fire"
+        assert told.live == () and told.dead == (first, second)
+
+    run_virtual(main())
+
+
+def test_a_closed_watch_says_so_and_asks_nobody(tmp_path: Path) -> None:
+    async def main() -> None:
+        watch, _ = watch_of(await Run(tmp_path).join("alice"))
+        watch.close()
+        assert watch.snapshot().over
+
+    run_virtual(main())
+
+
+def test_a_fault_of_the_listing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        watch, directory = watch_of(await Run(tmp_path).join("alice"))
+
+        async def fails(grid: object) -> None:
+            raise ConnectionError("no way")
+
+        monkeypatch.setattr(directory, "live", fails)
+        assert "no way" in (await look(watch, 1.0)).fault
+
+    run_virtual(main())
+
+
+def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
+    return ExpertStatistics(calls, samples, samples, calls, batches, 3, 0.01, 0.05)
+
+
+def test_rates_are_of_the_last_seconds_not_of_all_time() -> None:
+    rates = Rates()
+    assert rates.of({"ffn.0": statistics(1000, 8000, 500)}, 100.0)[0].samples_per_s == 0.0
+    (told,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 102.0)
+    assert (told.calls_per_s, told.samples_per_s, told.batch_size) == (10.0, 160.0, 32.0)
+    rates.of({"ffn.0": statistics(1020, 8160, 510)}, 105.0)
+    (told,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 110.0)
+    assert (told.calls_per_s, told.batch_size) == (0.0, None)
+
+
+def test_an_expert_that_was_taken_up_anew_counts_from_nothing() -> None:
+    rates = Rates()
+    rates.of({"ffn.0": statistics(1000, 8000, 500)}, 0.0)
+    (told,) = rates.of({"ffn.0": statistics(4, 20, 2)}, 4.0)
+    assert (told.calls_per_s, told.samples_per_s) == (1.0, 10.0)
