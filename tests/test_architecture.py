@@ -30,6 +30,7 @@ LAYERS = [
         "joining",
         "simulation",
         "explain",
+        "classroom",
     },
     {"diagnosis", "backbone"},
     {"cli", "cli_work", "demo", "bench", "__init__"},
