@@ -129,7 +129,6 @@ class Overview:
         *,
         reached: str,
         left: bool,
-        paused: bool = False,
         session: SessionTime | None = None,
     ) -> SwarmSnapshot:
         """One frozen record; safe from any thread, and quick: nothing is waited for."""
@@ -163,7 +162,7 @@ class Overview:
             received_bps=received_bps,
             energy=None if self._energy is None else self._energy.look(now),
             session=session,
-            paused=paused,
+            paused=self._services.gate.closed,
         )
 
     # --- who is there -------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
 LINGER_S = 10.0
 """How long a closed connection may take to send what is queued."""
+NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _POLICY_VIOLATION = 1008
@@ -263,7 +264,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._linger.cancel()
         if not self._closed.done():
             self._closed.set_result(None)
-        self.receiver.on_lost(self._reason or (str(exc) if exc else "") or "the connection closed")
+        self.receiver.on_lost(self._reason or str(exc or "") or NO_FAREWELL)
 
 
 def _host_port(name: tuple[Any, ...] | None) -> HostPort | None:
