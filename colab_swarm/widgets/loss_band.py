@@ -1,6 +1,6 @@
 """The run's loss beside that of a published run, so that nobody takes warm-up for a fault, or a fault for warm-up.
 
-Pure functions of histories, ``(step, loss)`` with the oldest first. The pictures take their colours from the page.
+Pure functions of histories, ``(step, loss)`` with the oldest first. The pictures take the colours of the theme.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MAX_POINTS = 400
 MAX_LOSS = 1e6
 """What is beyond, or no number, is drawn nowhere."""
 LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
-LINE, BAND = "#2a78d6", "#8a8a8a"
+LINE, BAND = "var(--blue,#2a78d6)", "var(--soft,#8a8a8a)"
+"""As the theme has them; on a page without it, tones that both light and dark bear."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def render_html(history: History) -> str:
     if reference is None:
         return ""
     verdict = judge(history, reference)
-    mark = "⚠ " if verdict.warning else ""
-    return f"{render_svg(history, reference)}<p>{mark}{html.escape(verdict.text)}</p>"
+    kind, mark = ("warn", "⚠ ") if verdict.warning else ("soft", "")
+    return f'{render_svg(history, reference)}<p class="{kind}">{mark}{html.escape(verdict.text)}</p>'
 
 
 def render_svg(
@@ -178,7 +179,7 @@ def render_svg(
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
         f"{plot.axes()}{under}{dashed}"
-        f'<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2" stroke-linejoin="round">'
+        f'<polyline points="{line}" fill="none" style="stroke:{LINE}" stroke-width="2" stroke-linejoin="round">'
         f"<title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title></polyline></svg>"
     )
 
@@ -244,7 +245,9 @@ def _area(
     around = [plot.place(step, high) for step, _, high in edges]
     around += [plot.place(step, low) for step, low, _ in reversed(edges)]
     title = f"<title>{html.escape(label)}, published</title>" if label else ""
-    return f'<polygon points="{" ".join(around)}" fill="{colour}" fill-opacity="{opacity}">{title}</polygon>'
+    return (
+        f'<polygon points="{" ".join(around)}" style="fill:{colour};fill-opacity:{opacity}">{title}</polygon>'
+    )
 
 
 def _thinned(points: Sequence[T]) -> list[T]:

@@ -1,125 +1,189 @@
-"""A `SwarmSnapshot` as text and as static HTML. Pure functions; every text from a peer is escaped.
+"""A `SwarmSnapshot` as text and as HTML: the first page of a swarm's panel. Pure functions.
 
-The HTML needs no script, style sheet or font, and takes its colours from the page, light or dark.
+What peers tell is escaped and bounded.
 """
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
 
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot
-from colab_swarm.widgets import loss_band
+from colab_swarm.markup import count, plain, size, text
+from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.widgets import loss_band, theme
 
 MAX_ROWS = 20
+MAX_GIVERS = 8
 MAX_NAME_CHARS = 40
-MAX_POINTS = 200
-WIDTH, HEIGHT = 480, 120
-CELL = 'style="padding:2px 10px;text-align:left"'
-COLUMNS = ("peer", "id", "role", "step", "samples/s", "samples", "reachable")
+MAX_LINE_CHARS = 200
+NUMBERS = (3, 4, 5, 6)
+COLUMNS = ("peer", "id", "role", "step", "samples/s", "samples", "RTT", "link", "reachable")
+SOON_S = 1800.0
+"""A session's end is marked from here on."""
+PAUSED = "Paused: your work stands still and others go on without you. Resume lets it go on."
 
 
 def summary(snapshot: SwarmSnapshot) -> str:
     """The state of the swarm in one line."""
-    trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
-    state, count = f"{_plain(snapshot.run)}: {_plain(snapshot.state)}", len(snapshot.peers)
-    peers = "1 peer" if count == 1 else f"{count} peers"
-    if snapshot.target_batch_size <= 0:
-        return f"{state}, {peers}"
-    parts = [
-        f"{state}, step {snapshot.step}",
-        f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {peers}",
-        f"{snapshot.accumulated:,.0f} of {snapshot.target_batch_size:,.0f} samples for the next step",
-    ]
-    if losses := _finite(snapshot.loss_history):
-        parts.append(f"loss {losses[-1][1]:.3f} (first {losses[0][1]:.3f})")
+    parts = [_state(snapshot)]
+    if snapshot.target_batch_size > 0:
+        parts += [f"{_speed(snapshot)}", f"{_collected(snapshot)} samples for the next step"]
+        if losses := _finite_losses(snapshot):
+            parts.append(f"loss {losses[-1]:.3f} (first {losses[0]:.3f})")
     return ", ".join(parts)
 
 
 def render_text(snapshot: SwarmSnapshot) -> str:
     """The swarm as aligned lines, for terminals and for outputs without HTML."""
     rows = [COLUMNS, *map(_cells, snapshot.peers[:MAX_ROWS])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    table = [
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = (
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    ]
-    band = loss_band.render_text(snapshot.loss_history)
-    lines = [
+    )
+    told = [
         _me(snapshot),
         summary(snapshot),
-        *([band] if band else []),
+        f"‖ {PAUSED}" if snapshot.paused else "",
+        _session(snapshot.session) if snapshot.session else "",
+        f"next step: {_next_step(snapshot)}" if snapshot.target_batch_size > 0 else "",
+        "; ".join(f"{name} {figure}" for name, figure in _figures(snapshot).items()),
+        loss_band.render_text(snapshot.loss_history),
         *(line.rstrip() for line in table),
         *_more(snapshot),
+        "given so far:" if snapshot.leaderboard else "",
+        *(f"  {_given(giver)}" for giver in snapshot.leaderboard[:MAX_GIVERS]),
     ]
-    return "\n".join(lines + [f"  {_plain(line, 200)}" for line in snapshot.log])
+    return "\n".join([*filter(None, told), *(f"  {plain(line)}" for line in snapshot.log)])
 
 
 def render_html(snapshot: SwarmSnapshot) -> str:
-    """The swarm as one ``div``: summary, progress to the next step, loss curve, peers and log."""
-    head = "".join(f"<th {CELL}>{column}</th>" for column in COLUMNS)
-    rows = "".join(map(_html_row, snapshot.peers[:MAX_ROWS]))
-    more = "".join(f"<p>{html.escape(line)}</p>" for line in _more(snapshot))
-    log = "<br>".join(html.escape(_plain(line, 200)) for line in snapshot.log)
-    return (
-        '<div style="font-family:sans-serif;font-size:13px;line-height:1.4">'
-        f"<p>{html.escape(_me(snapshot))}<br><b>{html.escape(summary(snapshot))}</b></p>"
-        f"{_progress(snapshot)}{_loss(snapshot.loss_history)}"
-        f"<table><tr>{head}</tr>{rows}</table>{more}"
-        f'<p style="font-family:monospace;font-size:11px">{log}</p></div>'
+    """The swarm as one ``div``: figures, progress to the next step, loss, peers, leaderboard and log."""
+    paused = f'<p class="warn">‖ {PAUSED}</p>' if snapshot.paused else ""
+    session = _html_session(snapshot.session) if snapshot.session else ""
+    figures = {name: text(figure) for name, figure in _figures(snapshot).items()}
+    if snapshot.target_batch_size > 0:
+        figures = {"step": f"{snapshot.step:,}", **figures}
+    return theme.wrap(
+        theme.heading(text(_state(snapshot)), text(_me(snapshot)))
+        + paused
+        + session
+        + theme.cards(figures)
+        + _progress(snapshot)
+        + _loss(snapshot)
+        + _peers(snapshot)
+        + _below(snapshot),
+        f"swarm {plain(snapshot.run)}",
     )
 
 
-def _loss(history: Sequence[tuple[int, float]]) -> str:
-    """Beside the published run's where the two begin alike."""
-    return loss_band.render_html(history) or render_svg(history)
+def _name(told: str) -> str:
+    return plain(told, MAX_NAME_CHARS)
 
 
-def render_svg(history: Sequence[tuple[int, float]]) -> str:
-    """The loss over the steps as inline SVG; empty while there are less than two finite losses."""
-    points = _finite(history)
-    if len(points) < 2:
-        return ""
-    points = [*points[:: math.ceil(len(points) / MAX_POINTS)], points[-1]]
-    first, last = points[0][0], points[-1][0]
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
-    path = " ".join(
-        f"{WIDTH * (step - first) / (last - first or 1):.1f},{HEIGHT * (high - loss) / (high - low or 1):.1f}"
-        for step, loss in points
-    )
-    return (
-        f'<svg width="{WIDTH + 70}" height="{HEIGHT + 30}" viewBox="-5 -10 {WIDTH + 70} {HEIGHT + 30}" '
-        'role="img" aria-label="loss over steps" fill="currentColor" font-size="11">'
-        f'<polyline points="{path}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
-        f'<text x="{WIDTH + 5}" y="4">{high:.3g}</text>'
-        f'<text x="{WIDTH + 5}" y="{HEIGHT + 4}">{low:.3g}</text>'
-        f'<text x="0" y="{HEIGHT + 16}">step {first}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT + 16}" text-anchor="end">step {last}</text></svg>'
-    )
-
-
-def _cells(peer: PeerRow) -> tuple[str, ...]:
-    return (
-        _plain(peer.name) + (" (me)" if peer.me else ""),
-        _plain(peer.id),
-        _plain(peer.role),
-        str(peer.step),
-        f"{peer.samples_per_s:,.1f}",
-        f"{peer.samples:,.0f}",
-        {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
-    )
-
-
-def _html_row(peer: PeerRow) -> str:
-    cells = "".join(f"<td {CELL}>{html.escape(cell)}</td>" for cell in _cells(peer))
-    return f"<tr>{cells}</tr>"
+def _state(snapshot: SwarmSnapshot) -> str:
+    state = f"{_name(snapshot.run)}: {_name(snapshot.state)}"
+    if snapshot.target_batch_size > 0:
+        return f"{state}, step {snapshot.step}"
+    return f"{state}, {count(len(snapshot.peers), 'peer')}"
 
 
 def _me(snapshot: SwarmSnapshot) -> str:
-    traffic = f"sent {_size(snapshot.sent_bytes)}, received {_size(snapshot.received_bytes)}"
-    minutes, seconds = divmod(int(snapshot.uptime_s), 60)
-    uptime = f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {seconds:02} s"
-    return f"{_plain(snapshot.me)}: {_plain(snapshot.reached, 100)}, {traffic}, up {uptime}"
+    return f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, up {_clock(snapshot.uptime_s)}"
+
+
+def _speed(snapshot: SwarmSnapshot) -> str:
+    trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
+    return f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {count(len(snapshot.peers), 'peer')}"
+
+
+def _collected(snapshot: SwarmSnapshot) -> str:
+    return f"{snapshot.accumulated:,.0f} of {snapshot.target_batch_size:,.0f}"
+
+
+def _next_step(snapshot: SwarmSnapshot) -> str:
+    if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
+        return f"{_collected(snapshot)} samples; nobody trains now"
+    return f"{_collected(snapshot)} samples; step {snapshot.step + 1} in about {_clock(snapshot.eta_s)}"
+
+
+def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
+    """What both the text and the HTML tell, by name."""
+    figures = {}
+    if snapshot.target_batch_size > 0:
+        figures = {"all": _speed(snapshot), "me": f"{snapshot.own_samples_per_s:,.1f} samples/s"}
+        if snapshot.last_share is not None:
+            figures["my share of the last step"] = f"{snapshot.last_share:.0%}"
+    figures["sent"] = _traffic(snapshot.sent_bytes, snapshot.sent_bps)
+    figures["received"] = _traffic(snapshot.received_bytes, snapshot.received_bps)
+    if snapshot.energy is not None:
+        how = "estimate: " if snapshot.energy.estimated else ""
+        used = f"{snapshot.energy.joules / 3600:,.3g} Wh"
+        figures["energy"] = f"{used} ({how}{plain(snapshot.energy.source, 80)})"
+    return figures
+
+
+def _traffic(size_bytes: float, bps: float) -> str:
+    rate = f", {bps / 1e6:,.3g} Mbit/s" if bps > 0 else ""
+    return size(size_bytes) + rate
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def _session(session: SessionTime) -> str:
+    told = f"{plain(session.platform)}: {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
+    return told if session.leaves_s is None else f"{told}; leaves at {_clock(session.leaves_s)}"
+
+
+def _html_session(session: SessionTime) -> str:
+    ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
+    soon = session.elapsed_s > ends_s - SOON_S
+    part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
+    told = text(_session(session))
+    hue, kind, mark = ("amber", "warn", "⚠ ") if soon else ("soft", "soft", "")
+    return f'<p class="{kind}">{mark}session: {told}</p>{theme.bar(part, told, hue)}'
+
+
+def _progress(snapshot: SwarmSnapshot) -> str:
+    if snapshot.target_batch_size <= 0:
+        return ""
+    told = _next_step(snapshot)
+    return (
+        f"<h4>next step</h4>{theme.bar(snapshot.accumulated / snapshot.target_batch_size, told)}<p>{told}</p>"
+    )
+
+
+def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:
+    return [loss for _, loss in snapshot.loss_history if math.isfinite(loss)]
+
+
+def _loss(snapshot: SwarmSnapshot) -> str:
+    """Beside the published run's where the two begin alike."""
+    drawn = loss_band.render_html(snapshot.loss_history) or loss_band.render_svg(snapshot.loss_history)
+    if not drawn:
+        return ""
+    losses = _finite_losses(snapshot)
+    return f"<h4>loss of my batches: {losses[-1]:.3f} (first {losses[0]:.3f})</h4>{drawn}"
+
+
+def _cells(peer: PeerRow) -> tuple[str, ...]:
+    rtt = peer.rtt_s
+    return (
+        _name(peer.name) + (" (me)" if peer.me else ""),
+        _name(peer.id),
+        _name(peer.role),
+        str(peer.step),
+        f"{peer.samples_per_s:,.1f}",
+        f"{peer.samples:,.0f}",
+        "" if rtt is None or not math.isfinite(rtt) else f"{1000 * rtt:,.0f} ms",
+        _name(peer.connected),
+        {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
+    )
 
 
 def _more(snapshot: SwarmSnapshot) -> list[str]:
@@ -127,27 +191,38 @@ def _more(snapshot: SwarmSnapshot) -> list[str]:
     return [f"  … and {hidden} more peers"] if hidden > 0 else []
 
 
-def _progress(snapshot: SwarmSnapshot) -> str:
-    if snapshot.target_batch_size <= 0:
-        return ""
-    return (
-        f'<progress value="{snapshot.accumulated:.0f}" max="{snapshot.target_batch_size:.0f}"></progress><br>'
-    )
+def _peers(snapshot: SwarmSnapshot) -> str:
+    rows = []
+    for peer in snapshot.peers[:MAX_ROWS]:
+        first, *rest = map(text, _cells(peer))
+        rows.append((f"<b>{first}</b>" if peer.me else first, *rest))
+    more = "".join(f'<p class="soft">{line}</p>' for line in _more(snapshot))
+    return f"<h4>peers</h4>{theme.table(COLUMNS, rows, numbers=NUMBERS, label='peers')}{more}"
 
 
-def _finite(history: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [(step, loss) for step, loss in history if math.isfinite(loss)]
+def _given(giver: Given) -> str:
+    me = " (me)" if giver.me else ""
+    return f"{_name(giver.name)}{me}: {giver.samples:,.0f} samples, {size(giver.reduced_bytes)} averaged for others"
 
 
-def _plain(text: str, limit: int = MAX_NAME_CHARS) -> str:
-    """Without control characters, which could steer a terminal, and not endless."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text[: limit + 1])
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.1f} TB"
+def _below(snapshot: SwarmSnapshot) -> str:
+    """Leaderboard and log, beside each other where there is room."""
+    boxes = []
+    if snapshot.leaderboard:
+        rows = [
+            (
+                text(_name(giver.name)) + (" (me)" if giver.me else ""),
+                f"{giver.samples:,.0f}",
+                size(giver.reduced_bytes),
+            )
+            for giver in snapshot.leaderboard[:MAX_GIVERS]
+        ]
+        columns = ("peer", "samples", "averaged for others")
+        boxes.append(
+            f"<h4>given so far</h4>{theme.table(columns, rows, numbers=(1, 2), label='leaderboard')}"
+        )
+    if snapshot.log:
+        lines = "<br>".join(text(line, MAX_LINE_CHARS) for line in snapshot.log)
+        boxes.append(f'<h4>log</h4><p class="soft">{lines}</p>')
+    inside = "".join(f'<div style="flex:1 1 300px">{box}</div>' for box in boxes)
+    return f'<div class="row">{inside}</div>'

@@ -75,7 +75,12 @@ def cards(figures: Mapping[str, str]) -> str:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    widths: Sequence[str] = (),
+    label: str = "",
 ) -> str:
     """Rows under their columns; the first cell of a row names it.
 
@@ -83,14 +88,15 @@ def table(
         columns: empty for a table without a head.
         rows: cells.
         numbers: columns whose cells stand at the right, counted from 0.
+        widths: of the columns, in CSS; as wide as they need where not given.
         label: what the table shows, for those who hear it read.
     """
-    side = [' class="n"' if column in numbers else "" for column in range(max(numbers, default=0) + 1)]
 
     def at(column: int) -> str:
-        return side[column] if column < len(side) else ""
+        return ' class="n"' if column in numbers else ""
 
-    head = "".join(f'<th scope="col"{at(i)}>{name}</th>' for i, name in enumerate(columns))
+    wide = [f' style="width:{width}"' for width in widths] + [""] * (len(columns) - len(widths))
+    head = "".join(f'<th scope="col"{at(i)}{wide[i]}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(
         f'<tr><th scope="row"{at(0)}>{first}</th>'
         + "".join(f"<td{at(i)}>{cell}</td>" for i, cell in enumerate(rest, 1))

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import ipywidgets
 import pytest
 
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.widgets.panel import Panel
+from colab_swarm.widgets import buttons, rounds, swarm_map
+from colab_swarm.widgets.panel import SWARM, Page, Panel
 from colab_swarm.widgets.render import render_html, render_text, summary
 from tests.widgets.test_render import SNAPSHOT
 
@@ -27,6 +32,12 @@ def nothing() -> None:
     return None
 
 
+def everything(snapshot: SwarmSnapshot) -> str:
+    """All pages as text."""
+    pages = (render_text(snapshot), rounds.render_text(snapshot), swarm_map.render_text(snapshot))
+    return "\n\n".join(pages)
+
+
 def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
     bundle = Panel(lambda: SNAPSHOT, nothing)._repr_mimebundle_()
     assert bundle == {"text/plain": render_text(SNAPSHOT), "text/html": render_html(SNAPSHOT)}
@@ -41,16 +52,22 @@ def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
     assert bundle[VIEW] == {"model_id": panel._box.model_id, "version_major": 2, "version_minor": 0}
 
 
+def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> Any:
+    """The first control of a panel of this kind whose description begins so."""
+    row = [*panel._box.children, *panel._box.children[-1].children]
+    found = (one for one in row if type(one).__name__ == kind)
+    return next(one for one in found if not description or one.description.startswith(description))
+
+
 def test_the_play_button_refreshes_the_view() -> None:
     panel = Panel(steps(count=2), nothing, live=True)
     before = panel._view.value
-    play, *_ = panel._box.children[1].children
-    play.value += 1
-    assert "step 1," in before
-    assert "step 2," in panel._view.value
+    control(panel, "Play").value += 1
+    assert ">1<" in before
+    assert ">2<" in panel._view.value
 
 
-def test_the_stop_button_leaves_once_and_does_not_hold_up_the_kernel() -> None:
+def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
     left, go_on = threading.Event(), threading.Event()
 
     def leave() -> None:
@@ -58,24 +75,147 @@ def test_the_stop_button_leaves_once_and_does_not_hold_up_the_kernel() -> None:
         left.set()
 
     panel = Panel(lambda: SNAPSHOT, leave, live=True)
-    *_, button = panel._box.children[1].children
+    button = control(panel, "Button", "Leave")
     button.click()
-    assert button.disabled
+    assert button.description == "Leave? Click again" and not button.disabled
+    panel.refresh()
+    assert button.description == "Leave? Click again"
+    button.click()
+    assert button.description == "Left" and button.disabled
     assert not left.is_set()
     go_on.set()
     assert left.wait(10)
+
+
+def test_a_question_that_nobody_answers_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    button = control(panel, "Button", "Leave")
+    button.click()
+    monkeypatch.setattr(buttons, "SURE_S", -1.0)  # as if the time were up
+    panel.refresh()
+    assert button.description == "Leave"
+    button.click()
+    assert button.description == "Leave? Click again"
+
+
+def test_a_swarm_that_is_left_takes_no_clicks() -> None:
+    panel = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
+    assert control(panel, "Button", "Left").disabled and control(panel, "Button", "Pause").disabled
+
+
+def test_the_pause_button_asks_for_the_opposite_of_what_is() -> None:
+    asked: queue.Queue[bool] = queue.Queue()
+    paused = False
+    panel = Panel(lambda: dataclasses.replace(SNAPSHOT, paused=paused), nothing, pause=asked.put, live=True)
+    button = control(panel, "Button", "Pause")
+    button.click()
+    assert asked.get(timeout=10) is True and button.description == "Resume"
+    paused = True
+    panel.refresh()
+    assert button.description == "Resume"
+    button.click()
+    assert asked.get(timeout=10) is False and button.description == "Pause"
+
+
+def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop", "Leave"}
+
+
+def test_the_stop_button_interrupts_a_busy_cell_from_beside_it_and_nothing_else() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    button = control(panel, "Button", "Stop")
+    button.click()  # on the main thread: the cell is over
+    clicker = threading.Thread(target=button.click)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012: the click has to come from another thread
+        clicker.start()
+        threading.Event().wait(10)
+    clicker.join(10)
+
+
+def test_every_control_says_what_it_does() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
+    assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
+    assert len(control(panel, "ToggleButtons").tooltips) == 3
+
+
+def test_only_the_page_in_sight_is_drawn() -> None:
+    drawn: list[str] = []
+
+    def page(name: str) -> Callable[..., str]:
+        def draw(snapshot: SwarmSnapshot, *chosen: int) -> str:
+            drawn.append(name)
+            return f"{name} {snapshot.step} {chosen}"
+
+        return draw
+
+    pages = {"second": Page(page("second"), page("text"), slider=("back", 3))}
+    views = dataclasses.replace(SWARM, html=page("swarm"), pages=pages)
+    panel = Panel(lambda: SNAPSHOT, nothing, views=views, live=True)
+    control(panel, "ToggleButtons").value = "second"
+    assert drawn == ["swarm", "second"]
+    slider = control(panel, "IntSlider")
+    assert (slider.description, slider.max, slider.layout.display) == ("back", 3, "")
+    slider.value = 2
+    assert panel._view.value == "second 12 (2,)"
+    assert panel._repr_mimebundle_()["text/plain"] == "text 12 (2,)"
+    control(panel, "ToggleButtons").value = "swarm"
+    assert slider.layout.display == "none" and panel._view.value == "swarm 12 ()"
+
+
+def test_nothing_is_sent_while_nothing_changes() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    sent: list[object] = []
+    panel._view.observe(sent.append)
+    panel.refresh()
+    assert not sent
+
+
+def test_further_controls_stand_under_the_view() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
+    assert panel._box.children[-2].value == "more"
+
+
+def test_two_panels_of_a_swarm_live_beside_each_other() -> None:
+    read = steps(count=4)
+    one, other = Panel(read, nothing, live=True), Panel(read, nothing, live=True)
+    one.refresh()
+    other.refresh()
+    assert ">3<" in one._view.value and ">4<" in other._view.value
+
+
+def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    def read() -> SwarmSnapshot:
+        raise RuntimeError("no snapshot")
+
+    panel = Panel(read, nothing, live=False)
+    panel.tick()
+    panel.tick()
+    assert [record.message for record in caplog.records] == [
+        "the panel cannot be drawn, which does not matter to the training"
+    ]
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    crowd = dataclasses.replace(SNAPSHOT, peers=SNAPSHOT.peers * 30, me="zoë")
+    Panel(lambda: crowd, nothing, live=False).watch(seconds=0)
+    out.seek(0)
+    shown = out.read()
+    assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
 def test_watching_ends_when_the_swarm_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))
-    assert lines[1:] == render_text(LEFT).splitlines()
+    assert "\n".join(lines[1:]) == everything(LEFT)
 
 
 def test_watching_ends_after_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(lambda: SNAPSHOT, nothing, live=False).watch(seconds=0)
-    assert capsys.readouterr().out == render_text(SNAPSHOT) + "\n"
+    assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
 
 
 def test_an_interrupt_ends_the_watching_and_not_the_peer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
-from colab_swarm.widgets.render import MAX_POINTS, MAX_ROWS, render_html, render_svg, render_text, summary
+from colab_swarm.widgets.render import MAX_ROWS, render_html, render_text, summary
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
@@ -79,30 +79,6 @@ def test_a_crowd_is_cut_short_and_counted() -> None:
     crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[BOB] * 100))
     assert "… and 81 more peers" in render_text(crowd)
     assert len(list(parsed(render_html(crowd)).iter("tr"))) == MAX_ROWS + 1
-
-
-def test_the_curve_goes_down_from_the_left_edge_to_the_right() -> None:
-    line = parsed(render_svg(SNAPSHOT.loss_history)).find("polyline")
-    assert line is not None
-    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-    assert (points[0], points[-1]) == ((0.0, 0.0), (480.0, 120.0))  # SVG counts downwards
-
-
-def test_a_long_curve_keeps_few_points_and_the_last() -> None:
-    line = parsed(render_svg([(step, 1 / (step + 1)) for step in range(10_000)])).find("polyline")
-    assert line is not None
-    points = line.attrib["points"].split()
-    assert len(points) <= MAX_POINTS + 1
-    assert points[-1] == "480.0,120.0"
-
-
-@pytest.mark.parametrize("history", [(), ((1, 2.0),), ((1, float("nan")), (2, float("inf")), (3, 1.0))])
-def test_a_curve_needs_two_finite_losses(history: tuple[tuple[int, float], ...]) -> None:
-    assert render_svg(history) == ""
-
-
-def test_a_flat_curve_is_drawn() -> None:
-    assert 'points="0.0,0.0 480.0,0.0' in render_svg([(5, 1.0), (6, 1.0)])
 
 
 def test_before_training_there_is_no_progress_and_no_loss() -> None:

@@ -1,0 +1,273 @@
+"""The round waterfall: what each member of an averaging round did when, and what came of it. Pure functions.
+
+A lane has three tracks, for much happens at once: above what this peer sent, in the middle what the member
+contributed to this peer's span, below the means that the member gave back. Time runs from the forming of the group
+to the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from colab_swarm.events import MemberTrace, RoundFinished
+from colab_swarm.markup import count, plain, size, text
+from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.widgets import theme
+
+RECENT = 20
+"""Rounds in the strip."""
+MAX_LANES = 40
+ID_CHARS = 8
+LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
+BAR_WIDTH, STRIP_HEIGHT = 24, 46
+NONE_YET = "No averaging round has ended yet: peers average once they have the samples of a step together."
+GROUP = "the group forms"
+
+
+@dataclass(frozen=True)
+class _Track:
+    """A kind of transfer: its place in `MemberTrace`, meaning, look and character."""
+
+    field: str
+    meaning: str
+    hue: str
+    dashes: str
+    height: float
+    character: str
+
+
+TRACKS = (
+    _Track("sent", "this peer sent it values", "blue", "", 4, "░"),
+    _Track("received", "its values came", "amber", "4 2", 10, "▒"),
+    _Track("means", "its means came", "green", "1.5 1.5", 16, "▓"),
+)
+
+
+def render_html(snapshot: SwarmSnapshot, back: int = 0) -> str:
+    """A round of a swarm under the strip of the last ones.
+
+    Args:
+        back: how many rounds before the last one it is.
+    """
+    return theme.wrap(waterfall_html(snapshot.rounds, back, _names(snapshot)), "averaging rounds")
+
+
+def render_text(snapshot: SwarmSnapshot, back: int = 0) -> str:
+    """The same, as lines."""
+    return waterfall_text(snapshot.rounds, back, _names(snapshot))
+
+
+def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
+    """One of these rounds in full, all of them as a strip; without the style sheet.
+
+    Args:
+        rounds: oldest first.
+        back: how many rounds before the last one it is; beyond the first one it is the first.
+        names: of peers, by the first `ID_CHARS` of their ids.
+    """
+    if not rounds:
+        return f'<p class="soft">{NONE_YET}</p>'
+    chosen = max(len(rounds) - 1 - back, 0)
+    shown = rounds[chosen]
+    head = theme.heading(f"round {shown.step}", text(_facts(shown), 400))
+    why = f'<p class="soft">shares: {text(shown.explanation, 400)}</p>' if shown.explanation else ""
+    return head + _strip(rounds, chosen) + why + _lanes(shown, names)
+
+
+def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
+    """The same, as lines."""
+    if not rounds:
+        return NONE_YET
+    shown = rounds[max(len(rounds) - 1 - back, 0)]
+    lines = [f"round {shown.step}: {_facts(shown)}"]
+    if shown.members:
+        rows = [
+            (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[2]}")
+            for member in _members(shown)
+        ]
+        width = max(len(name) for name, *_ in rows)
+        lines += [f"  {name.ljust(width)}  {slots}  {outcome}" for name, slots, outcome in rows]
+        lines += [f"  {more}" for more in _more(shown)]
+        lines.append(f"  · {GROUP}" + "".join(f"  {track.character} {track.meaning}" for track in TRACKS))
+    recent = rounds[-RECENT:]
+    lines.append(f"  last {count(len(recent), 'round')}: " + " ".join(map(_brief, recent)))
+    return "\n".join(lines)
+
+
+def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
+    return {peer.id[:ID_CHARS]: peer.name + (" (me)" if peer.me else "") for peer in snapshot.peers}
+
+
+def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
+    short = member.peer[:ID_CHARS]
+    return plain(names.get(short, short), 24)
+
+
+def _members(finished: RoundFinished) -> list[MemberTrace]:
+    """Those who failed come first, so that a crowd hides nobody of them."""
+    return sorted(finished.members, key=lambda member: not member.dropped)[:MAX_LANES]
+
+
+def _more(finished: RoundFinished) -> list[str]:
+    hidden = len(finished.members) - MAX_LANES
+    return [f"… and {hidden} more members"] if hidden > 0 else []
+
+
+def _waited_s(finished: RoundFinished) -> float:
+    return max(finished.seconds - finished.averaging_s, 0.0)
+
+
+def _lost(finished: RoundFinished) -> bool:
+    return finished.spans_lost > 0 or finished.kept_local > 0
+
+
+def _facts(finished: RoundFinished) -> str:
+    came, began = len(finished.contributors), finished.group_size
+    facts = [
+        f"values of {came} of {count(began, 'peer')}",
+        f"{finished.samples:,.0f} samples",
+        f"{finished.seconds:.2f} s, of which {_waited_s(finished):.2f} s for the group to form",
+        f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
+    ]
+    if finished.predicted_s is not None:
+        facts.append(f"averaging took {finished.averaging_s:.2f} s, {finished.predicted_s:.2f} s expected")
+    if finished.spans_lost:
+        facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
+    if finished.kept_local:
+        facts.append(f"{finished.kept_local:,} values stayed this peer's own")
+    return ", ".join(facts)
+
+
+def _brief(finished: RoundFinished) -> str:
+    return f"{finished.seconds:.1f}s" + ("✖" if _lost(finished) else "")
+
+
+def _share(member: MemberTrace) -> str:
+    return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
+
+
+def _outcome(member: MemberTrace) -> tuple[str, str, str]:
+    """Hue, symbol, and both with the reason in words."""
+    if member.dropped:
+        return "red", "✖", f"✖ {plain(member.dropped, 80)}"
+    return "green", "✔", "✔ all came"
+
+
+def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
+    """Its transfers as parts of the round, 0 to 1."""
+    total, waited = max(finished.seconds, finished.averaging_s, 1e-9), _waited_s(finished)
+    spans = []
+    for track in TRACKS:
+        times = getattr(member, track.field)
+        if times is not None and all(map(math.isfinite, times)):
+            begin, end = (min(max((waited + second) / total, 0.0), 1.0) for second in times)
+            spans.append((track, begin, max(begin, end)))
+    return spans
+
+
+def _part_waited(finished: RoundFinished) -> float:
+    part = _waited_s(finished) / max(finished.seconds, 1e-9)
+    return min(part, 1.0) if part > 0 else 0.0
+
+
+def _slots(member: MemberTrace, finished: RoundFinished) -> str:
+    slots = ["·" if slot < SLOTS * _part_waited(finished) else " " for slot in range(SLOTS)]
+    for track, begin, end in _spans(member, finished):
+        first = min(int(begin * SLOTS), SLOTS - 1)
+        for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
+            slots[slot] = track.character
+    return "".join(slots)
+
+
+def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
+    if not finished.members:
+        return '<p class="soft">This round left no trace of who did what when.</p>'
+    rows = [
+        (
+            text(_name(member, names)),
+            _lane(member, finished),
+            f"{member.weight:,.0f}",
+            _share(member),
+            f'<span class="{_outcome(member)[0]}">{text(_outcome(member)[2], 90)}</span>',
+        )
+        for member in _members(finished)
+    ]
+    axis = (
+        '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
+        f"<span>{finished.seconds:.2f} s</span></span>"
+    )
+    columns = ("member", axis, "samples", "reduces", "what came of it")
+    widths = ("18%", "40%", "9%", "9%", "24%")
+    more = "".join(f'<p class="soft">{line}</p>' for line in _more(finished))
+    return (
+        theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
+        + more
+        + _key()
+    )
+
+
+def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:
+    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'<path class="{hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="{thick:g}"'
+        f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
+    )
+
+
+def _lane(member: MemberTrace, finished: RoundFinished) -> str:
+    waited = LANE_WIDTH * _part_waited(finished)
+    drawn = [_line("soft", "1 4", 1.5, 0, waited, 10, GROUP)] if waited else []
+    told = []
+    for track, begin, end in _spans(member, finished):
+        left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
+        times = "{:.2f} to {:.2f} s".format(*(part * finished.seconds for part in (begin, end)))
+        told.append(f"{track.meaning}: {times}")
+        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, told[-1]))
+    return (
+        f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
+        f'preserveAspectRatio="none" aria-label="{"; ".join(told) or "nothing was exchanged"}">{"".join(drawn)}</svg>'
+    )
+
+
+def _key() -> str:
+    entries = [("soft", "1 4", 1.5, GROUP)]
+    entries += [(track.hue, track.dashes, 4, track.meaning) for track in TRACKS]
+    shown = (
+        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
+        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
+        for hue, dashes, thick, meaning in entries
+    )
+    return f'<p class="key soft">{"".join(shown)}</p>'
+
+
+def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
+    """The last rounds as bars: hollow while the group formed, full while it averaged."""
+    begin = min(max(len(rounds) - RECENT, 0), chosen)
+    recent = rounds[begin : begin + RECENT]
+    longest = max((one.seconds for one in recent if math.isfinite(one.seconds)), default=0.0) or 1.0
+    bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
+    width = BAR_WIDTH * len(recent)
+    return (
+        f'<svg viewBox="0 0 {width} {STRIP_HEIGHT + 30}" width="{width}" role="img" '
+        f'aria-label="{count(len(recent), "round")}, the longest {longest:.2f} s">{bars}</svg>'
+        f'<p class="soft">last {count(len(recent), "round")}, up to {longest:.2f} s; hollow: {GROUP}, full: averaging, '
+        "✖ something was lost, ▲ shown below</p>"
+    )
+
+
+def _bar(finished: RoundFinished, index: int, longest: float, chosen: bool) -> str:
+    left, wide, hue = BAR_WIDTH * index + 4, BAR_WIDTH - 8, "red" if _lost(finished) else "blue"
+    seconds = finished.seconds if math.isfinite(finished.seconds) else longest
+    tall = max(STRIP_HEIGHT * min(seconds / longest, 1.0), 1.0)
+    hollow = tall * _part_waited(finished)
+    top, middle = 14 + STRIP_HEIGHT - tall, left + wide / 2
+    marks = f'<text x="{middle}" y="{top - 3:.1f}" text-anchor="middle">✖</text>' if _lost(finished) else ""
+    marks += f'<text x="{middle}" y="{STRIP_HEIGHT + 27}" text-anchor="middle">▲</text>' if chosen else ""
+    return (
+        f'<g class="{hue}"><title>round {finished.step}: {text(_facts(finished), 400)}</title>'
+        f'<rect x="{left}" y="{top:.1f}" width="{wide}" height="{tall:.1f}" fill="none" stroke="currentColor"/>'
+        f'<rect x="{left}" y="{top + hollow:.1f}" width="{wide}" height="{tall - hollow:.1f}" fill="currentColor"/>'
+        f"{marks}</g>"
+    )
