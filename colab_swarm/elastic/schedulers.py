@@ -4,16 +4,16 @@ At step t a peer has its own gradient whole, and of the others' what has arrived
 enough. None lets a peer run further ahead than ``max_delay`` steps: at its default of one step, all of step t - 1
 must have arrived before step t ends. Peers that are lost are waited for by none.
 
-==================  ==================================================  =========  =====================
-scheduler           goes on from step t when                            max_delay  B (Table 1)
-==================  ==================================================  =========  =====================
-Synchronous         everything arrived                                  0          0
-NormBounded         a beta-fraction of one's own norm arrived           1          (p - 1) M / p
-VarianceBounded     everything arrived, or timeout_s passed             1          3 sigma
-BoundedStaleness    everything up to step t - tau arrived               tau        (p - 1) tau M / p
-CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
-                    be missing
-==================  ==================================================  =========  =====================
+    ==================  ==================================================  =========  =====================
+    scheduler           goes on from step t when                            max_delay  B (Table 1)
+    ==================  ==================================================  =========  =====================
+    Synchronous         everything arrived                                  0          0
+    NormBounded         a beta-fraction of one's own norm arrived           1          (p - 1) M / p
+    VarianceBounded     everything arrived, or timeout_s passed             1          3 sigma
+    BoundedStaleness    everything up to step t - tau arrived               tau        (p - 1) tau M / p
+    CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
+                        be missing
+    ==================  ==================================================  =========  =====================
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """How float32 values travel: codecs that know the encoded size in advance and refuse anything odd.
 
-==========  ===============  ==============================================  ===============================
-codec       bytes a value    error of one value x                            not a number, too large
-==========  ===============  ==============================================  ===============================
-float32     4                none                                            as they are
-float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
-bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
-int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
-onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
-topk:0.01   0.051            |x|, where it is not among the largest 1 %      the encoder refuses the vector
-==========  ===============  ==============================================  ===============================
+    ==========  ===============  ==============================================  ===============================
+    codec       bytes a value    error of one value x                            not a number, too large
+    ==========  ===============  ==============================================  ===============================
+    float32     4                none                                            as they are
+    float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
+    bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
+    int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
+    topk:0.01   0.051            |x|, where it is not among the largest 1 %      the encoder refuses the vector
+    ==========  ===============  ==============================================  ===============================
 
 Of onebit and topk little is left: what they cut off must travel later (`colab_swarm.tensors.feedback`).
 Each codec states gamma, which bounds the error of a whole vector.
