@@ -188,6 +188,14 @@ class PeersRevoked(Event):
 
 
 @dataclass(frozen=True)
+class SessionEnding(Event):
+    """The platform ends this session in ``seconds``, and this peer leaves before; ``reason`` says why."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class ExpertHosted(Event):
     """This peer hosts ``uid`` from now on, at ``step``; ``taken_over``: from a checkpoint that its dead host left."""
 

@@ -22,6 +22,7 @@ from colab_swarm.events import (
     QuotaWarning,
     ReachabilityChanged,
     RoundFinished,
+    SessionEnding,
     StateReceived,
     StepFinished,
     TunnelChanged,
@@ -213,6 +214,8 @@ def describe(event: Event) -> str:
             return text
         case PeersRevoked(count=count):
             return f"the authority put {count} out"
+        case SessionEnding(seconds=seconds, reason=reason):
+            return f"this session ends in {seconds / 60:.0f} min: {reason}"
         case ExpertHosted(uid=uid, step=step, taken_over=taken_over):
             return f"hosting {uid}" + (f", taken over at step {step}" if taken_over else "")
         case ExpertLost(uid=uid, reason=reason):

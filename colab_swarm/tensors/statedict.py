@@ -50,6 +50,16 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return flattener.tensors, skeleton
 
 
+def copied(state: Any) -> Any:
+    """The state with tensors of its own, on the CPU: it stays as it is while training goes on.
+
+    Raises:
+        TypeError, ValueError: see `flatten`.
+    """
+    tensors, skeleton = flatten(state)
+    return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
+
+
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
     """The state that `flatten` split; the tensors are used as they are, not copied.
 

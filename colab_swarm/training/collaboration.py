@@ -10,6 +10,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -89,6 +90,7 @@ class Collaboration:
 
     async def start(self) -> None:
         """Look who is there and tell them about this peer."""
+        await self.heed_gate()
         await self._exchange()
         self._tasks.append(asyncio.create_task(self._heartbeat(), name="progress"))
 
@@ -122,11 +124,9 @@ class Collaboration:
     async def _heartbeat(self) -> None:
         """Exchange progress: often when the batch is nearly full, rarely otherwise, at once after a step."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s()):
                     await self._moved.wait()
-            except TimeoutError:
-                pass
             self._moved.clear()
             try:
                 await self._exchange()
@@ -172,7 +172,7 @@ class Collaboration:
 
     def _tell(self, **changes: object) -> None:
         self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
-        if "syncing" in changes:
+        if changes.keys() & {"syncing", "paused"}:
             self._moved.set()
 
     # --- the trainer's verbs ------------------------------------------------------------------------------------
@@ -208,23 +208,16 @@ class Collaboration:
         if paused != self.progress.own.paused:
             self._tell(paused=paused)
             self._tempo.wait() if paused else self._tempo.work(self._now())
-            self._moved.set()
             self._wake.set()
-
-    async def deadline(self, timeout_s: float) -> float:
-        """The loop time in ``timeout_s`` from now."""
-        return self._now() + timeout_s
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, at most until ``deadline`` (loop time)."""
         self._tempo.wait()
         while (due := self._due()) is Due.NOTHING and self._now() < deadline:
             self._wake.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
         self._tempo.work(self._now())
         return due
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
 from colab_swarm.runtime import Runs
+from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.catch_up import CaughtUp, Values
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients, LocalSteps
+from colab_swarm.training.kept_steps import KeptSteps
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import Services, TrainingSettings
+from colab_swarm.training.torch_face import TorchFace
+from colab_swarm.training.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class _Flight:
         await asyncio.wait([self.task])
 
 
-class SwarmOptimizer(Optimizer):
+class SwarmOptimizer(TorchFace):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
     The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where
@@ -45,9 +49,15 @@ class SwarmOptimizer(Optimizer):
     """
 
     def __init__(
-        self, runtime: Runs, services: Services, settings: TrainingSettings, rule: UpdateRule, name: str
+        self,
+        runtime: Runs,
+        services: Services,
+        settings: TrainingSettings,
+        rule: UpdateRule,
+        name: str,
+        kept: CheckpointFolder | None = None,
     ) -> None:
-        """Use `Swarm.optimizer`. ``name`` is this peer's, for people."""
+        """Use `Swarm.optimizer`. ``name`` is this peer's, for people; ``kept``: where its progress is kept."""
         self._runtime = runtime
         self._replica = Replica(rule)
         self._gathered = (
@@ -57,22 +67,25 @@ class SwarmOptimizer(Optimizer):
         )
         self._settings = settings
         self._flight: _Flight | None = None
-        self._closed = False
-        self._collaboration = runtime.call(self._start(services, name))
+        self.turn = Turn(runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s))
+        self._kept = None if kept is None else KeptSteps(kept, services.events, runtime.time)
+        came_back = self._kept is not None and self._kept.load_into(self._replica, self._gathered)
+        self._collaboration = runtime.call(self._start(services, name, syncing=not came_back))
         try:
-            self._synchronize()
+            if not came_back or self._collaboration.progress.behind:
+                self._synchronize()
         except BaseException:  # an interrupt included: its place in the swarm must be free for the next try
             self.close()
             raise
 
-    async def _start(self, services: Services, name: str) -> Collaboration:
+    async def _start(self, services: Services, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
         own = ProgressRecord(
             step=replica.step,
             lineage=replica.lineage,
             samples=0.0,
             samples_per_s=0.0,
-            syncing=True,
+            syncing=syncing,
             reduces=False,  # told with the addresses, which may change
             name=name,
             local_steps=1 if self._settings.local_steps == "auto" else self._settings.local_steps,
@@ -86,6 +99,7 @@ class SwarmOptimizer(Optimizer):
             snapshot=replica.snapshot,
         )
         await collaboration.start()
+        self._saving = None if self._kept is None else asyncio.create_task(self._kept.keep_saving(self))
         return collaboration
 
     # --- what a trainer uses --------------------------------------------------------------------------------------
@@ -126,6 +140,8 @@ class SwarmOptimizer(Optimizer):
         Raises:
             ValueError: ``samples`` is not a positive number.
             StateError: this peer fell behind and nobody could give it the state.
+            RuntimeError: this peer has left: you closed it, or the platform's session is about to end, and what was
+                accumulated is handed over; the text says how to go on.
         """
         if closure is not None:
             raise ValueError(
@@ -135,12 +151,12 @@ class SwarmOptimizer(Optimizer):
             raise ValueError(
                 f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
             )
-        self._check_open()
-        landed = self._land()
-        self._recover()
-        dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
-        report = self._collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
-        return self._act(self._runtime.call(report)) or landed
+        with self._trainers_turn():
+            landed = self._land()
+            self._recover()
+            dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
+            report = self._collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
+            return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, contributing what is accumulated.
@@ -149,13 +165,16 @@ class SwarmOptimizer(Optimizer):
         ``timeout_s``, or when the swarm went on without this peer: it has caught up then, and what it had accumulated
         is gone.
         """
-        self._check_open()
+        with self._trainers_turn():
+            return self._wait_step(timeout_s)
+
+    def _wait_step(self, timeout_s: float) -> RoundResult | None:
         landed = self._land(wait=True)
         self._replica.show()
         if landed is not None:
             return landed
         self._recover()
-        deadline = self._runtime.call(self._collaboration.deadline(timeout_s))
+        deadline = self._runtime.time() + timeout_s
         while True:
             due = self._runtime.call(self._collaboration.wait_due(deadline))
             result = self._act(due) or self._land(wait=True)
@@ -163,23 +182,19 @@ class SwarmOptimizer(Optimizer):
             if result is not None or due not in (Due.ROUND, Due.LOCAL_STEP):
                 return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the last ``backward()``; what is accumulated stays."""
-        self._replica.zero_grad(set_to_none)
-
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint (parameters, optimizer, scheduler, step, lineage, error feedback) to a file, or into a
-        folder that keeps the last few. Any thread may; a step that is due waits for it.
+        folder that keeps the last few. Any thread may; a step that is due waits until the state is copied.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
         """
         with self._replica.still():
-            state = {**self._replica.state(), **self._gathered.state()}
-            if isinstance(target, CheckpointFolder):
-                target.save(self.global_step, state)
-            else:
-                save_checkpoint(target, state)
+            state = copied({**self._replica.state(), **self._gathered.state()})
+        if isinstance(target, CheckpointFolder):
+            target.save(state["step"], state)
+        else:
+            save_checkpoint(target, state)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Go on from a checkpoint, of a folder the latest that can be read; if the swarm is further, its state is
@@ -188,12 +203,12 @@ class SwarmOptimizer(Optimizer):
         Raises:
             StateError: there is none, it is damaged, or it belongs to another model; nothing was changed.
         """
-        self._check_open()
-        self._land(wait=True)
-        state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
-        if state is None:
-            raise StateError(f"{source} holds no checkpoint that can be read")
-        uninterrupted(lambda: self._restart(state))
+        with self._trainers_turn():
+            self._land(wait=True)
+            state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
+            if state is None:
+                raise StateError(f"{source} holds no checkpoint that can be read")
+            uninterrupted(lambda: self._restart(state))
 
     def _restart(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
@@ -211,18 +226,24 @@ class SwarmOptimizer(Optimizer):
         Args:
             hand_over_s: how long to wait for a last round that takes what is accumulated; with 0 it is lost.
         """
-        if not self._closed:
+        with self.turn.of_closer():
+            if self.turn.closed.is_set():
+                return
             if hand_over_s > 0 and self._gathered.samples:
-                self.wait_step(hand_over_s)
-            self._closed = True
+                self._wait_step(hand_over_s)
+            self.turn.closed.set()
             flight, self._flight = self._flight, None
             self._runtime.call(self._stop(flight))
             self._replica.show()
+            if self._kept is not None:
+                self._kept.save(self)
 
     async def _stop(self, flight: _Flight | None) -> None:
         if flight is not None:
             flight.task.cancel()
             await asyncio.wait([flight.task])
+        if self._saving is not None:
+            self._saving.cancel()
         await self._collaboration.stop()
 
     # --- accumulate, average, apply -------------------------------------------------------------------------------
@@ -317,40 +338,20 @@ class SwarmOptimizer(Optimizer):
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             self._runtime.call(self._level_with_replica(syncing=True))
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this optimizer has left its swarm: make a new one with swarm.optimizer(…)")
-
-    # --- torch's face ---------------------------------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, to read; with delayed updates a change of them has no effect."""
-        return self._replica.groups()
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer."""
-        return self._replica.rule.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self._replica.rule.optimizer.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer; `save` writes everything."""
-        return self._replica.rule.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not offered: one peer's optimizer state must not differ from the others'."""
-        raise TypeError(
-            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered: the swarm has agreed on the parameters."""
-        raise TypeError("the swarm has agreed on the parameters: add groups before swarm.optimizer(…)")
+    @contextmanager
+    def _trainers_turn(self) -> Iterator[None]:
+        """Around what the trainer calls; says what an interrupt leaves behind."""
+        try:
+            with self.turn.of_trainer():
+                yield
+        except KeyboardInterrupt:
+            if self._kept is not None:
+                self._kept.save_soon(self)
+            print(
+                f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
+                "accumulated here go into the next step: run the cell again to go on, or swarm.leave() to end."
+            )
+            raise
 
     def __repr__(self) -> str:
         inner = type(self._replica.rule.optimizer).__name__

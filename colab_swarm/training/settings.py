@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from colab_swarm.averaging.rooms import Rooms
@@ -12,6 +12,7 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Peers
+from colab_swarm.pausing import Gate
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 from colab_swarm.training.thrift import Budget
@@ -19,7 +20,12 @@ from colab_swarm.training.thrift import Budget
 
 @dataclass(frozen=True)
 class Services:
-    """What a peer's services share; ``pace(samples)`` is the compute time a simulated peer takes, seconds."""
+    """What a peer's services share.
+
+    Attributes:
+        pace: ``pace(samples)`` is the compute time that a simulated peer takes, seconds.
+        gate: closed while this peer's background work is to stand still.
+    """
 
     peers: Peers
     rooms: Rooms
@@ -28,6 +34,7 @@ class Services:
     events: EventLog
     rng: random.Random
     pace: Callable[[float], float] | None = None
+    gate: Gate = field(default_factory=Gate)
 
 
 class AveragingOptions(TypedDict, total=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from colab_swarm.errors import TermsError
@@ -20,6 +20,8 @@ class Platform:
         limits: how long a session lasts and what it gets; empty if nothing is known.
         internet_help: how to switch the internet on; empty where there is no switch.
         must_agree: whether training here wants `require_terms`.
+        limit_s: a session's longest life; None if nothing is known.
+        lasting: the folder whose contents outlive a session; empty if all do, or none.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Platform:
     limits: str = ""
     internet_help: str = ""
     must_agree: bool = False
+    limit_s: float | None = None
+    lasting: str = ""
 
 
 COLAB = Platform(
@@ -38,16 +42,22 @@ COLAB = Platform(
     ),
     limits="free runtimes end after 12 hours at most, and earlier when nobody is at the page",
     must_agree=True,
+    limit_s=12 * 3600.0,
+    lasting="/content/drive",
 )
 KAGGLE = Platform(
     "Kaggle",
     terms="Read https://www.kaggle.com/terms: it is on you whether what you train is allowed there.",
     limits="12 hours a session, about 30 GPU hours a week",
     internet_help="open Settings at the right of the notebook, switch Internet on (it wants a verified phone number)",
+    limit_s=12 * 3600.0,
+    lasting="/kaggle/working",
 )
+KAGGLE_TPU = replace(KAGGLE, limits="9 hours a session, about 20 TPU hours a week", limit_s=9 * 3600.0)
 BINDER = Platform(
     "Binder",
     limits="2 GB of memory, 1 core, 1 Mbit/s, outgoing to port 443 and few others; ends after 10 idle minutes",
+    limit_s=6 * 3600.0,
 )
 VS_CODE = Platform("VS Code")
 JUPYTER = Platform("Jupyter")
@@ -72,15 +82,21 @@ def in_kaggle() -> bool:
 
 
 def has_frontend() -> bool:
-    """Whether widgets can be shown; Kaggle's "Save & Run All" is a kernel that nobody watches."""
+    """Whether somebody sees widgets; ``jupyter execute`` and Kaggle's "Save & Run All" are kernels without a page.
+
+    Who runs a notebook without a page says with each cell that nobody can be asked for input.
+    """
+    if not in_notebook() or find_spec("ipywidgets") is None:
+        return False
     batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
-    return in_notebook() and not batch and find_spec("ipywidgets") is not None
+    kernel = sys.modules["IPython"].get_ipython().kernel
+    return not batch and (in_colab() or getattr(kernel, "_allow_stdin", True))
 
 
 def platform() -> Platform:
     """Where this process runs."""
     if in_kaggle():  # before Colab: Kaggle's image is made from Colab's
-        return KAGGLE
+        return KAGGLE_TPU if any(name.startswith("TPU_") for name in os.environ) else KAGGLE
     if in_colab():
         return COLAB
     if "BINDER_SERVICE_HOST" in os.environ or "BINDER_LAUNCH_HOST" in os.environ:
