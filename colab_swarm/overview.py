@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from colab_swarm.energy import EnergyMeter
@@ -165,6 +165,15 @@ class Overview:
             paused=self._services.gate.closed,
         )
 
+    def names(self, optimizer: SwarmOptimizer | None) -> Mapping[str, str]:
+        """What peers call themselves, by short id; those that are gone among them."""
+        if optimizer is not None:
+            collaboration = optimizer.collaboration
+            records = {**collaboration.assistants.records, **collaboration.progress.records}
+            told = {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in records.items()}
+            self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **told}
+        return self._names
+
     # --- who is there -------------------------------------------------------------------------------------------
 
     def _rows(self, optimizer: SwarmOptimizer | None) -> tuple[PeerRow, ...]:
@@ -172,9 +181,7 @@ class Overview:
         peers = self._services.peers
         trainers = dict(optimizer.collaboration.progress.records) if optimizer is not None else {}
         helpers = dict(optimizer.collaboration.assistants.records) if optimizer is not None else {}
-        names = {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in helpers.items()}
-        names |= {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in trainers.items()}
-        self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **names}
+        self.names(optimizer)
         rows = [self._trainer(peer, record) for peer, record in sorted(trainers.items())]
         rows += [
             self._row(peer, record.name, "assistant", reachable=True)

@@ -16,12 +16,12 @@ LAYERS = [
     {"elastic", "training"},
     {"recipes"},
     {"sim"},
+    {"flight"},
     {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
     {
         "access",
         "presence",
         "overview",
-        "flight",
         "member",
         "collaborator",
         "notebook_face",
@@ -29,6 +29,7 @@ LAYERS = [
         "jobs",
         "joining",
         "simulation",
+        "lesson",
         "explain",
         "classroom",
     },
