@@ -40,6 +40,8 @@ _ANIMALS = (
     "bison newt swan jaguar mole stork walrus finch"
 )
 ANIMALS = tuple(_ANIMALS.split())
+_boards: dict[str, Board] = {}
+"""The last board of each run."""
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -91,10 +93,10 @@ class Board:
         self._invitation = str(swarm.invite())
         if Invite.parse(self._invitation).access != "open":
             raise PermissionError("a board lets everybody in: create the run with access='open'")
-        self._swarm = swarm
+        self.swarm = swarm
         self._names: dict[str, str] = {}  # by who asked
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._server = _listen(self, port)
         self.line = f"{_host(swarm)}:{self._server.server_port}"
         serve = partial(self._server.serve_forever, poll_interval=0.05)
@@ -112,14 +114,14 @@ class Board:
         """The roster as it stands; safe from any thread."""
         with self._lock:
             names = list(self._names.values())
-        training = {row.name: row for row in self._swarm.snapshot().peers}
+        training = {row.name: row for row in self.swarm.snapshot().peers}
         pupils = (
             Pupil(name, True, training[name].step, training[name].samples_per_s)
             if name in training
             else Pupil(name, False, 0, 0.0)
             for name in names
         )
-        return BoardSnapshot(self.line, tuple(pupils), self._closed)
+        return BoardSnapshot(self.line, tuple(pupils), self.closed)
 
     def panel(self) -> Panel[BoardSnapshot]:
         """A live view of the board."""
@@ -133,8 +135,8 @@ class Board:
 
     def close(self) -> None:
         """Let nobody in any more; who is in stays. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._server.shutdown()
             self._server.server_close()
 
@@ -143,6 +145,14 @@ class Board:
 
     def _repr_html_(self) -> str:
         return render_html(self.snapshot())
+
+
+def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
+    """The board of the teacher's run: the one that is open, or a new one (re-run cells freely); see `Board`."""
+    board = _boards.get(swarm.run_id)
+    if board is None or board.closed or board.swarm is not swarm:
+        board = _boards[swarm.run_id] = Board(swarm, port=port)
+    return board
 
 
 def animal(place: int) -> str:

@@ -18,7 +18,7 @@ ALONE = cs.PeerOptions(lan=False)
 @pytest.fixture
 def board() -> Iterator[classroom.Board]:
     with cs.create("class", access="open", peer_name="teacher", options=ALONE) as swarm:
-        board = classroom.Board(swarm, port=0)
+        board = classroom.open_board(swarm, port=0)
         yield board
         board.close()
 
@@ -47,9 +47,17 @@ def test_a_full_room_lets_nobody_in(board: classroom.Board) -> None:
 def test_the_line_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
     assert len(board.line) <= len("255.255.255.255:65535")
     pupil = classroom.join(board.line)
-    assert pupil.name == "otter" and pupil.run_id == board._swarm.run_id
+    assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
     assert classroom.join(board.line) is pupil
     pupil.leave()
+
+
+def test_the_cell_that_opens_the_board_may_be_run_again(board: classroom.Board) -> None:
+    assert classroom.open_board(board.swarm, port=0) is board
+    board.close()
+    again = classroom.open_board(board.swarm, port=0)
+    assert again is not board
+    again.close()
 
 
 @pytest.mark.parametrize("line", ["", "192.168.1.10:8421/elsewhere", "http://192.168.1.10"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
 
-ALL = ("join_colab", "join_kaggle", "organizer", "sahajbert", "volunteer")
+ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 COLAB = "from colab_swarm.bench.join import stand_in_for_colab; stand_in_for_colab()"
 KAGGLE_SECRETS = """
 class UserSecretsClient:

@@ -1,0 +1,69 @@
+"""A class of three in one room: the teacher and two pupils run the same notebook, each in a kernel of its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.notebooks.kernel import Kernel, opened
+
+SECONDS, TRIES = 5, 8
+
+
+def come_in(kernel: Kernel, **form: object) -> str:
+    """Run the notebook until the name is known."""
+    kernel.run()
+    kernel.run(**form)
+    return kernel.run().splitlines()[-1]
+
+
+def percent(shown: str) -> int:
+    """Of the digits that this notebook does not have."""
+    return int(shown.rstrip().rstrip("%").rpartition(" ")[2])
+
+
+def all_at_once(kernels: list[Kernel], **form: object) -> list[str]:
+    """Run the next cell of each."""
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        return list(pool.map(lambda kernel: kernel.run(**form), kernels))
+
+
+def train_until_it_reads(kernels: list[Kernel]) -> None:
+    """Run the cell that trains and the one that tells how well it reads, until it does."""
+    for _ in range(TRIES):
+        all_at_once(kernels, SECONDS=SECONDS)
+        shares = [percent(kernel.run()) for kernel in kernels]
+        if min(shares) > 60:
+            return
+        for kernel in kernels:
+            kernel.next -= 2
+    raise AssertionError(shares)
+
+
+@pytest.mark.slow
+def test_pupils_with_three_digits_each_learn_all_ten_though_one_sends_nonsense(tmp_path: Path) -> None:
+    with (
+        opened("classroom", tmp_path) as teacher,
+        opened("classroom", tmp_path) as otter,
+        opened("classroom", tmp_path) as fox,
+    ):
+        come_in(teacher, I_AM_THE_TEACHER=True)
+        line = teacher.execute("print(board.line)").strip()
+        assert come_in(otter, BOARD=line) == "You are the otter"
+        assert come_in(fox, BOARD=line) == "You are the fox"
+        kernels = [teacher, otter, fox]
+        for kernel in kernels:
+            shown = [kernel.run() for _ in range(5)]
+            assert percent(shown[-1]) < 40
+            kernel.run()
+        train_until_it_reads(kernels)
+        assert "2 of 2 animals training" in teacher.execute("print(board)")
+        otter.run(INCIDENT="nonsense")
+        fox.run(INCIDENT="slow")
+        teacher.run()
+        train_until_it_reads(kernels)
+        assert "not finite" in otter.execute("print(*swarm.events.recent(), sep='\\n')")
+        for kernel in reversed(kernels):
+            kernel.run_all()
