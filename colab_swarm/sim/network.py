@@ -77,6 +77,21 @@ class SimNetwork:
         self._names[name] = self._ids[peer.id] = peer
         return peer
 
+    def is_up(self, name: str) -> bool:
+        """Whether a peer of that name runs."""
+        return name in self._names and self._names[name].up
+
+    def __repr__(self) -> str:
+        return f"SimNetwork({self})"
+
+    def __str__(self) -> str:
+        host = self.profile.hosts[0]
+        kinds = f"{len(self.profile.hosts)} kinds of lines, the first " if len(self.profile.hosts) > 1 else ""
+        latency_ms = 1000 * self.profile.latency_s * self.latency_factor
+        up, down = (bps * self._width / 1e6 for bps in (host.upload_bps, host.download_bps))
+        line = f"{kinds}{up:g} Mbit/s up, {down:g} Mbit/s down"
+        return f"{self.profile.name}: {line}, {latency_ms:.3g} ms, {self.loss:.1%} of messages repeated"
+
     def introduce(self) -> None:
         """Tell every peer made so far the addresses of all others, as an invitation or the DHT would."""
         for peer in self._names.values():
@@ -88,8 +103,13 @@ class SimNetwork:
 
         def schedule(name: str, arguments: tuple[Any, ...], fire: Callable[[], None]) -> None:
             fault = ComingFault(seconds, name, arguments)
+
+            def happen() -> None:
+                self.coming.remove(fault)
+                fire()
+
             self.coming.append(fault)
-            self.loop.call_at(seconds, lambda: (self.coming.remove(fault), fire()))
+            self.loop.call_at(seconds, happen)
 
         return Script(self, schedule)
 

@@ -75,7 +75,11 @@ class SwarmOptimizer(TorchFace):
             if not came_back or self._collaboration.progress.behind:
                 self._synchronize()
         except BaseException:  # an interrupt included: its place in the swarm must be free for the next try
-            self.close()
+            try:
+                self.close()
+            except BaseException:  # a simulation that was stopped runs nothing for its peers any more
+                self._collaboration.vanish()
+                raise
             raise
 
     async def _start(self, services: Services, name: str, *, syncing: bool) -> Collaboration:
@@ -98,7 +102,11 @@ class SwarmOptimizer(TorchFace):
             schema=replica.schema,
             snapshot=replica.snapshot,
         )
-        await collaboration.start()
+        try:
+            await collaboration.start()
+        except BaseException:  # an interrupt included
+            collaboration.vanish()
+            raise
         self._saving = None if self._kept is None else asyncio.create_task(self._kept.keep_saving(self))
         return collaboration
 

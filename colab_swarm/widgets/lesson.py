@@ -1,0 +1,285 @@
+"""A simulated swarm as people see it, and a lesson that plays it: records, HTML and text.
+
+Everything that the controls of a lesson ask for is a `Wish`, a record with a virtual time: same seed, same wishes,
+same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
+from colab_swarm.markup import count, plain, size, text
+from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.widgets import rounds, swarm_map, theme
+from colab_swarm.widgets.panel import Page, Views
+
+MAX_PEERS = 32
+MAX_LINES = 12
+OVER = ("finished", "stopped", "failed")
+"""States of a lesson after which nothing happens."""
+Verb: TypeAlias = Literal["peers", "join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody asks a simulation for.
+
+    Attributes:
+        at: virtual seconds since the simulation began.
+        verb: ``peers`` (how many), ``join``, ``crash`` (who), ``speed`` (who, samples per second), ``slow`` (who, how
+            many times slower a line), ``latency``, ``bandwidth`` (times the network's own), ``lose`` (share).
+        arguments: of the verb.
+    """
+
+    at: float
+    verb: Verb
+    arguments: tuple[str | float, ...]
+
+
+@dataclass(frozen=True)
+class SimulatedPeer:
+    """One peer of a simulation.
+
+    Attributes:
+        name: what faults call it.
+        state: ``training``, ``catching up``, ``joined``, ``finished``, ``joining``, ``crashed`` or ``left``.
+        step: global step of its parameters.
+        samples: that it holds towards the next step.
+        samples_per_s: how fast it trains.
+        loss: at its last step; None if it has told none.
+    """
+
+    name: str
+    state: str
+    step: int
+    samples: float
+    samples_per_s: float
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class SimulationSnapshot:
+    """A simulated swarm at one moment.
+
+    Attributes:
+        at: virtual seconds since it began.
+        network: its name and what it is like, in words.
+        peers: in the order in which they came.
+        target_batch_size: samples that make a global step; 0 while nobody trains.
+        fired, coming: faults, in words, with their times; the oldest first.
+        seen: what one of the peers sees; None if nobody is there.
+    """
+
+    at: float
+    network: str
+    peers: tuple[SimulatedPeer, ...]
+    target_batch_size: float
+    fired: tuple[str, ...]
+    coming: tuple[str, ...]
+    seen: SwarmSnapshot | None
+
+
+@dataclass(frozen=True)
+class LessonSnapshot:
+    """A lesson at one moment.
+
+    Attributes:
+        simulation: what is shown.
+        state: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``.
+        speed: virtual seconds per second.
+        story: what happened, as lines, the oldest first.
+        error: what a peer's code raised; empty if nothing.
+    """
+
+    simulation: SimulationSnapshot
+    state: str
+    speed: float
+    story: tuple[str, ...]
+    error: str = ""
+
+
+def fault_words(name: str, arguments: Sequence[object]) -> str:
+    """A fault as people say it: ``carol crashes``."""
+    match name, *arguments:
+        case ("crash", who):
+            return f"{who} crashes"
+        case ("restart", who):
+            return f"{who} can be dialled again"
+        case ("partition", *groups):
+            return "the network falls apart: " + " | ".join(
+                ", ".join(sorted(group)) for group in groups if isinstance(group, set)
+            )
+        case ("heal",):
+            return "the network is whole again"
+        case ("slow", who, float() | int() as factor):
+            return f"{who}'s line gets {factor:g} times slower than it was at first"
+        case ("skew", who, float() | int() as seconds):
+            return f"{who}'s clock is {seconds:g} s ahead"
+        case ("lose", float() | int() as rate):
+            return f"{rate:.1%} of all messages are lost once"
+        case ("latency", float() | int() as factor):
+            return f"messages travel {factor:g} times as long as at first"
+        case ("bandwidth", float() | int() as factor):
+            return f"lines carry {factor:g} times as much as at first"
+    return f"{name} {', '.join(map(str, arguments))}".strip()
+
+
+def event_words(name: str, event: Event) -> str:
+    """What the peer ``name`` tells of an event; empty if it is not worth a line."""
+    match event:
+        case RoundFinished(step=step, group_size=members, samples=samples, seconds=seconds):
+            text = f"step {step + 1}: {samples:.0f} samples of {count(members, 'peer')}, averaged in {seconds:.1f} s"
+            missing = members - len(event.contributors)
+            return f"{text}; {missing} of them missing" if missing > 0 else text
+        case StateReceived(step=step, size_bytes=size_bytes, donors=donors):
+            return (
+                f"{name} got the state of step {step}, {size(size_bytes)} from {count(len(donors), 'peer')}"
+            )
+        case BatchDropped(reason=reason):
+            return f"{name} drops a batch: {reason}"
+        case Fault(where=where, text=text):
+            return f"{name}: fault in {where}: {text}"
+    return ""
+
+
+# --- a simulation -----------------------------------------------------------------------------------------------------
+
+
+def summary(snapshot: LessonSnapshot) -> str:
+    """The lesson in one line."""
+    return f"{snapshot.state} at {_at(snapshot)}: {_peers(snapshot.simulation)}"
+
+
+def simulation_text(snapshot: SimulationSnapshot) -> str:
+    """The simulation as aligned lines."""
+    rows = [COLUMNS, *(_cells(peer) for peer in snapshot.peers[:MAX_PEERS])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    faults = [f"  {line}" for line in (*snapshot.fired[-MAX_LINES:], *_coming(snapshot))]
+    head = f"{_peers(snapshot)} after {snapshot.at:.1f} s on {snapshot.network}"
+    return "\n".join([head, *(f"  {line.rstrip()}" for line in table), *faults])
+
+
+def simulation_html(snapshot: SimulationSnapshot) -> str:
+    """The simulation as a view."""
+    faults = [*snapshot.fired[-MAX_LINES:], *_coming(snapshot)]
+    return theme.wrap(_simulation(snapshot) + _lines("Faults", faults), "simulated swarm")
+
+
+COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
+SYMBOLS = {
+    "training": ("green", "▶"),
+    "finished": ("blue", "✓"),
+    "catching up": ("amber", "↻"),
+    "joining": ("amber", "…"),
+    "crashed": ("red", "✗"),
+    "left": ("soft", "○"),
+}
+
+
+def _simulation(snapshot: SimulationSnapshot) -> str:
+    rows = [_row(peer, snapshot.target_batch_size) for peer in snapshot.peers[:MAX_PEERS]]
+    return theme.heading(
+        _peers(snapshot), f"after {snapshot.at:.1f} s on {text(snapshot.network)}"
+    ) + theme.table(COLUMNS, rows, numbers=(2, 3, 4, 5), label="peers")
+
+
+def _lines(title: str, lines: Sequence[str]) -> str:
+    return f"<h4>{title}</h4><p>{'<br>'.join(map(text, lines))}</p>" if lines else ""
+
+
+def _row(peer: SimulatedPeer, target: float) -> tuple[str, ...]:
+    name, state, step, samples, *rest = _cells(peer)
+    hue, symbol = SYMBOLS.get(peer.state, ("soft", "•"))
+    if target > 0 and peer.samples > 0:
+        samples += theme.bar(peer.samples / target, f"{samples} of the {target:,.0f} samples of a step")
+    return (text(name), theme.mark(hue, symbol, text(state)), step, samples, *rest)
+
+
+def _cells(peer: SimulatedPeer) -> tuple[str, ...]:
+    loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
+    return (
+        plain(peer.name, 40),
+        plain(peer.state, 40),
+        str(peer.step),
+        f"{peer.samples:,.0f}",
+        f"{peer.samples_per_s:,.1f}",
+        loss,
+    )
+
+
+def _coming(snapshot: SimulationSnapshot) -> list[str]:
+    return [f"to come: {line}" for line in snapshot.coming[:MAX_LINES]]
+
+
+def _peers(snapshot: SimulationSnapshot) -> str:
+    alive = [peer for peer in snapshot.peers if peer.state not in ("crashed", "left")]
+    step = max((peer.step for peer in alive), default=0)
+    return f"{count(len(alive), 'peer')} at step {step}"
+
+
+def _at(snapshot: LessonSnapshot) -> str:
+    return f"{snapshot.simulation.at:.1f} s"
+
+
+# --- a lesson ---------------------------------------------------------------------------------------------------------
+
+
+def lesson_text(snapshot: LessonSnapshot) -> str:
+    """The lesson as lines: peers, faults, and what went wrong."""
+    error = [f"A peer's code raised {plain(snapshot.error, 500)}"] if snapshot.error else []
+    return "\n".join([summary(snapshot), simulation_text(snapshot.simulation), *error])
+
+
+def lesson_html(snapshot: LessonSnapshot) -> str:
+    """The lesson as a view: its time, the peers, the story."""
+    told = (*snapshot.story[-MAX_LINES:], *_coming(snapshot.simulation))
+    error = f'<p class="warn">A peer\'s code raised {text(snapshot.error, 500)}</p>' if snapshot.error else ""
+    figures = {
+        "virtual time": f"{snapshot.simulation.at:,.0f} s",
+        "lesson": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
+    }
+    view = theme.cards(figures) + error + _simulation(snapshot.simulation) + _lines("What happened", told)
+    return theme.wrap(view, "lesson: a simulated swarm")
+
+
+def _seen_html(draw: Callable[..., str]) -> Callable[..., str]:
+    """A page of what one of the peers sees."""
+
+    def page(snapshot: LessonSnapshot, *chosen: int) -> str:
+        seen = snapshot.simulation.seen
+        return theme.wrap("<p>Nobody is there.</p>", "empty") if seen is None else draw(seen, *chosen)
+
+    return page
+
+
+def _seen_text(draw: Callable[..., str]) -> Callable[..., str]:
+    def page(snapshot: LessonSnapshot, *chosen: int) -> str:
+        seen = snapshot.simulation.seen
+        return "Nobody is there." if seen is None else draw(seen, *chosen)
+
+    return page
+
+
+LESSON: Views[LessonSnapshot] = Views(
+    lesson_html,
+    lesson_text,
+    summary,
+    lambda snapshot: snapshot.state in OVER,
+    who="lesson",
+    leave=("End", "Ended"),
+    first="peers",
+    pages={
+        "rounds": Page(
+            _seen_html(rounds.render_html),
+            _seen_text(rounds.render_text),
+            slider=("rounds back", rounds.RECENT - 1),
+        ),
+        "map": Page(_seen_html(swarm_map.render_html), _seen_text(swarm_map.render_text)),
+    },
+    paused=lambda snapshot: snapshot.state == "paused",
+)
