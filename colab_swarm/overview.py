@@ -31,8 +31,8 @@ MAX_LOSSES = 1000
 MAX_ROUNDS = 20
 MAX_GIVEN = 20
 LOG_LINES = 8
-LOG_EVENTS = 100
-"""So many events are looked through for the lines of the log."""
+ROUTINE_LINES = 4
+"""Steps and rounds take no more of them: quick ones would wash away at once what is rare."""
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 SAME_LOSS_S = 1.0
 """Several parts of this peer may tell that another is gone; within so short a time it is one piece of news."""
@@ -103,6 +103,8 @@ class Overview:
         self._clock = runtime.time
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
+        self._rare: tuple[Event, ...] = ()
+        self._routine: tuple[Event, ...] = ()
         self._names: dict[str, str] = {}  # by short id, of those that told one
         self._rates = Rates()
         self._one_at_a_time = threading.Lock()
@@ -115,8 +117,14 @@ class Overview:
         if self._energy is not None:
             self._energy.look(self._joined_at)  # energy counts from here
         services.events.listen(self._note)
+        for event in services.events.recent():
+            self._note(event)
 
     def _note(self, event: Event) -> None:
+        if isinstance(event, StepFinished | RoundFinished):
+            self._routine = (*self._routine[1 - ROUTINE_LINES :], event)
+        else:
+            self._rare = (*self._rare[1 - 2 * LOG_LINES :], event)
         if isinstance(event, StepFinished) and event.loss is not None:
             kept = self._losses if len(self._losses) < MAX_LOSSES else (self._losses[0], *self._losses[2:])
             self._losses = (*kept, (event.step, event.loss))
@@ -258,7 +266,8 @@ class Overview:
     def _log(self) -> Iterable[str]:
         """The last events as lines, with names where they are known."""
         lines = []
-        for event in _news(self._services.events.recent()[-LOG_EVENTS:])[-LOG_LINES:]:
+        events = sorted([*_news(self._rare), *self._routine], key=lambda event: event.at)
+        for event in events[-LOG_LINES:]:
             line = describe(event)
             for id, name in self._names.items():
                 line = line.replace(id, name)
@@ -266,7 +275,7 @@ class Overview:
         return lines
 
 
-def _news(events: list[Event]) -> list[Event]:
+def _news(events: Iterable[Event]) -> list[Event]:
     """Without what is told twice."""
     news: list[Event] = []
     gone: dict[str, float] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +50,7 @@ class Lab:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self._numbers = itertools.count()
         self.log = folder / "lab.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -106,6 +109,7 @@ class Lab:
         return self._show(window, path.stem, notebook)
 
     def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
+        name = f"{name}-{next(self._numbers)}"  # JupyterLab remembers, and asks for the kernels of former tests
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
         opened = Notebook(
             window.new_page(**TALL)
@@ -150,9 +154,15 @@ class Notebook:
         raise AssertionError(f"cell {cell} does not start")
 
     def run(self, cell: int) -> str:
-        """Run a cell to its end and return the text of its output."""
+        """Run a cell to its end and return the text of its output.
+
+        Raises:
+            AssertionError: the cell did; the text is its traceback.
+        """
         self.start(cell)
-        return self.finish(cell)
+        output = self.finish(cell)
+        assert "Traceback (most recent call last)" not in output, output
+        return output
 
     def finish(self, cell: int) -> str:
         """Wait for a cell's end and return the text of its output."""
@@ -166,7 +176,7 @@ class Notebook:
             self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output").all_inner_texts()
         )
 
-    def wait_output(self, text: str) -> None:
+    def wait_output(self, text: str | re.Pattern[str]) -> None:
         """Wait until ``text`` stands under some cell."""
         self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)
 
@@ -181,6 +191,11 @@ class Notebook:
     def interrupt(self) -> None:
         """Press the stop button of the toolbar."""
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
+
+    def save(self) -> None:
+        """Write the notebook to its file."""
+        self.page.keyboard.press("Control+s")
+        self.page.wait_for_selector(".jp-mod-dirty", state="detached")
 
     def reload(self) -> None:
         """Load the page anew, as a reader does who closed the tab and comes back."""

@@ -1,0 +1,97 @@
+"""Two kernels that train together: stopped from the panel, killed by the system, and looked at again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Window, needs
+from tests.browser.lab import KNOWN_COMPLAINTS, Lab, Notebook
+
+pytestmark = needs("jupyterlab", "ipywidgets")
+NOTICED_S = 5.0
+"""So soon a panel shows that a peer was lost."""
+CREATE = (
+    'import colab_swarm as cs\nswarm = cs.create("two-kernels", peer_name="alice")\nprint(swarm.invite())'
+)
+JOIN = 'import colab_swarm as cs\nswarm = cs.join("{invite}", peer_name="bob")\nprint(swarm)'
+PREPARE = """import os, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(500, 500)
+optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), target_batch_size=16)
+panel = swarm.panel()
+print("kernel", os.getpid())
+panel"""
+DEFINE = """def train(steps):
+    while optimizer.global_step < steps:
+        loss = model(torch.randn(8, 500)).square().mean()
+        loss.backward()
+        optimizer.step(samples=8, loss=loss.item())
+        panel.tick()"""
+TRAIN = 'train(5)\nprint("under way")\ntrain(10**6)'
+GO_ON = 'train(optimizer.global_step + 2)\nprint("two steps further")'
+
+
+@pytest.fixture
+def pair(lab: Lab, window: Window) -> tuple[Notebook, Notebook]:
+    """Two notebooks, the second in the run of the first by the line that this one printed, ready to train."""
+    alice = lab.open(window, "alice", [CREATE, PREPARE, DEFINE, TRAIN, GO_ON])
+    invite = alice.run(0).strip()
+    bob = lab.open(window, "bob", [JOIN.format(invite=invite), PREPARE, DEFINE, TRAIN])
+    assert "Swarm(two-kernels, bob, 1 peer linked)" in bob.run(0)
+    for notebook in (alice, bob):
+        notebook.run(1)
+        notebook.run(2)
+        notebook.start(3)
+    for notebook in (alice, bob):
+        notebook.wait_output("under way")
+    return alice, bob
+
+
+def test_a_kernel_that_is_killed_shows_in_the_others_panel_with_the_reason(
+    pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
+) -> None:
+    alice, bob = pair
+    (kernel,) = re.findall(r"kernel (\d+)", bob.output(1))
+    os.kill(int(kernel), signal.SIGKILL)  # they do little but average, so most probably in a round
+    killed_at = time.monotonic()
+    alice.wait_output(re.compile(r"bob is gone: \w+"))
+    assert time.monotonic() - killed_at < NOTICED_S
+    alice.page.screenshot(path=artifacts / "alice.png")
+    alice.interrupt()
+    assert "KeyboardInterrupt" in alice.finish(3)
+    assert "two steps further" in alice.run(4)  # alone
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+
+def test_the_stop_button_ends_the_cell_and_not_the_peer(
+    pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
+) -> None:
+    alice, _ = pair
+    alice.click("Stop")
+    assert "KeyboardInterrupt" in alice.finish(3)
+    assert "two steps further" in alice.run(4)  # with bob, who trains all the time
+    alice.page.screenshot(path=artifacts / "alice.png")
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+
+def test_a_page_that_is_loaded_again_has_a_live_panel(
+    pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
+) -> None:
+    alice, bob = pair
+    for notebook in pair:
+        notebook.interrupt()
+        notebook.finish(3)
+    alice.save()
+    alice.reload()
+    alice.wait_output("two-kernels: training")
+    bob.restart()
+    alice.page.click(".widget-play button")
+    alice.wait_output(re.compile("bob is gone"))
+    alice.page.screenshot(path=artifacts / "alice.png")
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
