@@ -124,14 +124,14 @@ def render_text(history: History) -> str:
     return "" if reference is None else judge(history, reference).text
 
 
-def render_html(history: History) -> str:
-    """The curve over the published band, and what to think of it; empty for a run of another kind."""
+def render_html(history: History, width: int = 550) -> str:
+    """The curve over the published band, ``width`` pixels, and what to think of it; empty for a run of another kind."""
     reference = reference_for(history)
     if reference is None:
         return ""
     verdict = judge(history, reference)
     kind, mark = ("warn", "⚠ ") if verdict.warning else ("soft", "")
-    return f'{render_svg(history, reference)}<p class="{kind}">{mark}{html.escape(verdict.text)}</p>'
+    return f'{render_svg(history, reference, width=width)}<p class="{kind}">{mark}{html.escape(verdict.text)}</p>'
 
 
 def render_svg(

@@ -14,6 +14,7 @@ from colab_swarm.widgets import loss_band, theme
 MAX_ROWS = 20
 MAX_GIVERS = 8
 MAX_NAME_CHARS = 40
+LOSS_WIDTH = 420
 MAX_LINE_CHARS = 200
 NUMBERS = (3, 4, 5, 6)
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "samples", "RTT", "link", "reachable")
@@ -45,11 +46,11 @@ def render_text(snapshot: SwarmSnapshot) -> str:
         f"‖ {PAUSED}" if snapshot.paused else "",
         _session(snapshot.session) if snapshot.session else "",
         f"next step: {_next_step(snapshot)}" if snapshot.target_batch_size > 0 else "",
-        "; ".join(f"{name} {figure}" for name, figure in _figures(snapshot).items()),
+        "; ".join(" ".join((name, *figure)).rstrip() for name, figure in _figures(snapshot).items()),
         loss_band.render_text(snapshot.loss_history),
         *(line.rstrip() for line in table),
         *_more(snapshot),
-        "given so far:" if snapshot.leaderboard else "",
+        "given so far, as others saw it:" if snapshot.leaderboard else "",
         *(f"  {_given(giver)}" for giver in snapshot.leaderboard[:MAX_GIVERS]),
     ]
     return "\n".join([*filter(None, told), *(f"  {plain(line)}" for line in snapshot.log)])
@@ -59,18 +60,16 @@ def render_html(snapshot: SwarmSnapshot) -> str:
     """The swarm as one ``div``: figures, progress to the next step, loss, peers, leaderboard and log."""
     paused = f'<p class="warn">‖ {PAUSED}</p>' if snapshot.paused else ""
     session = _html_session(snapshot.session) if snapshot.session else ""
-    figures = {name: text(figure) for name, figure in _figures(snapshot).items()}
-    if snapshot.target_batch_size > 0:
-        figures = {"step": f"{snapshot.step:,}", **figures}
+    figures = {name: theme.figure(*map(text, figure)) for name, figure in _figures(snapshot).items()}
     return theme.wrap(
         theme.heading(text(_state(snapshot)), text(_me(snapshot)))
         + paused
         + session
         + theme.cards(figures)
         + _progress(snapshot)
-        + _loss(snapshot)
+        + _beside(_loss(snapshot), _leaderboard(snapshot))
         + _peers(snapshot)
-        + _below(snapshot),
+        + _log(snapshot),
         f"swarm {plain(snapshot.run)}",
     )
 
@@ -105,25 +104,29 @@ def _next_step(snapshot: SwarmSnapshot) -> str:
     return f"{_collected(snapshot)} samples; step {snapshot.step + 1} in about {_clock(snapshot.eta_s)}"
 
 
-def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
-    """What both the text and the HTML tell, by name."""
+def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
+    """What both the text and the HTML tell: value and unit by name."""
     figures = {}
     if snapshot.target_batch_size > 0:
-        figures = {"all": _speed(snapshot), "me": f"{snapshot.own_samples_per_s:,.1f} samples/s"}
+        trainers, peers = sum(peer.samples_per_s > 0 for peer in snapshot.peers), len(snapshot.peers)
+        figures = {
+            "all peers": (
+                f"{snapshot.samples_per_s:,.1f}",
+                f"samples/s from {trainers} of {count(peers, 'peer')}",
+            ),
+            "me": (f"{snapshot.own_samples_per_s:,.1f}", "samples/s"),
+        }
         if snapshot.last_share is not None:
-            figures["my share of the last step"] = f"{snapshot.last_share:.0%}"
-    figures["sent"] = _traffic(snapshot.sent_bytes, snapshot.sent_bps)
-    figures["received"] = _traffic(snapshot.received_bytes, snapshot.received_bps)
+            figures["my share"] = (f"{snapshot.last_share:.0%}", "of the last step's samples")
+    figures["sent"] = (size(snapshot.sent_bytes), f"now {snapshot.sent_bps / 1e6:,.3g} Mbit/s")
+    figures["received"] = (size(snapshot.received_bytes), f"now {snapshot.received_bps / 1e6:,.3g} Mbit/s")
     if snapshot.energy is not None:
-        how = "estimate: " if snapshot.energy.estimated else ""
-        used = f"{snapshot.energy.joules / 3600:,.3g} Wh"
-        figures["energy"] = f"{used} ({how}{plain(snapshot.energy.source, 80)})"
+        how = "estimate: " if snapshot.energy.estimated else "by "
+        figures["energy"] = (
+            f"{snapshot.energy.joules / 3600:,.3g} Wh",
+            how + plain(snapshot.energy.source, 80),
+        )
     return figures
-
-
-def _traffic(size_bytes: float, bps: float) -> str:
-    rate = f", {bps / 1e6:,.3g} Mbit/s" if bps > 0 else ""
-    return size(size_bytes) + rate
 
 
 def _clock(seconds: float) -> str:
@@ -164,7 +167,8 @@ def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:
 
 def _loss(snapshot: SwarmSnapshot) -> str:
     """Beside the published run's where the two begin alike."""
-    drawn = loss_band.render_html(snapshot.loss_history) or loss_band.render_svg(snapshot.loss_history)
+    history = snapshot.loss_history
+    drawn = loss_band.render_html(history, LOSS_WIDTH) or loss_band.render_svg(history, width=LOSS_WIDTH)
     if not drawn:
         return ""
     losses = _finite_losses(snapshot)
@@ -205,24 +209,28 @@ def _given(giver: Given) -> str:
     return f"{_name(giver.name)}{me}: {giver.samples:,.0f} samples, {size(giver.reduced_bytes)} averaged for others"
 
 
-def _below(snapshot: SwarmSnapshot) -> str:
-    """Leaderboard and log, beside each other where there is room."""
-    boxes = []
-    if snapshot.leaderboard:
-        rows = [
-            (
-                text(_name(giver.name)) + (" (me)" if giver.me else ""),
-                f"{giver.samples:,.0f}",
-                size(giver.reduced_bytes),
-            )
-            for giver in snapshot.leaderboard[:MAX_GIVERS]
-        ]
-        columns = ("peer", "samples", "averaged for others")
-        boxes.append(
-            f"<h4>given so far</h4>{theme.table(columns, rows, numbers=(1, 2), label='leaderboard')}"
+def _leaderboard(snapshot: SwarmSnapshot) -> str:
+    if not snapshot.leaderboard:
+        return ""
+    rows = [
+        (
+            text(_name(giver.name)) + (" (me)" if giver.me else ""),
+            f"{giver.samples:,.0f}",
+            size(giver.reduced_bytes),
         )
-    if snapshot.log:
-        lines = "<br>".join(text(line, MAX_LINE_CHARS) for line in snapshot.log)
-        boxes.append(f'<h4>log</h4><p class="soft">{lines}</p>')
-    inside = "".join(f'<div style="flex:1 1 300px">{box}</div>' for box in boxes)
-    return f'<div class="row">{inside}</div>'
+        for giver in snapshot.leaderboard[:MAX_GIVERS]
+    ]
+    columns = ("peer", "samples", "averaged")
+    return f"<h4>given so far, as others saw it</h4>{theme.table(columns, rows, numbers=(1, 2), label='leaderboard')}"
+
+
+def _log(snapshot: SwarmSnapshot) -> str:
+    lines = "<br>".join(text(line, MAX_LINE_CHARS) for line in snapshot.log)
+    return f'<h4>log</h4><p class="soft">{lines}</p>' if lines else ""
+
+
+def _beside(left: str, right: str) -> str:
+    """Next to each other where there is room."""
+    boxes = ((left, LOSS_WIDTH), (right, 260))
+    shown = (f'<div style="flex:1 1 {width}px;min-width:0">{box}</div>' for box, width in boxes if box)
+    return f'<div class="row" style="gap:0 24px">{"".join(shown)}</div>'

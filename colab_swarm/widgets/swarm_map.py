@@ -26,46 +26,48 @@ Place = tuple[float, float]
 def render_html(snapshot: SwarmSnapshot) -> str:
     """The map with its key."""
     shown, hidden = _others(snapshot)
-    height = max(5 * ROW, ROW * math.ceil(len(shown) / 2)) + ROW
-    middle = (WIDTH / 2, height / 2)
-    places = _places(len(shown), height)
-    by_id = {peer.id[:ID_CHARS]: place for peer, place in zip(shown, places, strict=True)}
-    links = "".join(_link(peer, place, middle, by_id) for peer, place in zip(shown, places, strict=True))
-    nodes = "".join(_node(peer, place, _state(peer)) for peer, place in zip(shown, places, strict=True))
-    me = (
-        f'<text x="{middle[0]}" y="{middle[1] + 30}" text-anchor="middle">{text(snapshot.me, 24)} (me)</text>'
-    )
-    states = {_own_state(snapshot), *map(_state, shown)}
-    key = " ".join(theme.mark(hue, symbol, word + " ") for hue, symbol, word in sorted(states))
-    drawn = (
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
-        f'aria-label="map of {count(len(shown) + 1, "peer")}">'
-        f"{links}{nodes}{_dot(middle, _own_state(snapshot), 15)}{me}</svg>"
+    key = "".join(
+        f"{theme.mark(*state)} &#160; " for state in sorted({_own_state(snapshot), *map(_state, shown)})
     )
     more = f'<p class="soft">… and {hidden} more peers</p>' if hidden else ""
     legend = '<p class="soft">line: a link, wider for a faster line; dashed: by way of a relay; no line: no link</p>'
-    return theme.wrap(
-        theme.heading(text(snapshot.run), _linked(shown)) + f"{drawn}{more}<p>{key}</p>{legend}",
-        "map of the swarm",
+    head = theme.heading(text(snapshot.run), _linked(shown))
+    return theme.wrap(f"{head}{_svg(snapshot, shown)}{more}<p>{key}</p>{legend}", "map of the swarm")
+
+
+def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
+    height = max(6 * ROW, ROW * math.ceil(len(shown) / 2)) + ROW
+    middle = (WIDTH / 2, height / 2)
+    placed = list(zip(shown, _places(len(shown), height), strict=True))
+    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
+    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
+    links = "".join(_link(peer, place, middle, places) for peer, place in placed)
+    nodes = "".join(_node(peer, place, names) for peer, place in placed)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
+        f'aria-label="map of {count(len(shown) + 1, "peer")}">{links}{nodes}'
+        f"{_dot(middle, _own_state(snapshot), 15)}"
+        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
+        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
     )
 
 
 def render_text(snapshot: SwarmSnapshot) -> str:
     """The same as aligned lines."""
     shown, hidden = _others(snapshot)
+    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
     _, symbol, word = _own_state(snapshot)
     rows = [(f"{symbol} {plain(snapshot.me, 24)} (me)", word, "", "", "")]
     for peer in shown:
         _, symbol, word = _state(peer)
-        rows.append((f"{symbol} {plain(peer.name, 24)}", word, _rtt(peer), _way(peer), _speed(peer)))
+        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *_told(peer, names)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     more = [f"… and {hidden} more peers"] if hidden else []
-    return "\n".join(
-        [f"links of {plain(snapshot.run)}: {_linked(shown)}", *(f"  {line}" for line in lines + more)]
-    )
+    head = f"links of {plain(snapshot.run, 40)}: {_linked(shown)}"
+    return "\n".join([head, *(f"  {line}" for line in lines + more)])
 
 
 def _others(snapshot: SwarmSnapshot) -> tuple[list[PeerRow], int]:
@@ -99,19 +101,20 @@ def _own_state(snapshot: SwarmSnapshot) -> State:
     )
 
 
-def _rtt(peer: PeerRow) -> str:
-    return "" if peer.rtt_s is None or not math.isfinite(peer.rtt_s) else f"{1000 * peer.rtt_s:,.0f} ms"
+def _told(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
+    """Round-trip time, way and speed of a link; empty where not known."""
+    relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
+    way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
+    rtt = "" if peer.rtt_s is None or not math.isfinite(peer.rtt_s) else f"{1000 * peer.rtt_s:,.0f} ms"
+    bps = _slower(peer)
+    speed = "" if bps is None else f"{bps / 1e9:.3g} Gbit/s" if bps >= 1e9 else f"{bps / 1e6:.3g} Mbit/s"
+    return rtt, plain(way, 20) or "no link", speed
 
 
-def _way(peer: PeerRow) -> str:
-    return plain(peer.connected, 24) or "no link"
-
-
-def _speed(peer: PeerRow) -> str:
-    """Up and down; empty unless the peer tells both."""
-    if peer.upload_bps is None or peer.download_bps is None:
-        return ""
-    return f"{peer.upload_bps / 1e6:.3g}/{peer.download_bps / 1e6:.3g} Mbit/s"
+def _slower(peer: PeerRow) -> float | None:
+    """Bits per second of the line's slower way; None unless the peer tells."""
+    speeds = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
+    return min(speeds, default=None)
 
 
 def _places(number: int, height: float) -> list[Place]:
@@ -126,10 +129,9 @@ def _places(number: int, height: float) -> list[Place]:
     return places
 
 
-def _thickness(peer: PeerRow) -> float:
-    """1 for 1 Mbit/s or less, 2 more for each factor of ten, by the slower of the line's two ways."""
-    speeds = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
-    return 1.5 if not speeds else min(1 + 2 * math.log10(max(min(speeds) / 1e6, 1.0)), 7.0)
+def _thickness(bps: float | None) -> float:
+    """1 for 1 Mbit/s or less, 1.3 more for each factor of ten."""
+    return 1.0 if bps is None else min(1 + 1.3 * math.log10(max(bps / 1e6, 1.0)), 6.0)
 
 
 def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
@@ -139,10 +141,9 @@ def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]
     if peer.connected.startswith(RELAYED):
         dashed = ' stroke-dasharray="5 4"'
         begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle)
-    told = ", ".join(filter(None, (_way(peer), _rtt(peer), _speed(peer))))
     return (
         f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
-        f'stroke="currentColor" stroke-width="{_thickness(peer):.1f}"{dashed}><title>{text(told)}</title></path>'
+        f'stroke="currentColor" stroke-width="{_thickness(_slower(peer)):.1f}"{dashed}/>'
     )
 
 
@@ -152,16 +153,16 @@ def _dot(place: Place, state: State, radius: float) -> str:
     return (
         f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" '
         f'style="fill:var(--card)" stroke="currentColor" stroke-width="2"/>'
-        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{symbol}</text></g>'
+        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
     )
 
 
-def _node(peer: PeerRow, place: Place, state: State) -> str:
+def _node(peer: PeerRow, place: Place, names: Mapping[str, str]) -> str:
     x, y = place
     at, anchor = (x + 15, "start") if x > WIDTH / 2 else (x - 15, "end")
-    told = ", ".join(filter(None, (_rtt(peer), _way(peer), _speed(peer))))
+    told = ", ".join(filter(None, _told(peer, names)))
     name = text(peer.name, 24)
-    return _dot(place, state, 10) + (
+    return _dot(place, _state(peer), 10) + (
         f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">{name}</text>'
         f'<text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(told)}</text>'
     )

@@ -27,7 +27,7 @@ DARK = (
 STYLE = (
     f".cs-view{{{LIGHT};box-sizing:border-box;max-width:860px;padding:10px 14px;background:var(--paper);"
     "color:var(--ink);border:1px solid var(--line);border-radius:8px;font:13px/1.45 system-ui,sans-serif;"
-    "overflow-wrap:anywhere;font-variant-numeric:tabular-nums}"
+    "overflow-wrap:break-word;font-variant-numeric:tabular-nums}"
     f"[data-jp-theme-light=false] .cs-view,[theme=dark] .cs-view,.vscode-dark .cs-view{{{DARK}}}"
     "@media(prefers-color-scheme:dark){html:not([theme]) body:not([data-jp-theme-light],.notebook_app,"
     f"[class*=vscode-]) .cs-view{{{DARK}}}}}"
@@ -35,13 +35,15 @@ STYLE = (
     + ".cs-view p{margin:5px 0}.cs-view h4{margin:12px 0 4px;font:600 13px system-ui,sans-serif;color:var(--soft)}"
     ".cs-view .warn{border-left:4px solid var(--amber);padding-left:8px}"
     ".cs-view .row{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
-    ".cs-view .card{flex:1 1 110px;background:var(--card);border-radius:6px;padding:6px 10px}"
-    ".cs-view .card b{display:block;font-size:15px}"
-    ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit}"
+    ".cs-view .card{flex:1 1 110px;box-sizing:border-box;background:var(--card);border-radius:6px;padding:6px 10px}"
+    ".cs-view .card b{display:block;font-size:15px}.cs-view .card small{display:block;font-size:11px;font-weight:400}"
+    ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit;color:inherit;"
+    "table-layout:auto}"
     ".cs-view.cs-view tbody tr{background:none}"
     ".cs-view.cs-view :is(th,td){padding:3px 12px 3px 0;text-align:left;border:0;border-top:1px solid var(--line);"
     "vertical-align:top;font-weight:400;color:inherit;background:none;white-space:normal;max-width:none}"
-    ".cs-view.cs-view thead th{color:var(--soft);border:0}.cs-view.cs-view .n{text-align:right}"
+    ".cs-view.cs-view thead th{color:var(--soft);border:0}.cs-view.cs-view .n{text-align:right;white-space:nowrap}"
+    ".cs-view tbody th{overflow-wrap:anywhere;min-width:70px}"
     ".cs-view .bar{display:block;height:8px;margin:4px 0;border-radius:4px;background:var(--line);overflow:hidden}"
     ".cs-view .bar i{display:block;height:100%;background:currentColor}"
     ".cs-view .key i{display:inline-block;width:10px;height:10px;margin:0 5px 0 0;background:currentColor}"
@@ -72,6 +74,11 @@ def cards(figures: Mapping[str, str]) -> str:
         for name, value in figures.items()
     )
     return f'<div class="row">{"".join(shown)}</div>'
+
+
+def figure(value: str, unit: str) -> str:
+    """A figure for `cards`, with what it counts under it."""
+    return f'{value}<small class="soft">{unit}</small>'
 
 
 def table(

@@ -53,6 +53,17 @@ def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None
     assert not has_frontend()
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_page_is_where_cells_may_ask_for_input(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    ipython = ModuleType("IPython")
+    kernel = SimpleNamespace(_allow_stdin=asked)
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=kernel)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert has_frontend() is asked
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")  # always has a page
+    assert has_frontend()
+
+
 def test_colab_is_known_by_its_release_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     assert in_colab()
