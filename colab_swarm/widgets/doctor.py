@@ -8,16 +8,18 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colab_swarm.widgets import theme
+
 WIDTH = 100
 INDENT = " " * 18
 
 
 class Light(enum.Enum):
-    """How good it is: symbol, word and colour (told apart by colour-blind people too, and on dark pages)."""
+    """How good it is: symbol, word and hue."""
 
-    GREEN = ("✔", "good", "#009e73")
-    YELLOW = ("▲", "look", "#e69f00")
-    RED = ("✖", "stop", "#d55e00")
+    GREEN = ("✔", "good", "green")
+    YELLOW = ("▲", "look", "amber")
+    RED = ("✖", "stop", "red")
 
     @property
     def symbol(self) -> str:
@@ -30,8 +32,8 @@ class Light(enum.Enum):
         return self.value[1]
 
     @property
-    def colour(self) -> str:
-        """For the symbol, in HTML."""
+    def hue(self) -> str:
+        """Of the theme."""
         return self.value[2]
 
 
@@ -78,25 +80,20 @@ def render_text(checks: Sequence[Check]) -> str:
 
 
 def render_html(checks: Sequence[Check]) -> str:
-    """The same as a table that needs no script and takes its text colour from the page."""
-    rows = "".join(map(_row, checks))
-    return (
-        '<div style="font-family:sans-serif;font-size:13px;line-height:1.45;max-width:760px">'
-        f"<p><b>{html.escape(summary(checks))}</b></p>"
-        f'<table style="border-collapse:collapse;table-layout:auto;width:100%">{rows}</table></div>'
+    """The same as a table."""
+    return theme.wrap(
+        theme.heading("doctor", html.escape(summary(checks)))
+        + theme.table(("check", "", "found, and what to do"), map(_row, checks), label="checks"),
+        "what the doctor found",
     )
 
 
-def _row(check: Check) -> str:
-    light, cell = check.light, "text-align:left;vertical-align:top;white-space:normal;padding:3px 10px 3px 0"
-    fix = (
-        f'<br><span style="opacity:.85">→ <b>{html.escape(_plain(check.fix))}</b></span>' if check.fix else ""
-    )
+def _row(check: Check) -> tuple[str, str, str]:
+    light, fix = check.light, f"<br>→ <b>{html.escape(_plain(check.fix))}</b>" if check.fix else ""
     return (
-        f'<tr><td style="{cell};color:{light.colour};font-weight:bold" title="{light.word}" '
-        f'aria-label="{light.word}">{light.symbol}</td>'
-        f'<td style="{cell};white-space:nowrap;font-weight:bold">{html.escape(_plain(check.name))}</td>'
-        f'<td style="{cell};width:100%">{html.escape(_plain(check.text))}{fix}</td></tr>'
+        f"<b>{html.escape(_plain(check.name))}</b>",
+        theme.mark(light.hue, light.symbol, light.word),
+        html.escape(_plain(check.text)) + fix,
     )
 
 

@@ -8,6 +8,8 @@ import time
 from importlib.util import find_spec
 from typing import Any, Self
 
+from colab_swarm.widgets import theme
+
 PROJECT = "OWNER/colab_swarm"
 """On GitHub; whoever publishes a copy puts its own owner here."""
 COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
@@ -19,8 +21,8 @@ NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "
 MAX_QR_CHARACTERS = 1500
 """A longer line makes a code that no camera reads from a screen."""
 QR_WIDTH = 200
-BOX = "border:1px solid;border-color:rgba(128,128,128,.5);border-radius:4px"
-BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:inherit"
+BOX = "border:1px solid var(--line);border-radius:4px"
+BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
 
 
 class Invitation(str):
@@ -83,7 +85,7 @@ class Invitation(str):
     def _qr_html(self) -> str:
         code = _code(self)
         if isinstance(code, str):
-            return f'<p style="opacity:.7">{html.escape(code)}</p>'
+            return f'<p class="soft">{html.escape(code)}</p>'
         modules = code.symbol_size(border=4)[0]
         # dark on white whatever the page: many cameras cannot read the inverse
         drawn = code.svg_inline(scale=QR_WIDTH / modules, border=4, dark="#000", light="#fff", omitsize=False)
@@ -92,13 +94,13 @@ class Invitation(str):
     def _repr_html_(self) -> str:
         colab, kaggle = NOTEBOOKS[self.purpose]
         badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
-        return (
-            '<div style="font-family:sans-serif;font-size:13px;line-height:1.5;max-width:760px">'
-            f"<p><b>{html.escape(self.described())}</b></p>{self._qr_html()}"
+        return theme.wrap(
+            f"{theme.heading(html.escape(self.described()))}{self._qr_html()}"
             f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
-            'background:transparent;color:inherit;user-select:all" title="one click selects all of it">'
+            'background:var(--card);color:inherit;user-select:all" title="one click selects all of it">'
             f"{html.escape(self)}</code></p>"
-            f"<p>{badges}and paste the line there.</p></div>"
+            f"<p>{badges}and paste the line there.</p>",
+            "invitation",
         )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import Any
 
+from colab_swarm.markup import text
 from colab_swarm.net.lan import LanSwarm
+from colab_swarm.widgets import theme
 
 NONE = (
     "no swarm announces itself in this network: begin one with cs.create(…), or paste an invitation into "
@@ -35,11 +35,7 @@ class LanSwarms(tuple[LanSwarm, ...]):
 
     def _repr_html_(self) -> str:
         if not self:
-            return f"<p>{html.escape(NONE)}</p>"
-        return f"<table>{''.join(map(_row, self.rows()))}</table>"
-
-
-def _row(cells: Sequence[Any]) -> str:
-    return (
-        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    )
+            return theme.wrap(f"<p>{html.escape(NONE)}</p>", "swarms in this network")
+        rows = (tuple(map(text, row)) for row in self.rows())
+        table = theme.table(("swarm", "who is there", "how to join"), rows, label="swarms in this network")
+        return theme.wrap(table, "swarms in this network")

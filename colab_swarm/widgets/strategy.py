@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from colab_swarm.averaging.strategy import Capacity, Plan, Setup, plan_round
+from colab_swarm.markup import text
+from colab_swarm.widgets import theme
 from colab_swarm.widgets.environment import has_frontend
 
 MAX_COUNT = 32
-WIDTH = 260
-ROW = 20
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ def strategy_text(found: Comparison) -> str:
 
 
 def strategy_html(found: Comparison) -> str:
-    """The comparison as one ``div`` with two bar charts; needs no script."""
+    """The comparison as one ``div`` with two bar charts."""
     shares = [
         (f"{kind.count} {kind.name}, {kind.mbit_s:.0f} Mbit/s", share, f"{share:.0%}")
         for kind, share in zip(found.kinds, found.shares, strict=True)
         if kind.count
     ]
     times = [(name, seconds, f"{seconds:.1f} s") for name, seconds in _times(found)]
-    return (
-        '<div style="font-family:sans-serif;font-size:13px">'
-        f"<b>who reduces how much</b>{_bars(shares, '#1f77b4')}"
-        f"<b>how long a round takes</b>{_bars(times, '#ff7f0e')}"
-        f"{html.escape(found.plan.explanation)}</div>"
+    return theme.wrap(
+        f"<h4>who reduces how much</h4>{_bars(shares, 'blue', 'shares of the reducing')}"
+        f"<h4>how long a round takes</h4>{_bars(times, 'amber', 'seconds that a round takes')}"
+        f"<p>{html.escape(found.plan.explanation)}</p>",
+        "strategy",
     )
 
 
@@ -107,16 +107,14 @@ def _times(found: Comparison) -> list[tuple[str, float]]:
     ]
 
 
-def _bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
+def _bars(rows: Sequence[tuple[str, float, str]], hue: str, label: str) -> str:
+    """Name, a bar, and its length in words, each."""
     longest = max((value for _, value, _ in rows), default=0.0) or 1.0
-    drawn = "".join(
-        f'<text x="0" y="{ROW * i + 14}">{html.escape(label)}</text>'
-        f'<rect x="190" y="{ROW * i + 3}" width="{WIDTH * value / longest:.1f}" height="{ROW - 6}" fill="{colour}"/>'
-        f'<text x="{196 + WIDTH * value / longest:.1f}" y="{ROW * i + 14}">{text}</text>'
-        for i, (label, value, text) in enumerate(rows)
+    drawn = (
+        (text(name), theme.bar(value / longest, f"{text(name)}: {told}", hue), told)
+        for name, value, told in rows
     )
-    size = f'width="{WIDTH + 250}" height="{ROW * len(rows) + 4}"'
-    return f'<br><svg {size} role="img" fill="currentColor" font-size="12">{drawn}</svg><br>'
+    return theme.table((), drawn, numbers=(2,), widths=("30%", "60%", "10%"), label=label)
 
 
 class StrategyExplorer:
@@ -156,7 +154,7 @@ class StrategyExplorer:
         try:
             self.found = compare(self._kinds, megabytes=self._megabytes)
         except ValueError as error:
-            drawn = f"<i>{html.escape(str(error))}</i>"
+            drawn = theme.wrap(f'<p class="warn">⚠ {html.escape(str(error))}</p>', "strategy")
         else:
             drawn = strategy_html(self.found)
         if self._view is not None:

@@ -102,8 +102,8 @@ def table(
     def at(column: int) -> str:
         return ' class="n"' if column in numbers else ""
 
-    wide = [f' style="width:{width}"' for width in widths] + [""] * (len(columns) - len(widths))
-    head = "".join(f'<th scope="col"{at(i)}{wide[i]}>{name}</th>' for i, name in enumerate(columns))
+    wide = "".join(f'<col style="width:{width}"/>' for width in widths)
+    head = "".join(f'<th scope="col"{at(i)}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(
         f'<tr><th scope="row"{at(0)}>{first}</th>'
         + "".join(f"<td{at(i)}>{cell}</td>" for i, cell in enumerate(rest, 1))
@@ -111,7 +111,8 @@ def table(
         for first, *rest in rows
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f'<table aria-label="{label}">{head}<tbody>{body}</tbody></table>'
+    wide = f"<colgroup>{wide}</colgroup>" if wide else ""
+    return f'<table aria-label="{label}">{wide}{head}<tbody>{body}</tbody></table>'
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
