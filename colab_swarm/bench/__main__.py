@@ -29,6 +29,7 @@ BENCHMARKS = (
     "vc-asgd",
     "work-ordeal",
     "elastic",
+    "panel",
 )
 """Each is a module of this package with ``run(quick: bool) -> Report``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
