@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from colab_swarm.moe.host import ExpertHost
     from colab_swarm.moe.layer import MixtureOfExperts
     from colab_swarm.moe.remote import RemoteExpert
+    from colab_swarm.moe.snapshot import ExpertsSnapshot
     from colab_swarm.moe.trainer import AsyncTrainer
+    from colab_swarm.widgets.panel import Panel
     from colab_swarm.workunits.job import Job
 
 logger = logging.getLogger(__name__)
@@ -106,15 +108,30 @@ class Swarm(NotebookFace):
         prefix = uid.rsplit(".", len(grid))[0]
         return self._use_experts().remote(Grid.of(prefix, grid), uid, codec=codec, timeout_s=timeout_s)
 
+    def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
+        """A live map of the swarm's experts: where they live, how much each is used, and those of this peer at work.
+
+        Args:
+            prefix, grid: as given to `host_experts`.
+
+        Raises:
+            ValueError: an argument is not usable.
+        """
+        from colab_swarm.widgets.experts import VIEWS
+        from colab_swarm.widgets.panel import Panel
+
+        return Panel(self._use_experts().watch(Grid.of(prefix, grid)).snapshot, self.leave, views=VIEWS)
+
     def _use_experts(self) -> SwarmExperts:
         from colab_swarm.moe.experts import SwarmExperts
         from colab_swarm.moe.services import ExpertServices
+        from colab_swarm.widgets.experts import host_panel
 
         self._check_here()
         if self._experts is None:
             mine = self._services
             services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id)
-            self._experts = SwarmExperts(self._runtime, services)
+            self._experts = SwarmExperts(self._runtime, services, host_panel)
         return self._experts
 
     def trainer(

@@ -347,11 +347,9 @@ class Directory:
         """The expert did well: its failures are forgiven."""
         self._bans.succeed((uid, self._hosts.get(uid)))
 
-    def left_out(self) -> dict[str, float]:
-        """The experts that this peer leaves out for their failures, and for how many seconds more."""
-        now = self._loop.time()
-        ends = self._bans.ends(now).items()
-        return {who[0]: until - now for who, until in ends if isinstance(who, tuple)}
+    def left_out(self) -> set[str]:
+        """The experts that this peer does not call for a while, for their failures."""
+        return {who[0] for who in self._bans.ends(self._loop.time()) if isinstance(who, tuple)}
 
     # -- reading
 

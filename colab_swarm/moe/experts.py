@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from colab_swarm.moe.hosting import HostSettings, Premises
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
 from colab_swarm.moe.remote import RemoteExpert
 from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.snapshot import ExpertsSnapshot
 from colab_swarm.moe.tally import ExpertStatistics
 from colab_swarm.moe.watch import ExpertsWatch
 from colab_swarm.runtime import Runs
@@ -65,10 +67,20 @@ class MixtureOptions(TypedDict, total=False):
 
 
 class SwarmExperts:
-    """All that one peer has to do with experts; made when it is first asked for."""
+    """All that one peer has to do with experts; made when it is first asked for.
 
-    def __init__(self, runtime: Runs, services: ExpertServices) -> None:
-        self._runtime, self._services = runtime, services
+    Args:
+        runtime, services: of the peer.
+        show: makes the panel of a host, from what takes a snapshot and what stops the host.
+    """
+
+    def __init__(
+        self,
+        runtime: Runs,
+        services: ExpertServices,
+        show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None]], Any],
+    ) -> None:
+        self._runtime, self._services, self._show = runtime, services, show
         self._directory = runtime.call(self._make_directory())
         self._premises: Premises | None = None
         self._folder: Path | None = None
@@ -104,7 +116,7 @@ class SwarmExperts:
         premises = self._open(None if folder is None else Path(folder))
         if count is None and uids is None:
             print(plan.arithmetic)
-        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, premises, plan, settings)
+        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, premises, plan, settings, self._panel)
         return host
 
     def mixture(self, grid: Grid, dim: int, *, k: int, options: MixtureOptions) -> MixtureOfExperts:
@@ -116,6 +128,13 @@ class SwarmExperts:
     def remote(self, grid: Grid, uid: str, *, codec: str, timeout_s: float) -> RemoteExpert:
         """See `Swarm.expert`."""
         return RemoteExpert(self._access(codec, timeout_s), grid, uid)
+
+    def _panel(self, host: ExpertHost) -> Any:
+        def read() -> ExpertsSnapshot:
+            snapshot = self.watch(host.grid).snapshot()
+            return replace(snapshot, over=snapshot.over or host.stopped)
+
+        return self._show(read, host.stop)
 
     def watch(self, grid: Grid) -> ExpertsWatch:
         """What a panel of the grid's experts reads."""

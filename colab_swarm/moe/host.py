@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -155,11 +155,18 @@ class HostSnapshot:
 class ExpertHost:
     """Experts on this peer; they are served in the background until `stop`. Made by `Swarm.host_experts`."""
 
-    def __init__(self, runtime: Runs, premises: Premises, plan: HostPlan, settings: HostSettings) -> None:
-        """Claims names and serves from then on."""
-        self.arithmetic = plan.arithmetic
-        self._runtime, self._premises = runtime, premises
-        self._stopped = False
+    def __init__(
+        self,
+        runtime: Runs,
+        premises: Premises,
+        plan: HostPlan,
+        settings: HostSettings,
+        show: Callable[[ExpertHost], Any],
+    ) -> None:
+        """Claims names and serves from then on; ``show`` makes its panel."""
+        self.grid, self.arithmetic = plan.kind.grid, plan.arithmetic
+        self.stopped = False
+        self._runtime, self._premises, self._show = runtime, premises, show
         self._hosting = Hosting(premises, plan.kind, plan.wanted, plan.model, settings)
         runtime.call(self._hosting.start())
 
@@ -191,6 +198,10 @@ class ExpertHost:
             next(filter(None, faults), None),
         )
 
+    def panel(self) -> Any:
+        """A live view of all experts of the grid, and of those here at work: widgets in a notebook, text elsewhere."""
+        return self._show(self)
+
     def save(self) -> None:
         """Save now what changed, here and at the holders."""
         self._runtime.call(self._hosting.save())
@@ -201,13 +212,13 @@ class ExpertHost:
 
     def stop(self) -> None:
         """Withdraw the experts, save them a last time and serve them no more. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
+        if not self.stopped:
+            self.stopped = True
             self._runtime.call(self._hosting.stop())
 
     def vanish(self) -> None:
         """End like a process that is killed. For simulated crashes, on the runtime's loop."""
-        self._stopped = True
+        self.stopped = True
         self._hosting.vanish()
         self._premises.holders.vanish()
 
@@ -219,8 +230,8 @@ class ExpertHost:
 
     def __repr__(self) -> str:
         snapshot = self.snapshot()
-        steps = sum(expert.step for expert in snapshot.experts)
-        if self._stopped:
+        if self.stopped:
             return f"ExpertHost({snapshot.grid}, stopped)"
+        steps = sum(expert.step for expert in snapshot.experts)
         count = f"{len(snapshot.experts)} of {self._hosting.wanted.count} experts"
         return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"

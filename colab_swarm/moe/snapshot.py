@@ -16,7 +16,7 @@ class LiveExpert:
         host: short id of the peer where it runs.
         mine: whether that is this peer.
         step: updates in its weights, as its host told last.
-        told_s: seconds since then.
+        told_s: seconds since then, at the time of the listing.
         share: its part of all updates of the last minute, 0 to 1; None while nobody learns.
     """
 
@@ -70,28 +70,39 @@ class ServedExpert:
     p99_s: float | None
 
 
-@dataclass(frozen=True)
-class ExpertsSnapshot:
-    """The experts of one grid, as this peer knows them.
+@dataclass(frozen=True, eq=False)
+class ExpertsListing:
+    """What the swarm told last of a grid. Two are equal if they are one, so that what is drawn of it can be kept.
 
     Attributes:
-        grid: where they have their places.
+        grid: where experts have their places.
         live: that can be called, in the order of the grid.
         hosts: of these, those of the most experts first.
-        left_out: those that failed this peer, and the seconds until they are asked again.
+        left_out: that failed this peer, and are not asked for a while.
         dead: that lived since this peer began to look, and do no more.
-        served: those of this peer.
-        listed_s: seconds since the swarm was asked; None: its first answer is awaited.
-        fault: why the last look failed; empty if it did not.
-        over: whether this peer has left.
     """
 
     grid: Grid
     live: tuple[LiveExpert, ...] = ()
     hosts: tuple[HostOfExperts, ...] = ()
-    left_out: tuple[tuple[str, float], ...] = ()
+    left_out: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
-    served: tuple[ServedExpert, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsSnapshot:
+    """The experts of one grid, as this peer knows them.
+
+    Attributes:
+        listing: what the swarm told last.
+        listed_s: seconds since it was asked; None: its first answer is awaited.
+        served: experts of this peer.
+        fault: why the last look failed; empty if it did not.
+        over: whether this peer has left.
+    """
+
+    listing: ExpertsListing
     listed_s: float | None = None
+    served: tuple[ServedExpert, ...] = ()
     fault: str = ""
     over: bool = False

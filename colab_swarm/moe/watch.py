@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.services import ExpertInfo, ExpertServices
-from colab_swarm.moe.snapshot import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.snapshot import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
 from colab_swarm.moe.tally import ExpertStatistics
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runs
@@ -52,10 +52,10 @@ class ExpertsWatch:
         self._served, self._rates = served, Rates()
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
-        self._missed: Collection[str] = frozenset()  # by the last listing, for they were left out
+        self._missed: set[str] = set()  # by the last listing, for they were left out
         self._listed_at = self._began_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
-        self._last, self._closed = ExpertsSnapshot(grid), False
+        self._last, self._closed = ExpertsSnapshot(ExpertsListing(grid)), False
 
     def snapshot(self) -> ExpertsSnapshot:
         """As it stands; safe from any thread but the event loop's, and waits for no peer."""
@@ -70,34 +70,30 @@ class ExpertsWatch:
         if now - self._began_at >= LIST_EVERY_S and self._listing is None:
             self._began_at = now
             self._listing = asyncio.create_task(self._list(), name="list experts")
-        grid, left_out = self._last.grid, self._left_out()
-        live = tuple(expert for expert in self._live() if expert.uid not in left_out)
-        served = {uid: told for uid, told in self._served().items() if _is_of(grid, uid)}
+        if self._left_out() != self._last.listing.left_out:
+            self._take_in()
+        grid = self._last.listing.grid
         self._last = replace(
             self._last,
-            live=live,
-            hosts=self._hosts(live),
-            left_out=tuple(sorted(left_out.items())),
-            dead=tuple(sorted(self._seen - {expert.uid for expert in live} - left_out.keys())),
-            served=self._rates.of(served, now),
             listed_s=now - self._listed_at if self._listings else None,
+            served=self._rates.of({uid: s for uid, s in self._served().items() if _is_of(grid, uid)}, now),
         )
         return self._last
 
-    def _left_out(self) -> dict[str, float]:
+    def _left_out(self) -> tuple[str, ...]:
         """Those that this peer does not call now; who was missing in the listing for that stays until the next."""
-        now = self._directory.left_out()
-        return {uid: now.get(uid, 0.0) for uid in self._seen & {*now, *self._missed}}
+        return tuple(sorted(self._seen & (self._directory.left_out() | self._missed)))
 
     async def _list(self) -> None:
         fault = ""
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                found = await self._directory.live(self._last.grid)
+                found = await self._directory.live(self._last.listing.grid)
             self._listings.append(found)
-            self._missed = self._directory.left_out().keys()
+            self._missed = self._directory.left_out()
             self._seen.update(info.uid for info in found)
             self._listed_at = asyncio.get_running_loop().time()
+            self._take_in()
         except Exception as error:  # shown, and tried again
             logger.info("the experts could not be listed", exc_info=True)
             fault = f"{type(error).__name__}: {error}"
@@ -107,10 +103,19 @@ class ExpertsWatch:
     def _newest(self) -> Sequence[ExpertInfo]:
         return self._listings[-1] if self._listings else ()
 
-    def _live(self) -> tuple[LiveExpert, ...]:
+    def _take_in(self) -> None:
+        """Make what is shown of the newest listing anew."""
+        left_out = self._left_out()
+        live = tuple(expert for expert in self._live() if expert.uid not in left_out)
+        dead = self._seen - {expert.uid for expert in live} - {*left_out}
+        grid = self._last.listing.grid
+        listing = ExpertsListing(grid, live, self._hosts(live), left_out, tuple(sorted(dead)))
+        self._last = replace(self._last, listing=listing)
+
+    def _live(self) -> list[LiveExpert]:
         shares, ttl_s = self._shares(), self._directory.settings.ttl_s
         swarm_time = self._peers.time()
-        return tuple(
+        return [
             LiveExpert(
                 uid=info.uid,
                 host=short(info.peer),
@@ -120,7 +125,7 @@ class ExpertsWatch:
                 share=shares.get(info.uid),
             )
             for info in self._newest
-        )
+        ]
 
     def _shares(self) -> dict[str, float]:
         """Each expert's part of the updates between the oldest listing that is kept and the newest."""

@@ -39,13 +39,13 @@ def test_the_first_look_waits_for_nobody_and_the_next_ones_tell_who_hosts_what(t
         bob, _ = await run.host("bob", 1)
         watch, _ = watch_of(bob)
         at_once = await look(watch)
-        assert (at_once.live, at_once.listed_s) == ((), None)
+        assert (at_once.listing.live, at_once.listed_s) == ((), None)
         told = await look(watch, 2.0)
-        assert [(host.host, host.mine, host.experts) for host in told.hosts] == [
+        assert [(host.host, host.mine, host.experts) for host in told.listing.hosts] == [
             (short(alice.peers.id), False, 2),
             (short(bob.peers.id), True, 1),
         ]
-        assert [expert.uid for expert in told.served] == [one.uid for one in told.live if one.mine]
+        assert [expert.uid for expert in told.served] == [one.uid for one in told.listing.live if one.mine]
         assert told.listed_s is not None and told.listed_s < 2.5 and not told.fault
 
     run_virtual(main())
@@ -56,13 +56,13 @@ def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
         run = Run(tmp_path)
         _, hosting = await run.host("alice", 2)
         watch, _ = watch_of(await run.join("bob"))
-        assert {one.share for one in (await look(watch, 2.0)).live} == {None}, "nobody has learned"
+        assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "nobody has learned"
         busy, idle = sorted(hosting.experts)
         for _ in range(3):
             hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
         told = await look(watch, 60.0)
-        assert {one.uid: one.share for one in told.live} == {busy: 1.0, idle: 0.0}
-        assert told.hosts[0].share == 1.0
+        assert {one.uid: one.share for one in told.listing.live} == {busy: 1.0, idle: 0.0}
+        assert told.listing.hosts[0].share == 1.0
 
     run_virtual(main())
 
@@ -73,15 +73,15 @@ def test_who_failed_is_left_out_and_whose_host_died_is_dead(tmp_path: Path) -> N
         alice, _ = await run.host("alice", 2)
         watch, directory = watch_of(await run.join("bob"))
         told = await look(watch, 2.0)
-        first, second = (one.uid for one in told.live)
+        first, second = (one.uid for one in told.listing.live)
         directory.on_failure(first, "did not answer")
         told = await look(watch)
-        assert [one.uid for one in told.live] == [second] and told.left_out == ((first, 5.0),)
-        assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).live] == [first, second]
+        assert [one.uid for one in told.listing.live] == [second] and told.listing.left_out == (first,)
+        assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
         alice.peers.crash()
         told = await look(watch, 120.0)
         assert not alice.peers.up, "the fault did not fire"
-        assert told.live == () and told.dead == (first, second)
+        assert told.listing.live == () and told.listing.dead == (first, second)
 
     run_virtual(main())
 

@@ -1,0 +1,284 @@
+"""The places of a grid of experts as a picture, and as characters. Pure functions of a listing, drawn once each.
+
+Each place is a cell, filled from below in steps by how much its expert is used; large grids have several places to a
+cell, whose live part is its width. Grids of more than two dimensions are cut into slices of their last two.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.snapshot import ExpertsListing, LiveExpert
+
+MOST_CELLS = {1: (40,), 2: (20, 20), 3: (8, 8, 8), 4: (4, 4, 6, 6)}
+"""Along each dimension, by how many there are; a grid with more places has several to a cell."""
+STEPS = (0.5, 1.5, 3.0)
+"""Where one step of use ends and the next begins, in even shares: what each had if all were used alike."""
+LEVELS = ("no updates", "under half an even share", "about an even share", "up to 3 even shares", "more")
+WIDTH, MOST_CELL, SMALLEST_CELL, GAP, CAPTION = 750, 26, 12, 14, 16
+TEXT_SLICES = 8
+
+
+@dataclass
+class Cell:
+    """One or several places.
+
+    Attributes:
+        name: of the place, or of the first and last of each index.
+        places: how many there are.
+        live: experts that can be called.
+        dead, left_out: how many places have an expert that cannot.
+    """
+
+    name: str
+    places: int
+    live: list[LiveExpert] = field(default_factory=list)
+    dead: int = 0
+    left_out: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no expert was ever seen there."""
+        return not (self.live or self.dead or self.left_out)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this peer hosts an expert there."""
+        return any(expert.mine for expert in self.live)
+
+    def told(self) -> str:
+        """All there is to say of it, in words."""
+        if self.places == 1 and self.live:
+            expert = self.live[0]
+            host = f"{expert.host} (me)" if expert.mine else expert.host
+            return (
+                f"{self.name} at {host}: step {expert.step:,}, {_share(self.live)}, {expert.told_s:.0f} s old"
+            )
+        if self.places == 1:
+            return f"{self.name}: {'left out' if self.left_out else 'dead'}"
+        states = {"left out": self.left_out, "dead": self.dead, "mine": sum(one.mine for one in self.live)}
+        parts = [f"{number} {state}" for state, number in states.items() if number]
+        return (
+            f"{self.name}: {len(self.live)} of {self.places} live, {', '.join([_share(self.live), *parts])}"
+        )
+
+
+def _share(experts: Sequence[LiveExpert]) -> str:
+    return f"{sum(expert.share or 0.0 for expert in experts):.1%}"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A grid cut into cells; ``even``: the share that each live expert had if all were used alike."""
+
+    sides: tuple[int, ...]
+    cells: dict[Index, Cell]
+    even: float
+
+    def level(self, cell: Cell) -> int:
+        """How much its experts are used: an index into `LEVELS`."""
+        used = sum(expert.share or 0.0 for expert in cell.live)
+        if not used:
+            return 0
+        return 1 + sum(used / (self.even * len(cell.live)) >= step for step in STEPS)
+
+    @property
+    def slices(self) -> Iterator[Index]:
+        """The first indices of all slices of two dimensions, or one."""
+        return itertools.product(*map(range, self.sides[:-2]))
+
+    def rows(self, part: Index) -> list[list[Cell]]:
+        """The cells of one slice."""
+        height = self.sides[-2] if len(self.sides) > 1 else 1
+        between = ((row,) if len(self.sides) > 1 else () for row in range(height))
+        return [[self.cells[(*part, *row, column)] for column in range(self.sides[-1])] for row in between]
+
+
+def cells_of(listing: ExpertsListing) -> Cells:
+    """The grid in as many cells as can be looked at."""
+    grid = listing.grid
+    together = _together(grid)
+    sides = tuple(math.ceil(side / merged) for side, merged in zip(grid.sides, together, strict=True))
+    cells = {at: _cell(grid, at, together) for at in itertools.product(*map(range, sides))}
+
+    def at(uid: str) -> Cell:
+        return cells[tuple(i // merged for i, merged in zip(grid.index(uid), together, strict=True))]
+
+    for expert in listing.live:
+        at(expert.uid).live.append(expert)
+    for uid in listing.dead:
+        at(uid).dead += 1
+    for uid in listing.left_out:
+        at(uid).left_out += 1
+    return Cells(sides, cells, 1 / max(1, len(listing.live)))
+
+
+def _together(grid: Grid) -> tuple[int, ...]:
+    """How many places of each dimension share a cell."""
+    most = MOST_CELLS[len(grid.sides)]
+    return tuple(math.ceil(side / cells) for side, cells in zip(grid.sides, most, strict=True))
+
+
+def _cell(grid: Grid, at: Index, together: Sequence[int]) -> Cell:
+    begins = [i * merged for i, merged in zip(at, together, strict=True)]
+    ends = [min(b + merged, side) for b, merged, side in zip(begins, together, grid.sides, strict=True)]
+    names = [str(b) if e - b == 1 else f"{b}-{e - 1}" for b, e in zip(begins, ends, strict=True)]
+    places = math.prod(e - b for b, e in zip(begins, ends, strict=True))
+    return Cell(".".join([grid.prefix, *names]), places)
+
+
+def _caption(slice_: Sequence[Sequence[Cell]], dimensions: int) -> str:
+    """``ffn.3.*.*``: the name of a slice."""
+    return ".".join([*slice_[0][0].name.split(".")[:-2], "*", "*"]) if dimensions > 2 else ""
+
+
+def note(listing: ExpertsListing) -> str:
+    """What one must know of cells of several places; empty for others."""
+    places = math.prod(_together(listing.grid))
+    return f"  (a cell is {places} places, as wide as many of them live)" if places > 1 else ""
+
+
+# --- as characters ------------------------------------------------------------------------------------------------
+
+TEXT_KEY = "  . nobody  0-4 use  [ ] mine  ! left out  x dead"
+
+
+@lru_cache(maxsize=4)
+def render_text(listing: ExpertsListing) -> str:
+    """The map as characters, three to a cell, and what they mean."""
+    cells = cells_of(listing)
+    lines, parts = [], list(cells.slices)
+    for part in parts[:TEXT_SLICES]:
+        rows = cells.rows(part)
+        lines += [f"  {caption}"] if (caption := _caption(rows, len(cells.sides))) else []
+        lines += ["  " + "".join(_characters(cells, cell) for cell in row).rstrip() for row in rows]
+    more = len(parts) - TEXT_SLICES
+    return "\n".join([*lines, *([f"  and {more} more slices"] if more > 0 else []), TEXT_KEY + note(listing)])
+
+
+def _characters(cells: Cells, cell: Cell) -> str:
+    shown = str(cells.level(cell)) if cell.live else "!" if cell.left_out else "x" if cell.dead else "."
+    return f"[{shown}]" if cell.mine else f" {shown} "
+
+
+# --- as a picture -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def render_svg(listing: ExpertsListing) -> str:
+    """The map as inline SVG, a tooltip to each cell where an expert is or was."""
+    cells = cells_of(listing)
+    slices = [cells.rows(part) for part in cells.slices]
+    high, wide = len(slices[0]), len(slices[0][0])
+    beside = (WIDTH + GAP) // len(slices) - GAP  # what each has if all stand in one line
+    size = min(MOST_CELL, max(SMALLEST_CELL, beside // wide))
+    caption = CAPTION if len(cells.sides) > 2 else 0
+    across = min(len(slices), max(1, (WIDTH + GAP) // (wide * size + GAP)))
+    drawing, captions = _Drawing(cells, size), []
+    for number, rows in enumerate(slices):
+        x = number % across * (wide * size + GAP) + 1
+        y = number // across * (high * size + caption + GAP) + caption + 1
+        if caption:
+            captions.append(
+                f'<text x="{x}" y="{y - 4}">{html.escape(_caption(rows, len(cells.sides)))}</text>'
+            )
+        drawing.add(rows, x, y)
+    width = across * (wide * size + GAP) - GAP + 2
+    height = math.ceil(len(slices) / across) * (high * size + caption + GAP) - GAP + 2
+    label = html.escape(f"{len(listing.live)} live experts of {listing.grid}")
+    return (
+        f'<svg class="blue" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{label}">{"".join(captions)}{drawing.svg()}</svg>'
+    )
+
+
+class _Drawing:
+    """Gathers all cells; what looks alike is one path."""
+
+    def __init__(self, cells: Cells, size: int) -> None:
+        self._cells, self._size = cells, size
+        self._paths = dict.fromkeys(PATHS, "")
+        self._tips: list[str] = []
+
+    def add(self, rows: Sequence[Sequence[Cell]], x: int, y: int) -> None:
+        """One slice, its corner at (x, y)."""
+        size = self._size
+        wide, high = len(rows[0]), len(rows)
+        across = [f"M{x} {y + i * size}h{wide * size}" for i in range(high + 1)]
+        down = [f"M{x + i * size} {y}v{high * size}" for i in range(wide + 1)]
+        self._paths["frame"] += "".join(across + down)
+        for (row, line), column in itertools.product(enumerate(rows), range(wide)):
+            if not line[column].empty:
+                self._add_cell(line[column], x + column * size, y + row * size)
+
+    def _add_cell(self, cell: Cell, x: int, y: int) -> None:
+        size, paths = self._size, self._paths
+        inner = size - 2
+        alive = inner * len(cell.live) / cell.places
+        used = inner * self._cells.level(cell) / (len(LEVELS) - 1)
+        if cell.live:
+            paths["live"] += _box(x + 1, y + 1, alive, inner)
+            paths["used"] += _box(x + 1, y + 1 + inner - used, alive, used) if used else ""
+        if cell.dead and (cell.places == 1 or not cell.live):
+            paths["dead"] += hatching(x + 1, y + 1, inner)
+        if cell.left_out:
+            paths["left out"] += exclamation(x, y, size)
+        if cell.mine:
+            paths["mine"] += _box(x + 2, y + 2, size - 4, size - 4)
+        tip = html.escape(cell.told())
+        self._tips.append(f'<rect x="{x}" y="{y}" width="{size}" height="{size}"><title>{tip}</title></rect>')
+
+    def svg(self) -> str:
+        """All of it."""
+        paths = "".join(
+            f'<path d="{self._paths[name]}" {PATHS[name]}/>' for name in PATHS if self._paths[name]
+        )
+        return f'{paths}<g fill="none" pointer-events="all">{"".join(self._tips)}</g>'
+
+
+PATHS = {
+    "frame": 'fill="none" stroke="var(--line)"',
+    "live": 'fill="currentColor" opacity=".22"',
+    "used": 'fill="currentColor"',
+    "dead": 'fill="none" stroke="var(--soft)" stroke-width="1.5"',
+    "left out": 'fill="none" stroke="var(--amber)" stroke-width="2.5"',
+    "mine": 'fill="none" stroke="var(--ink)" stroke-width="2"',
+}
+"""Each kind of line or area, and how it looks; later ones lie above."""
+
+
+def sample(kind: str, level: int = 0) -> str:
+    """A cell of 14 pixels for the key: of a kind of `PATHS`, or (``used``) of a level."""
+    used = 12 * level / (len(LEVELS) - 1)
+    drawn = {
+        "used": _box(1, 13 - used, 12, used),
+        "dead": hatching(1, 1, 12),
+        "left out": exclamation(0, 0, 14),
+        "mine": _box(2, 2, 10, 10),
+    }[kind]
+    under = f'<path d="{_box(1, 1, 12, 12)}" {PATHS["live"]}/>' if kind == "used" else ""
+    return f'{under}<path d="{drawn}" {PATHS[kind]}/>'
+
+
+def _box(x: float, y: float, width: float, height: float) -> str:
+    return f"M{x:g} {y:g}h{width:.3g}v{height:.3g}h{-width:.3g}z"
+
+
+def hatching(x: float, y: float, size: float) -> str:
+    """Three slanted lines in a square."""
+    half = size / 2
+    return (
+        f"M{x:g} {y + half:g}l{half:g} {-half:g}M{x:g} {y + size:g}l{size:g} {-size:g}"
+        f"M{x + half:g} {y + size:g}l{half:g} {-half:g}"
+    )
+
+
+def exclamation(x: float, y: float, size: float) -> str:
+    """An exclamation mark in the middle of a square."""
+    return f"M{x + size / 2:g} {y + size * 0.2:g}v{size * 0.36:.3g}m0 {size * 0.12:.3g}v2.5"
