@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import count, plain, size, text
@@ -19,6 +19,7 @@ from colab_swarm.widgets import theme
 RECENT = 20
 """Rounds in the strip."""
 MAX_LANES = 40
+MIN_S, MAX_S = 1e-6, 1e6
 ID_CHARS = 8
 LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
 BAR_WIDTH, STRIP_HEIGHT = 24, 46
@@ -69,6 +70,7 @@ def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
     """
     if not rounds:
         return f'<p class="soft">{NONE_YET}</p>'
+    rounds = [_sound(one) for one in rounds]
     chosen = max(len(rounds) - 1 - back, 0)
     shown = rounds[chosen]
     head = theme.heading(f"round {shown.step}", text(_facts(shown), 400))
@@ -80,8 +82,9 @@ def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
     """The same, as lines."""
     if not rounds:
         return NONE_YET
+    rounds = [_sound(one) for one in rounds]
     shown = rounds[max(len(rounds) - 1 - back, 0)]
-    lines = [f"round {shown.step}: {_facts(shown)}"]
+    lines = [f"round {shown.step}: {plain(_facts(shown), 400)}"]
     if shown.members:
         rows = [
             (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[2]}")
@@ -115,8 +118,15 @@ def _more(finished: RoundFinished) -> list[str]:
     return [f"… and {hidden} more members"] if hidden > 0 else []
 
 
+def _sound(finished: RoundFinished) -> RoundFinished:
+    """With times that can be drawn: a record may hold anything."""
+    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
+    averaging_s = finished.averaging_s if 0 <= finished.averaging_s < seconds else seconds
+    return replace(finished, seconds=seconds, averaging_s=averaging_s)
+
+
 def _waited_s(finished: RoundFinished) -> float:
-    return max(finished.seconds - finished.averaging_s, 0.0)
+    return finished.seconds - finished.averaging_s
 
 
 def _lost(finished: RoundFinished) -> bool:
@@ -157,19 +167,18 @@ def _outcome(member: MemberTrace) -> tuple[str, str, str]:
 
 def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
     """Its transfers as parts of the round, 0 to 1."""
-    total, waited = max(finished.seconds, finished.averaging_s, 1e-9), _waited_s(finished)
+    waited = _waited_s(finished)
     spans = []
     for track in TRACKS:
         times = getattr(member, track.field)
         if times is not None and all(map(math.isfinite, times)):
-            begin, end = (min(max((waited + second) / total, 0.0), 1.0) for second in times)
+            begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
             spans.append((track, begin, max(begin, end)))
     return spans
 
 
 def _part_waited(finished: RoundFinished) -> float:
-    part = _waited_s(finished) / max(finished.seconds, 1e-9)
-    return min(part, 1.0) if part > 0 else 0.0
+    return _waited_s(finished) / finished.seconds
 
 
 def _slots(member: MemberTrace, finished: RoundFinished) -> str:
@@ -246,7 +255,7 @@ def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
     """The last rounds as bars: hollow while the group formed, full while it averaged."""
     begin = min(max(len(rounds) - RECENT, 0), chosen)
     recent = rounds[begin : begin + RECENT]
-    longest = max((one.seconds for one in recent if math.isfinite(one.seconds)), default=0.0) or 1.0
+    longest = max(one.seconds for one in recent)
     bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
     width = BAR_WIDTH * len(recent)
     return (
@@ -259,8 +268,7 @@ def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
 
 def _bar(finished: RoundFinished, index: int, longest: float, chosen: bool) -> str:
     left, wide, hue = BAR_WIDTH * index + 4, BAR_WIDTH - 8, "red" if _lost(finished) else "blue"
-    seconds = finished.seconds if math.isfinite(finished.seconds) else longest
-    tall = max(STRIP_HEIGHT * min(seconds / longest, 1.0), 1.0)
+    tall = max(STRIP_HEIGHT * finished.seconds / longest, 1.0)
     hollow = tall * _part_waited(finished)
     top, middle = 14 + STRIP_HEIGHT - tall, left + wide / 2
     marks = f'<text x="{middle}" y="{top - 3:.1f}" text-anchor="middle">✖</text>' if _lost(finished) else ""

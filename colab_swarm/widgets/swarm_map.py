@@ -27,7 +27,8 @@ def render_html(snapshot: SwarmSnapshot) -> str:
     """The map with its key."""
     shown, hidden = _others(snapshot)
     key = "".join(
-        f"{theme.mark(*state)} &#160; " for state in sorted({_own_state(snapshot), *map(_state, shown)})
+        f"{theme.mark(state[0], state[1], text(state[2]))} &#160; "
+        for state in sorted({_own_state(snapshot), *map(_state, shown)})
     )
     more = f'<p class="soft">… and {hidden} more peers</p>' if hidden else ""
     legend = '<p class="soft">line: a link, wider for a faster line; dashed: by way of a relay; no line: no link</p>'

@@ -114,6 +114,7 @@ def test_a_pause_is_said_in_words() -> None:
     assert "Paused: your work stands still" in render_text(snapshot)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.floats(), st.floats(), st.floats())
 def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None:
     odd = dataclasses.replace(
