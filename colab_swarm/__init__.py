@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         TermsError,
         TunnelError,
     )
+    from colab_swarm.explanation import explain
     from colab_swarm.jobs.coordinator import coordinate
     from colab_swarm.jobs.volunteer import volunteer
     from colab_swarm.joining import create, join
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
     from colab_swarm.trust.authority import Allowlist
+    from colab_swarm.widgets.replay import replay
     from colab_swarm.workunits.job import Job, WorkPlan
 
 _HOMES = {
@@ -100,9 +102,11 @@ _HOMES = {
     "coordinate": "jobs.coordinator",
     "create": "joining",
     "doctor": "diagnosis.doctor",
+    "explain": "explanation",
     "host_optimizer": "training.host",
     "join": "joining",
     "parameter_groups": "recipes.hyperparameters",
+    "replay": "widgets.replay",
     "simulate": "simulation",
     "swav": "recipes.swav.recipe",
     "volunteer": "jobs.volunteer",
@@ -113,6 +117,8 @@ __all__ = [  # noqa: RUF022 - by subject
     "join",
     "simulate",
     "doctor",
+    "explain",
+    "replay",
     "Swarm",
     "Simulation",
     "PeerOptions",

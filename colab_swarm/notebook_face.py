@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from colab_swarm.collaborator import Collaborator
 from colab_swarm.member import Who
 from colab_swarm.overview import Overview
 from colab_swarm.runtime import Runs
+from colab_swarm.session import SessionPeer
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.training.settings import Services
 
 if TYPE_CHECKING:
+    from colab_swarm.flight import Recorder
     from colab_swarm.widgets.panel import Panel
 
 
-class NotebookFace(Collaborator, ABC):
+class NotebookFace(SessionPeer, ABC):
     """One peer of a run, as its user sees it."""
 
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
         self._overview = Overview(runtime, services, who["presence"], run=self.run, name=self.name)
+        self._recorder: Recorder | None = None
 
     @abstractmethod
     def leave(self, *, hand_over_s: float = 0.0) -> None:
@@ -36,6 +39,31 @@ class NotebookFace(Collaborator, ABC):
     def watch(self, seconds: float | None = None) -> None:
         """Show the swarm for ``seconds`` (until interrupted if None); the peer goes on afterwards."""
         self.panel().watch(seconds)
+
+    def record(self, path: str | Path) -> Recorder:
+        """Record what happens from now on into a file, a line of JSON for each event; `cs.replay` draws it, offline.
+
+        It ends with ``close()`` of what is returned, and when this peer leaves. Recording again ends the former one.
+
+        Args:
+            path: the file; an older recording there is gone on with.
+
+        Raises:
+            ValueError: the file there is something else.
+            OSError: it cannot be written.
+        """
+        from colab_swarm.flight import Header, Recorder
+
+        self._end_recording()
+        header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self._runtime.time())
+        self._recorder = Recorder(
+            self.events, path, header, names=lambda: self._overview.names(self._optimizer)
+        )
+        return self._recorder
+
+    def _end_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
 
     def snapshot(self) -> SwarmSnapshot:
         """What a panel shows, as one frozen record; safe from any thread."""

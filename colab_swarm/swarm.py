@@ -223,6 +223,7 @@ class Swarm(NotebookFace):
             self.assistance.stop()
         self._runtime.call(self._averages.close())
         self._runtime.call(_close(self._services, self._presence))
+        self._end_recording()
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""

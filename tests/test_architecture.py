@@ -28,9 +28,14 @@ LAYERS = [
         "swarm",
         "jobs",
         "joining",
+        "session",
+        "session_clock",
+        "keeping",
+        "folder_lock",
         "simulation",
         "lesson",
-        "explain",
+        "receipt",
+        "explanation",
         "classroom",
     },
     {"diagnosis", "backbone"},
@@ -106,3 +111,9 @@ def test_no_file_over_400_lines_and_no_wide_constructor(path: Path) -> None:
             assert len(arguments) <= 8, (
                 f"{path}:{node.lineno} {node.name} takes {len(arguments)} parameters: use a dataclass"
             )
+
+
+def test_no_public_name_is_hidden_by_the_module_it_lives_in() -> None:
+    import colab_swarm as cs
+
+    assert not {path.stem for path in ROOT.iterdir()} & set(cs.__all__)

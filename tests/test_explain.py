@@ -15,7 +15,7 @@ import pytest
 
 from colab_swarm import errors
 from colab_swarm.errors import JoinError, PeerUnreachable, SwarmError
-from colab_swarm.explain import Explanation, explain, extra_of
+from colab_swarm.explanation import Explanation, explain, extra_of
 from colab_swarm.runtime import Runtime
 
 ROOT = Path(errors.__file__).parent
