@@ -32,7 +32,7 @@ MAX_ROUNDS = 20
 MAX_GIVEN = 20
 LOG_LINES = 8
 ROUTINE_LINES = 4
-"""Steps and rounds take no more of them: quick ones would wash away at once what is rare."""
+"""Steps, and rounds without a fault, take no more of them: quick ones would wash away at once what is rare."""
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 SAME_LOSS_S = 1.0
 """Several parts of this peer may tell that another is gone; within so short a time it is one piece of news."""
@@ -121,7 +121,7 @@ class Overview:
             self._note(event)
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, StepFinished | RoundFinished):
+        if _is_routine(event):
             self._routine = (*self._routine[1 - ROUTINE_LINES :], event)
         else:
             self._rare = (*self._rare[1 - 2 * LOG_LINES :], event)
@@ -286,6 +286,13 @@ def _news(events: Iterable[Event]) -> list[Event]:
             gone[event.peer] = event.at
         news.append(event)
     return news
+
+
+def _is_routine(event: Event) -> bool:
+    if isinstance(event, RoundFinished):
+        failed = event.spans_lost or event.kept_local or any(member.dropped for member in event.members)
+        return not failed
+    return isinstance(event, StepFinished)
 
 
 def _eta_s(progress: Progress | None, now: float) -> float | None:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, PeerLeft
+from colab_swarm.events import BatchDropped, Event, PeerLeft, StepFinished
 from colab_swarm.overview import Background, Rates, _news
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm import Swarm
@@ -168,3 +168,13 @@ def test_a_loss_that_two_services_tell_is_one_line() -> None:
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
     events: list[Event] = [first, again, other, later]
     assert _news(events) == [first, other, later]
+
+
+def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        alice.events.emit(PeerLeft(0.5, BOB, "it was killed"))
+        for step in range(50):
+            alice.events.emit(StepFinished(1.0 + step, step, 12.0, 1.0))
+        first, *_, last = alice.snapshot().log
+        assert first == "b0b00000 is gone: it was killed" and last == "step 49: 12 samples"

@@ -41,14 +41,14 @@ class Loop:
         stepped = self._optimizer.step(samples=SAMPLES, loss=loss.item()) is not None
         return time.perf_counter() - began if stepped else 0.0
 
-    def samples_per_s(self, seconds: float, after_each: Callable[[], None]) -> float:
-        """The speed over so long, averaging left out."""
-        began, batches, stepping_s = time.perf_counter(), 0, 0.0
+    def speeds(self, seconds: float, after_each: Callable[[], None]) -> tuple[float, float]:
+        """Batches per second over so long, averaging left out; and per second that processors worked for this peer."""
+        began, computed, batches, stepping_s = time.perf_counter(), time.process_time(), 0, 0.0
         while (took_s := time.perf_counter() - began) < seconds + stepping_s:
             stepping_s += self.batch()
             after_each()
             batches += 1
-        return SAMPLES * batches / (took_s - stepping_s)
+        return batches / (took_s - stepping_s), batches / (time.process_time() - computed)
 
 
 class Watched:
@@ -64,15 +64,15 @@ class Watched:
         # live though nobody looks: nbclient keeps the widgets' state as a page does
         self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
 
-    def ratio(self, seconds: float, *, first: int) -> float:
-        """Speed while watched over speed while not; which comes ``first`` (1: watched) should change."""
-        speeds = {watched: self._speed(seconds, watched) for watched in (first, 1 - first)}
-        return speeds[1] / speeds[0]
+    def ratios(self, seconds: float, *, first: int) -> tuple[float, float]:
+        """`Loop.speeds` while watched over those while not; which comes ``first`` (1: watched) should change."""
+        speeds = {watched: self._speeds(seconds, watched) for watched in (first, 1 - first)}
+        return speeds[1][0] / speeds[0][0], speeds[1][1] / speeds[0][1]
 
-    def _speed(self, seconds: float, watched: int) -> float:
+    def _speeds(self, seconds: float, watched: int) -> tuple[float, float]:
         recording = self._recorder() if watched else nullcontext()
         with recording:
-            return self._loop.samples_per_s(seconds, self.panel.tick if watched else lambda: None)
+            return self._loop.speeds(seconds, self.panel.tick if watched else lambda: None)
 
     def _recorder(self) -> Recorder:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
