@@ -15,6 +15,8 @@ from functools import lru_cache
 
 from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.snapshot import ExpertsListing, LiveExpert
+from colab_swarm.widgets import squares
+from colab_swarm.widgets.squares import Drawing, box, exclamation, hatching, path
 
 MOST_CELLS = {1: (40,), 2: (20, 20), 3: (8, 8, 8), 4: (4, 4, 6, 6)}
 """Along each dimension, by how many there are; a grid with more places has several to a cell."""
@@ -170,6 +172,16 @@ def _characters(cells: Cells, cell: Cell) -> str:
 # --- as a picture -------------------------------------------------------------------------------------------------
 
 
+LOOKS = {
+    "frame": 'fill="none" stroke="var(--line)"',
+    "live": 'fill="currentColor" opacity=".22"',
+    "used": 'fill="currentColor"',
+    "dead": 'fill="none" stroke="var(--soft)" stroke-width="1.5"',
+    "left out": 'fill="none" stroke="var(--amber)" stroke-width="2.5"',
+    "mine": 'fill="none" stroke="var(--ink)" stroke-width="2"',
+}
+
+
 @lru_cache(maxsize=4)
 def render_svg(listing: ExpertsListing) -> str:
     """The map as inline SVG, a tooltip to each cell where an expert is or was."""
@@ -180,7 +192,7 @@ def render_svg(listing: ExpertsListing) -> str:
     size = min(MOST_CELL, max(SMALLEST_CELL, beside // wide))
     caption = CAPTION if len(cells.sides) > 2 else 0
     across = min(len(slices), max(1, (WIDTH + GAP) // (wide * size + GAP)))
-    drawing, captions = _Drawing(cells, size), []
+    drawing, captions = Drawing(LOOKS), []
     for number, rows in enumerate(slices):
         x = number % across * (wide * size + GAP) + 1
         y = number // across * (high * size + caption + GAP) + caption + 1
@@ -188,97 +200,53 @@ def render_svg(listing: ExpertsListing) -> str:
             captions.append(
                 f'<text x="{x}" y="{y - 4}">{html.escape(_caption(rows, len(cells.sides)))}</text>'
             )
-        drawing.add(rows, x, y)
+        _draw(drawing, cells, rows, (x, y, size))
     width = across * (wide * size + GAP) - GAP + 2
     height = math.ceil(len(slices) / across) * (high * size + caption + GAP) - GAP + 2
     label = html.escape(f"{len(listing.live)} live experts of {listing.grid}")
     return (
         f'<svg class="blue" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{label}">{"".join(captions)}{drawing.svg()}</svg>'
+        f'aria-label="{label}">{"".join(captions)}{drawing.inside()}</svg>'
     )
 
 
-class _Drawing:
-    """Gathers all cells; what looks alike is one path."""
-
-    def __init__(self, cells: Cells, size: int) -> None:
-        self._cells, self._size = cells, size
-        self._paths = dict.fromkeys(PATHS, "")
-        self._tips: list[str] = []
-
-    def add(self, rows: Sequence[Sequence[Cell]], x: int, y: int) -> None:
-        """One slice, its corner at (x, y)."""
-        size = self._size
-        wide, high = len(rows[0]), len(rows)
-        across = [f"M{x} {y + i * size}h{wide * size}" for i in range(high + 1)]
-        down = [f"M{x + i * size} {y}v{high * size}" for i in range(wide + 1)]
-        self._paths["frame"] += "".join(across + down)
-        for (row, line), column in itertools.product(enumerate(rows), range(wide)):
-            if not line[column].empty:
-                self._add_cell(line[column], x + column * size, y + row * size)
-
-    def _add_cell(self, cell: Cell, x: int, y: int) -> None:
-        size, paths = self._size, self._paths
-        inner = size - 2
-        alive = inner * len(cell.live) / cell.places
-        used = inner * self._cells.level(cell) / (len(LEVELS) - 1)
-        if cell.live:
-            paths["live"] += _box(x + 1, y + 1, alive, inner)
-            paths["used"] += _box(x + 1, y + 1 + inner - used, alive, used) if used else ""
-        if cell.dead and (cell.places == 1 or not cell.live):
-            paths["dead"] += hatching(x + 1, y + 1, inner)
-        if cell.left_out:
-            paths["left out"] += exclamation(x, y, size)
-        if cell.mine:
-            paths["mine"] += _box(x + 2, y + 2, size - 4, size - 4)
-        tip = html.escape(cell.told())
-        self._tips.append(f'<rect x="{x}" y="{y}" width="{size}" height="{size}"><title>{tip}</title></rect>')
-
-    def svg(self) -> str:
-        """All of it."""
-        paths = "".join(
-            f'<path d="{self._paths[name]}" {PATHS[name]}/>' for name in PATHS if self._paths[name]
-        )
-        return f'{paths}<g fill="none" pointer-events="all">{"".join(self._tips)}</g>'
+def _draw(
+    drawing: Drawing, cells: Cells, rows: Sequence[Sequence[Cell]], place: tuple[int, int, int]
+) -> None:
+    """One slice; ``place``: its corner and the size of a cell."""
+    x, y, size = place
+    wide, high = len(rows[0]), len(rows)
+    drawing.add("frame", "".join(f"M{x} {y + i * size}h{wide * size}" for i in range(high + 1)))
+    drawing.add("frame", "".join(f"M{x + i * size} {y}v{high * size}" for i in range(wide + 1)))
+    for (row, line), column in itertools.product(enumerate(rows), range(wide)):
+        if not line[column].empty:
+            _draw_cell(drawing, cells, line[column], (x + column * size, y + row * size, size))
 
 
-PATHS = {
-    "frame": 'fill="none" stroke="var(--line)"',
-    "live": 'fill="currentColor" opacity=".22"',
-    "used": 'fill="currentColor"',
-    "dead": 'fill="none" stroke="var(--soft)" stroke-width="1.5"',
-    "left out": 'fill="none" stroke="var(--amber)" stroke-width="2.5"',
-    "mine": 'fill="none" stroke="var(--ink)" stroke-width="2"',
-}
-"""Each kind of line or area, and how it looks; later ones lie above."""
+def _draw_cell(drawing: Drawing, cells: Cells, cell: Cell, place: tuple[int, int, int]) -> None:
+    x, y, size = place
+    inner = size - 2
+    alive = inner * len(cell.live) / cell.places
+    used = inner * cells.level(cell) / (len(LEVELS) - 1)
+    if cell.live:
+        drawing.add("live", box(x + 1, y + 1, alive, inner))
+        drawing.add("used", box(x + 1, y + 1 + inner - used, alive, used) if used else "")
+    elif cell.dead:
+        drawing.add("dead", hatching(x + 1, y + 1, inner))
+    if cell.left_out:
+        drawing.add("left out", exclamation(x, y, size))
+    if cell.mine:
+        drawing.add("mine", box(x + 2, y + 2, size - 4, size - 4))
+    drawing.tip(x, y, size, cell.told())
 
 
-def sample(kind: str, level: int = 0) -> str:
-    """A cell of 14 pixels for the key: of a kind of `PATHS`, or (``used``) of a level."""
-    used = 12 * level / (len(LEVELS) - 1)
-    drawn = {
-        "used": _box(1, 13 - used, 12, used),
-        "dead": hatching(1, 1, 12),
-        "left out": exclamation(0, 0, 14),
-        "mine": _box(2, 2, 10, 10),
-    }[kind]
-    under = f'<path d="{_box(1, 1, 12, 12)}" {PATHS["live"]}/>' if kind == "used" else ""
-    return f'{under}<path d="{drawn}" {PATHS[kind]}/>'
-
-
-def _box(x: float, y: float, width: float, height: float) -> str:
-    return f"M{x:g} {y:g}h{width:.3g}v{height:.3g}h{-width:.3g}z"
-
-
-def hatching(x: float, y: float, size: float) -> str:
-    """Three slanted lines in a square."""
-    half = size / 2
-    return (
-        f"M{x:g} {y + half:g}l{half:g} {-half:g}M{x:g} {y + size:g}l{size:g} {-size:g}"
-        f"M{x + half:g} {y + size:g}l{half:g} {-half:g}"
-    )
-
-
-def exclamation(x: float, y: float, size: float) -> str:
-    """An exclamation mark in the middle of a square."""
-    return f"M{x + size / 2:g} {y + size * 0.2:g}v{size * 0.36:.3g}m0 {size * 0.12:.3g}v2.5"
+def key(listing: ExpertsListing) -> str:
+    """What the cells mean: small ones, each with its words."""
+    live = path(box(1, 1, 12, 12), LOOKS["live"])
+    heights = {words: 12 * level / (len(LEVELS) - 1) for level, words in enumerate(LEVELS)}
+    steps = {
+        words: live + path(box(1, 13 - used, 12, used), LOOKS["used"]) for words, used in heights.items()
+    }
+    rest = {"mine": box(2, 2, 10, 10), "left out": exclamation(0, 0, 14), "dead": hatching(1, 1, 12)}
+    others = {kind: path(shape, LOOKS[kind]) for kind, shape in rest.items()}
+    return squares.key(steps | others, "use: ", note(listing))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from colab_swarm.markup import count, plain, text
-from colab_swarm.moe.snapshot import ExpertsListing, ExpertsSnapshot, HostOfExperts, ServedExpert
+from colab_swarm.moe.snapshot import ExpertsSnapshot, HostOfExperts, ServedExpert
 from colab_swarm.widgets import expert_grid, theme
 from colab_swarm.widgets.panel import Panel, Views
 
@@ -77,24 +77,12 @@ def render_html(snapshot: ExpertsSnapshot) -> str:
     more = "".join(f'<p class="soft">{line}</p>' for line in _more(snapshot))
     name, _, told = summary(snapshot).partition(": ")
     return theme.wrap(
-        f"{theme.heading(text(name), text(told))}{warnings}{expert_grid.render_svg(listing)}{_key(listing)}"
+        f"{theme.heading(text(name), text(told))}{warnings}{expert_grid.render_svg(listing)}{expert_grid.key(listing)}"
         + (hosts if listing.hosts else "")
         + (mine if snapshot.served else "")
         + more,
         f"experts of {listing.grid}",
     )
-
-
-def _key(listing: ExpertsListing) -> str:
-    """What the cells mean: small ones like those of the map, each with its words."""
-    steps = [(expert_grid.sample("used", level), words) for level, words in enumerate(expert_grid.LEVELS)]
-    rest = [(expert_grid.sample(kind), kind) for kind in ("mine", "left out", "dead")]
-    inline = 'width="14" height="14" style="display:inline-block;vertical-align:-2px" aria-hidden="true"'
-    shown = "".join(
-        f'<span style="white-space:nowrap"><svg {inline} class="blue">{drawn}</svg> {words}</span> '
-        for drawn, words in steps + rest
-    )
-    return f'<p class="key soft">use: {shown}{expert_grid.note(listing)}</p>'
 
 
 def _host(row: HostOfExperts) -> tuple[str, ...]:
