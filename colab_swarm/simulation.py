@@ -23,7 +23,7 @@ from colab_swarm.swarm import Swarm
 from colab_swarm.widgets.lesson import SimulatedPeer, SimulationSnapshot, Wish, fault_words, simulation_html
 
 if TYPE_CHECKING:
-    from colab_swarm.lesson import Lesson
+    from colab_swarm.lesson.lesson import Lesson
 
 T = TypeVar("T")
 ENTRIES = 4
@@ -166,7 +166,8 @@ class Simulation:
             wishes: what to ask for, and when: that of an earlier lesson (``lesson.wishes``) repeats it exactly.
             live: whether to use widgets and to keep to ``speed``; None to find out.
         """
-        from colab_swarm.lesson import Lesson, LessonPlan
+        from colab_swarm.lesson.lesson import Lesson
+        from colab_swarm.lesson.stage import LessonPlan
 
         self._stop_lesson()
         self._lesson = Lesson(self, train, LessonPlan(seconds, speed, tuple(wishes)), live=live)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.lesson import Lesson
+from colab_swarm.lesson.lesson import Lesson
 from colab_swarm.simulation import Simulation
 from colab_swarm.swarm import Swarm
 from colab_swarm.widgets.lesson import Wish

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from colab_swarm.dht.lookup import Lookup
 from colab_swarm.dht.messages import (
     Fetch,
     Fetched,
@@ -144,8 +145,18 @@ class DHT:
 
     async def read(self, key: str | bytes) -> Reading:
         """Like `get`, and tells what it took."""
-        id = key_id(key)
-        merged = Storage(self._inspector)
+        id, merged = key_id(key), Storage(self._inspector)
+        lookup, first = await self._gather(id, merged)
+        return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
+
+    async def records(self, key: str | bytes) -> tuple[Record, ...]:
+        """What `get` makes its values of: live records as they were written, with their signatures."""
+        id, merged = key_id(key), Storage(self._inspector)
+        await self._gather(id, merged)
+        return merged.get(id, now=self._loop.time())
+
+    async def _gather(self, id: bytes, merged: Storage) -> tuple[Lookup, list[PeerId]]:
+        """Merge what the peers nearest to ``id`` hold; who held something, the first first."""
         first: list[PeerId] = []
         lookup = self._searcher.lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask_value, id, merged, first)
@@ -153,8 +164,7 @@ class DHT:
         if not first:  # perhaps the nearest have just joined
             lookup.widen(self.settings.replicas + self.settings.read_replicas)
             await self._searcher.search(lookup, ask)
-        found = self._found_in(merged, id)
-        return Reading(found, lookup.hops(first[0]) if first else None, lookup.calls)
+        return lookup, first
 
     async def fetch(self, key: str | bytes) -> Reading:
         """Like `read`, but faster and less sure: what the first holder to answer holds.

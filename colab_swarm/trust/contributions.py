@@ -27,12 +27,13 @@ import msgspec
 
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.partition import Span
+from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key, MembershipAdmission
-from colab_swarm.net.peers import Message, PeerId, Peers, Role, short
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
 
 logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
@@ -159,6 +160,16 @@ def leaderboard(tallies: Iterable[Tally]) -> tuple[Contribution, ...]:
     return tuple(sorted(found, key=lambda one: (-one.samples, -one.reduced_bytes, one.peer)))
 
 
+def newest(*tallies: Iterable[Row]) -> tuple[Row, ...]:
+    """What the newest of one writer's tallies say of each peer: amounts only grow."""
+    found: dict[bytes, Row] = {}
+    for row in (row for rows in tallies for row in rows):
+        other = found.get(row.peer, row)
+        amounts = [max(pair) for pair in zip(row.amounts, other.amounts, strict=True)]
+        found[row.peer] = Row(row.peer, _five(amounts))
+    return tuple(found.values())
+
+
 def _five(amounts: list[float]) -> tuple[float, float, float, float, float]:
     samples, reduced, relayed, units, calls = amounts
     return samples, reduced, relayed, units, calls
@@ -190,6 +201,7 @@ class Contributions:
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self.ledger = Ledger(peers.id)
+        self.kept: tuple[Row, ...] = ()  # of an earlier session, as this peer has it on disk
 
     def start(self) -> None:
         """Publish each 30 s what is new, until `stop`."""
@@ -215,10 +227,9 @@ class Contributions:
                 logger.exception("publishing the contributions failed")
 
     async def resume(self) -> None:
-        """Go on from the tally that this peer published before it was restarted."""
+        """Go on from the tally that this peer published, or kept on disk, before it was restarted."""
         tally = _tally((await self._dht.get(self._key(self._peers.id))).get(self._peers.id))
-        if tally is not None:
-            self.ledger.resume(tally.rows)
+        self.ledger.resume(newest(self.kept, () if tally is None else tally.rows))
 
     async def publish(self) -> None:
         """Store the tally if it has changed, or would be forgotten."""
@@ -233,8 +244,7 @@ class Contributions:
 
     async def read(self) -> tuple[Contribution, ...]:
         """The leaderboard, this peer's newest tally included; the most samples first."""
-        keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
-        found = await asyncio.gather(*(self._dht.get(key) for key in keys))
+        found = await asyncio.gather(*map(self._dht.get, self._keys()))
         tallies = [self._tally()]
         for writer, record in (item for records in found for item in records.items()):
             tally = _tally(record)
@@ -242,14 +252,30 @@ class Contributions:
                 tallies.append(tally)
         return leaderboard(tallies)
 
+    async def vouchers(self) -> list[Record]:
+        """The other peers' tallies that credit this peer, as they signed them."""
+        found = await asyncio.gather(*map(self._dht.records, self._keys()))
+        me = self._peers.id
+        return [
+            record
+            for record in (one for records in found for one in records)
+            if record.subkey != me
+            and (tally := tally_of(record)) is not None
+            and any(row.peer == me for row in tally.rows)
+            and self._counts(tally, record)
+        ]
+
     def _tally(self) -> Tally:
         membership = b"" if self._admission is None else self._admission.membership
         return Tally(self._peers.public_key, membership, self.ledger.rows())
 
-    def _key(self, writer: PeerId) -> str:
-        return f"{self._run_id}/credits/{writer[0] % SHARDS}"
+    def _keys(self) -> list[str]:
+        return [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
 
-    def _counts(self, tally: Tally, record: Found) -> bool:
+    def _key(self, writer: PeerId) -> str:
+        return tally_key(self._run_id, writer)
+
+    def _counts(self, tally: Tally, record: Found | Record) -> bool:
         """Whether a member wrote the tally, or one that was a member when it did."""
         if self._admission is None:
             return True
@@ -258,6 +284,20 @@ class Contributions:
             return self._admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
         except NotAdmitted:
             return False
+
+
+def tally_key(run_id: str, writer: PeerId) -> str:
+    """Under which key of the DHT a peer's tally lies."""
+    return f"{run_id}/credits/{writer[0] % SHARDS}"
+
+
+def tally_of(record: Record) -> Tally | None:
+    """The tally in a record whose signature was checked; None if there is none."""
+    try:
+        value = msgspec.msgpack.decode(record.value)
+    except UNDECODABLE:
+        return None
+    return _tally(Found(value, record.expires_at, owner_of(record)))
 
 
 def _tally(record: Found | None) -> Tally | None:
