@@ -32,6 +32,11 @@ OPTIONS = (
     "--ServerApp.disable_check_xsrf=True",
 )
 FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+WANTED = {
+    "apputils-extension/notification": {"fetchNews": "false"},
+    "notebook-extension/tracker": {"windowingMode": "none"},
+}
+"""No pop-up asks for news; cells are in the page also while they are out of sight."""
 TALL = {"width": 1100, "height": 3200}
 KNOWN_COMPLAINTS = ()
 """What JupyterLab complains of by itself."""
@@ -109,21 +114,22 @@ class Lab:
         return self._show(window, path.stem, notebook)
 
     def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
-        name = f"{name}-{next(self._numbers)}"  # JupyterLab remembers, and asks for the kernels of former tests
+        name = (
+            f"{name}-{next(self._numbers)}"  # JupyterLab remembers, and asks for the kernels of former tests
+        )
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
-        opened = Notebook(
-            window.new_page(**TALL)
-        )  # cells that are out of sight may not be in the page at all
+        opened = Notebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
         opened.wait_idle()
         return opened
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Environment that keeps Jupyter's files in ``folder``, and no pop-up asks for news."""
-    answer = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    answer.parent.mkdir(parents=True)
-    answer.write_text(json.dumps({"fetchNews": "false"}))
+    """Environment that keeps Jupyter's files in ``folder``, and has `WANTED`."""
+    for name, wanted in WANTED.items():
+        file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(wanted))
     own = {name: str(folder / name.lower()) for name in FOLDERS}
     return own | {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
 

@@ -1,0 +1,99 @@
+"""Classic Notebook in Chromium: the server and the widgets of Colab's generation, from an environment of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from tests.browser.chromium import Window
+
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-classic"
+"""Made by ``make classic``."""
+FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+CONNECTED = "() => window.Jupyter?.notebook?.kernel?.is_connected() && !Jupyter.notebook.kernel_busy"
+FINISHED = "i => Jupyter.notebook.get_cell(i).input_prompt_number > 0 && !Jupyter.notebook.kernel_busy"
+
+
+class Classic:
+    """A server of classic Notebook; its notebooks go to ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        options = ("--no-browser", "--allow-root", "--NotebookApp.token=", f"--port={self._port}")
+        self.log = folder / "classic.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [ENVIRONMENT / "bin" / "python", "-m", "notebook", "--ip=127.0.0.1", *options],
+                env={**os.environ, **{name: str(folder / name.lower()) for name in FOLDERS}},
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_up(self, timeout_s: float = 60.0) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api", timeout=1).close()
+                return
+            except OSError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError(self.log.read_text()[-2000:]) from None
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """End the server and its kernels."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait(20)
+
+    def open(self, window: Window, name: str, cells: list[str]) -> ClassicNotebook:
+        """Write a notebook of these cells and open it in a page of its own."""
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+        for cell in notebook.cells:
+            cell.pop("id")  # unknown to this generation
+        nbformat.write(notebook, self._folder / f"{name}.ipynb")
+        opened = ClassicNotebook(window.new_page(width=1000, height=2400))
+        opened.page.goto(f"http://127.0.0.1:{self._port}/notebooks/{name}.ipynb")
+        opened.page.wait_for_function(CONNECTED, timeout=60_000)
+        return opened
+
+
+class ClassicNotebook:
+    """A notebook that is open in a page of classic Notebook."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+
+    def run(self, cell: int) -> str:
+        """Run a cell to its end and return the text of its output.
+
+        Raises:
+            AssertionError: the cell did; the text is its traceback.
+        """
+        self.page.evaluate("i => Jupyter.notebook.execute_cells([i])", cell)
+        self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
+        output = "\n".join(self.page.locator(f".code_cell >> nth={cell} >> .output_area").all_inner_texts())
+        assert "Traceback (most recent call last)" not in output, output
+        return output
+
+    def wait_output(self, text: str) -> None:
+        """Wait until ``text`` stands under some cell."""
+        self.page.locator(".output_area", has_text=text).first.wait_for(timeout=30_000)
+
+    def click(self, button: str) -> None:
+        """Press a button of a widget."""
+        self.page.click(f'button:has-text("{button}")')

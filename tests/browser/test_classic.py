@@ -1,0 +1,67 @@
+"""The panel in classic Notebook with ipywidgets 7, Colab's generation; and the first part of the first tutorial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.bench.join import code_cells
+from tests.browser.chromium import Window, needs
+from tests.browser.classic import ENVIRONMENT, Classic
+from tests.notebooks.regenerate import TUTORIALS
+
+pytestmark = [
+    *needs(),
+    pytest.mark.skipif(
+        not (ENVIRONMENT / "installed").exists(), reason="make classic installs what is missing"
+    ),
+]
+CELLS = [
+    'import colab_swarm as cs\nalice = cs.create("classic-run", peer_name="alice")',
+    "alice.panel()",
+    'bob = cs.join(alice.invite(), peer_name="bob")\nprint(bob)',
+    "bob.leave()\nprint(alice)",
+]
+PART_TWO = "cs.simulate"
+KNOWN_COMPLAINTS = ("favicon",)
+
+
+@pytest.fixture(scope="module")
+def classic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classic]:
+    server = Classic(tmp_path_factory.mktemp("classic"))
+    try:
+        server.wait_up()
+        yield server
+    finally:
+        server.close()
+
+
+def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Window, artifacts: Path) -> None:
+    notebook = classic.open(window, "panel", CELLS)
+    notebook.run(0)
+    assert "classic-run: joined" in notebook.run(1)
+    assert "1 peer linked" in notebook.run(2)
+    notebook.page.click(".widget-play button")
+    notebook.wait_output("bob is linked")
+    notebook.page.screenshot(path=artifacts / "swarm.png")
+    for page in ("rounds", "map", "swarm"):
+        notebook.click(page)
+        notebook.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
+        notebook.page.screenshot(path=artifacts / f"{page}.png")
+    notebook.click("Leave")
+    notebook.click("Click again")
+    notebook.page.locator("button", has_text="Left").wait_for()
+    assert "Swarm(classic-run, alice, left)" in notebook.run(3)
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+
+def test_the_first_tutorial_runs_there_too(classic: Classic, window: Window, artifacts: Path) -> None:
+    cells = code_cells(TUTORIALS[0])
+    first_part = cells[: next(number for number, cell in enumerate(cells) if PART_TWO in cell)]
+    notebook = classic.open(window, "lesson", first_part)
+    outputs = [notebook.run(number) for number in range(len(first_part))]
+    notebook.page.screenshot(path=artifacts / "lesson.png", full_page=True)
+    assert "the loss fell" in "\n".join(outputs)
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
