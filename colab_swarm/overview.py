@@ -177,8 +177,11 @@ class Overview:
         """What peers call themselves, by short id; those that are gone among them."""
         if optimizer is not None:
             collaboration = optimizer.collaboration
-            records = {**collaboration.assistants.records, **collaboration.progress.records}
-            told = {short(peer): plain(record.name, MAX_NAME_CHARS) for peer, record in records.items()}
+            told = {
+                short(peer): plain(record.name, MAX_NAME_CHARS)
+                for records in (dict(collaboration.assistants.records), collaboration.progress.records)
+                for peer, record in records.items()
+            }
             self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **told}
         return self._names
 

@@ -113,7 +113,7 @@ def _throughput(plan: Plan, report: Report, invite: str) -> None:
 # --- an idle peer ---------------------------------------------------------------------------------------------------
 
 
-def _memory_mib() -> float:
+def memory_mib() -> float:
     """Proportional memory of this process where the system tells, else its peak."""
     rollup = Path("/proc/self/smaps_rollup")
     if rollup.exists():
@@ -137,13 +137,13 @@ def _idle(pipe: Connection, invite: str) -> None:
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
-    memory, children, began = _memory_mib(), _children(), time.perf_counter()
+    memory, children, began = memory_mib(), _children(), time.perf_counter()
     import colab_swarm as cs
 
     swarm = cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)  # as a peer that stands by does
-    pipe.send((_memory_mib() - memory, _children() - children, took_s, len(swarm.snapshot().peers)))
+    pipe.send((memory_mib() - memory, _children() - children, took_s, len(swarm.snapshot().peers)))
     pipe.recv()
 
 

@@ -51,7 +51,7 @@ class Notebook:
         """Run a new cell; what it printed. The outputs stay in the notebook."""
         from nbformat.v4 import new_code_cell
 
-        self._cells.append(new_code_cell(code))
+        self._cells.append(new_code_cell(code))  # type: ignore[no-untyped-call]
         cell: Any = self._client.execute_cell(self._cells[-1], len(self._cells) - 1)
         return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
 
@@ -66,7 +66,8 @@ class Notebook:
         import nbformat
 
         self._client.set_widgets_metadata()
-        return len(nbformat.writes(self._client.nb).encode())
+        saved: str = nbformat.writes(self._client.nb)  # type: ignore[no-untyped-call]
+        return len(saved.encode())
 
 
 @contextmanager
@@ -79,7 +80,8 @@ def opened() -> Iterator[Notebook]:
     from nbclient import NotebookClient
     from nbformat.v4 import new_notebook
 
-    client = NotebookClient(new_notebook(), timeout=1200, kernel_name="python3")
+    empty = new_notebook()  # type: ignore[no-untyped-call]
+    client = NotebookClient(empty, timeout=1200, kernel_name="python3")
     with client.setup_kernel():
         yield Notebook(client)
 

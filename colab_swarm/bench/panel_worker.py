@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from colab_swarm.bench.overhead import memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 from colab_swarm.flight import Header, Recorder
 from colab_swarm.recipes.albert import albert
@@ -81,13 +82,13 @@ class Watched:
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many different views; memory that the kernel grew by, MB, and thread time of a refresh, seconds."""
-        before, spent_s = _resident_mb(), 0.0
+        before, spent_s = _used_mb(), 0.0
         for _ in range(times):
             self._pretend_round()
             began = time.thread_time()
             self.panel.refresh()
             spent_s += time.thread_time() - began
-        return _resident_mb() - before, spent_s / times
+        return _used_mb() - before, spent_s / times
 
     def _pretend_round(self) -> None:
         """A round and a step as they are in a group of eight."""
@@ -116,9 +117,6 @@ class Watched:
         emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))
 
 
-def _resident_mb() -> float:
-    """Memory of this process, with what is certainly garbage left out."""
-    import psutil
-
+def _used_mb() -> float:
     gc.collect()
-    return float(psutil.Process().memory_info().rss) / 1e6
+    return memory_mib() * 1024**2 / 1e6
