@@ -13,6 +13,7 @@ from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.trust.authority import Allowlist, Authority, AuthoritySettings
 from colab_swarm.trust.book import AuthorityBook
+from colab_swarm.trust.contributions import Row
 from colab_swarm.trust.member import Credentials
 from colab_swarm.trust.service import ClosedRun
 
@@ -29,12 +30,15 @@ class Entrance:
         access: who may join.
         closed: what its trust needs; None in an open run.
         invitation: by which it came; None if it began the run.
+        known, given: of an earlier session: peers, and what they were seen to give.
     """
 
     run_id: str
     access: Access
     closed: ClosedRun | None
     invitation: Invite | None = None
+    known: tuple[Contact, ...] = ()
+    given: tuple[Row, ...] = ()
 
     @classmethod
     def found(
@@ -73,15 +77,24 @@ class Entrance:
         return cls(book.run_id, access, ClosedRun(admission, None, book, settings))
 
     @classmethod
-    def by(cls, invitation: Invite, identity: Identity, *, token: str = "") -> Entrance:
-        """Join a run; ``token`` is of Hugging Face, where the run asks for one."""
+    def by(
+        cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
+    ) -> Entrance:
+        """Join a run.
+
+        Args:
+            invitation: to it.
+            identity: of this peer.
+            token: of Hugging Face, where the run asks for one.
+            membership: of an earlier session, if there was one.
+        """
         grant = invitation.grant
         if grant is None:
             return cls(invitation.run_id, invitation.access, None, invitation)
         admission = MembershipAdmission(
             invitation.run_id, authority=invitation.authority, own=identity.public_key
         )
-        closed = ClosedRun(admission, Credentials(grant, invitation.key, token))
+        closed = ClosedRun(admission, Credentials(grant, invitation.key, token, membership))
         return cls(invitation.run_id, invitation.access, closed, invitation)
 
     @property
@@ -90,9 +103,17 @@ class Entrance:
         return None if self.closed is None else self.closed.admission
 
     @property
+    def _invited(self) -> tuple[Contact, ...]:
+        return () if self.invitation is None else self.invitation.entries
+
+    @property
     def entries(self) -> tuple[Contact, ...]:
         """Peers to begin with."""
-        return () if self.invitation is None else self.invitation.entries
+        found: dict[PeerId, Contact] = {}
+        for contact in (*self.known, *self._invited):
+            before = found.get(contact.id, contact).addresses
+            found[contact.id] = Contact(contact.id, tuple(dict.fromkeys((*before, *contact.addresses))))
+        return tuple(found.values())
 
     def invite(
         self,
@@ -146,7 +167,7 @@ class Entrance:
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
         """A few peers that can be dialled, best without a relay: the authority and this peer first."""
-        found = [peers.contact, *self.entries, *map(peers.contact_of, sorted(peers.linked()))]
+        found = [peers.contact, *self._invited, *map(peers.contact_of, sorted(peers.linked()))]
         if self.admission is not None:
             found.insert(0, peers.contact_of(id_of(self.admission.authority)))
         by_id: dict[PeerId, Contact] = {}

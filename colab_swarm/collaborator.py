@@ -68,6 +68,7 @@ class Collaborator(Member):
             PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this already, but nobody could give its state.
         """
+        from colab_swarm.training.checkpoint import CheckpointFolder
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.settings import TrainingSettings
@@ -80,7 +81,9 @@ class Collaborator(Member):
             self._optimizers.pop(name).close()
         delayed, local = averaging.get("delayed", False), settings.local_steps != 1
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local)
-        trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name)
+        keeping = None if self._presence is None else self._presence.keeping
+        kept = None if keeping is None else CheckpointFolder(keeping.checkpoints(name), keep=2)
+        trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name, kept)
         self._optimizer = self._optimizers[name] = trained
         return trained
 

@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from colab_swarm.access import Entrance
 from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
-from colab_swarm.errors import JoinError, PeerError
-from colab_swarm.events import EventLog, PeerLeft
+from colab_swarm.errors import JoinError, PeerError, StateError
+from colab_swarm.events import EventLog, Fault, PeerLeft
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -26,11 +26,16 @@ from colab_swarm.net.speed import SpeedTests
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.training.settings import Services
 from colab_swarm.trust.clockwatch import ClockWatch
+from colab_swarm.trust.contributions import newest
 from colab_swarm.trust.service import LinkControl, Trust
+
+if TYPE_CHECKING:
+    from colab_swarm.keeping import Keeping
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
+KEEP_S = 60.0
 RELAY_TTL_S = 180.0
 MAX_RELAYS = 64
 
@@ -50,6 +55,8 @@ class PeerOptions:
         punch: try to turn relayed links into direct ones.
         tunnel: ``ngrok`` or ``cloudflared``; a tunnel's public address leads to this peer.
         lan: let peers in the local network find this run.
+        session_hours: how long this machine may be used from now on: this peer leaves a few minutes before. Left out:
+            as long as the platform (Colab, Kaggle, Binder) lets a session live.
     """
 
     listen: bool = True
@@ -63,6 +70,7 @@ class PeerOptions:
     punch: bool = True
     tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
     lan: bool = True
+    session_hours: float | None = None
 
     def node_settings(self, run_id: str) -> NodeSettings:
         """The part that concerns the links."""
@@ -87,6 +95,7 @@ class Presence:
         trust: who it is to the others, and they to it.
         reachability: how others reach it.
         relay: what it relays; None if it does not.
+        keeping: the folder that keeps it; None if it is kept nowhere.
     """
 
     def __init__(self, node: Node, entrance: Entrance, options: PeerOptions, services: Services) -> None:
@@ -100,6 +109,8 @@ class Presence:
             entrance.closed,
             LinkControl.of(node),
         )
+        self.trust.contributions.kept = entrance.given
+        self.keeping: Keeping | None = None
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
@@ -139,8 +150,7 @@ class Presence:
             node.learn(contact)
         await self.trust.join()
         if entries:
-            await enter(node, entries)
-            await self.reachability.verify()
+            entries = await self._reach(entries)
         try:
             await find_others(self._services, entries)
         except JoinError as error:
@@ -151,8 +161,53 @@ class Presence:
         if self.relay is not None:
             node.linker.spawn(self._publish_relay())
 
+    async def _reach(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
+        """Link to who is there; whoever began the run and came back goes on alone if nobody is."""
+        try:
+            await enter(self.node, entries)
+        except JoinError:
+            if self.entrance.invitation is not None:
+                raise
+            self.node.announce(tuple(self._options.announce) or self.node.listening())
+            return ()
+        await self.reachability.verify()
+        return entries
+
+    async def keep(self, keeping: Keeping) -> None:
+        """Write into the folder what this peer needs to come back: now, each minute, and when it leaves.
+
+        Raises:
+            StateError: it cannot be written now.
+        """
+        await self._keep_in(keeping)
+        self.keeping = keeping
+        self.node.linker.spawn(self._go_on_keeping(keeping))
+
+    async def _go_on_keeping(self, keeping: Keeping) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            try:
+                await self._keep_in(keeping)
+            except StateError as error:
+                logger.warning("this peer could not be kept: %s", error)
+                now = asyncio.get_running_loop().time()
+                self._services.events.emit(Fault(now, "keeping this peer", str(error)))
+
+    async def _keep_in(self, keeping: Keeping) -> None:
+        admission, linked = self.entrance.admission, sorted(self.node.linked())
+        membership = b"" if admission is None else admission.membership
+        tally = self.trust.contributions
+        given = newest(tally.kept, tally.ledger.rows())  # the first are not in the second yet
+        contacts = [contact for contact in map(self.node.contact_of, linked) if contact.addresses]
+        contacts.sort(key=lambda contact: not contact.direct)
+        await asyncio.to_thread(keeping.write, contacts, membership, given)
+
     async def leave(self) -> None:
         """Be found and reached no more, and end all services; the node's links stay."""
+        if self.keeping is not None:
+            with contextlib.suppress(StateError):
+                await self._keep_in(self.keeping)
+            self.keeping.close()
         with contextlib.suppress(PeerError):
             await self.trust.stop()
         with contextlib.suppress(PeerError):

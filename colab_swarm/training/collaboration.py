@@ -181,6 +181,7 @@ class Collaboration:
         """Count a micro-batch that the trainer has accumulated, or ``dropped`` for a reason; what to do next."""
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
+        await self.heed_gate()
         own = self.progress.own
         self._tempo.on_batch(samples, self._now())
         if dropped is not None:
@@ -212,6 +213,7 @@ class Collaboration:
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, at most until ``deadline`` (loop time)."""
+        await self.heed_gate()
         self._tempo.wait()
         while (due := self._due()) is Due.NOTHING and self._now() < deadline:
             self._wake.clear()

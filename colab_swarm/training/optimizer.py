@@ -237,7 +237,7 @@ class SwarmOptimizer(TorchFace):
         with self.turn.of_closer():
             if self.turn.closed.is_set():
                 return
-            if hand_over_s > 0 and self._gathered.samples:
+            if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
                 self._wait_step(hand_over_s)
             self.turn.closed.set()
             flight, self._flight = self._flight, None

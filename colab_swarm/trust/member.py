@@ -8,6 +8,7 @@ authority is renewed from half of its life on, so that the authority may be away
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,11 +31,18 @@ RETRY_S, MAX_RETRY_S = 30.0, 600.0
 
 @dataclass(frozen=True)
 class Credentials:
-    """What lets a peer in: an invitation's grant and key, and a Hugging Face token where the run asks for one."""
+    """What lets a peer in.
+
+    Attributes:
+        grant, invitation: the invitation's grant and key.
+        token: of Hugging Face, where the run asks for one.
+        membership: of an earlier session; it may outlive the invitation.
+    """
 
     grant: Grant
     invitation: Identity
     token: str = field(default="", repr=False)
+    membership: bytes = field(default=b"", repr=False)
 
 
 class RenewalPlan:
@@ -98,13 +106,20 @@ class Member:
         """
         if self._credentials is None:
             return
-        grant, key = self._credentials.grant, self._peers.public_key
-        own = Membership.by_invitation(
-            grant, self._credentials.invitation, key=key, now=self._peers.time()
-        ).encode()
-        if grant.offline:
+        grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
+        kept = self._credentials.membership
+        if kept:
+            with contextlib.suppress(NotAdmitted):
+                self._admission.check(key, kept, now=now)
+                self._admission.membership = kept
+                return
+        own = Membership.by_invitation(grant, self._credentials.invitation, key=key, now=now).encode()
+        over = now > grant.join_until
+        if grant.offline and not (kept and over):
             self._admission.membership = own
             return
+        if kept and over:  # the authority renews for a while what it gave
+            own = kept
         try:
             await self._ask(own, self._credentials.token)
         except CallRefused as error:
