@@ -67,7 +67,7 @@ class Premises:
     ) -> Premises:
         """Make them, on the event loop; saves lie in ``folder``, which belongs to this process."""
         shelf = Shelf(folder, me=services.peers.id, quota_bytes=settings.keeping.quota_bytes)
-        server = ExpertServer(services.peers, services.events, settings.server)
+        server = ExpertServer(services.peers, services.events, settings.server, services.gate)
         return cls(services, directory, server, Holders(services, shelf, settings.keeping))
 
     async def close(self) -> None:

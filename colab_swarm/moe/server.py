@@ -27,12 +27,15 @@ from colab_swarm.moe.expert import ANY_LENGTH, Expert
 from colab_swarm.moe.messages import BackwardExpert, CallExpert, ForwardExpert, Part, spans
 from colab_swarm.moe.tally import ExpertStatistics, Tally
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
+from colab_swarm.pausing import Gate
 from colab_swarm.tensors.codecs import codec_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
 SHOWN_CHARS = 80
+PAUSED_RETRY_S = 10.0
+"""When to ask again at a host that is paused."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,18 @@ class ExpertServer:
         peers: this peer's network.
         events: gets a `Fault` when an expert's own code fails.
         settings: see there.
+        gate: closed while experts are to rest: callers are sent elsewhere, what is here waits.
     """
 
-    def __init__(self, peers: Peers, events: EventLog, settings: ServerSettings = ServerSettings()) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        events: EventLog,
+        settings: ServerSettings = ServerSettings(),
+        gate: Gate | None = None,
+    ) -> None:
         self._peers, self._events, self._settings = peers, events, settings
+        self._gate = gate or Gate()
         self._device = DeviceThread()
         self._experts: dict[str, Expert] = {}
         self._tallies: dict[str, Tally] = {}
@@ -129,7 +140,7 @@ class ExpertServer:
         call = self._accepted(opening, stream, backward=backward)
         try:
             with self._lock:
-                retry_s = self._batching.admit(call)
+                retry_s = PAUSED_RETRY_S if self._gate.closed else self._batching.admit(call)
             if retry_s is not None:
                 await stream.send(Part(busy_s=retry_s))
                 return
@@ -184,6 +195,7 @@ class ExpertServer:
         """Wait for the answer, or until the caller no longer does."""
         if call.key.uid not in self._experts:
             raise _gone(call.key.uid)
+        await self._gate.wait_open()
         call.arrived_at = asyncio.get_running_loop().time()
         with self._lock:
             self._batching.enqueue(call)

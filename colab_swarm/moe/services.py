@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Contact, PeerId, Peers
+from colab_swarm.pausing import Gate
 
 
 @dataclass(frozen=True)
 class ExpertServices:
-    """This peer's services; ``run_id`` is part of all keys in the DHT."""
+    """This peer's services; ``run_id`` is part of all keys in the DHT, ``gate`` is closed while experts are to rest."""
 
     peers: Peers
     dht: DHT
     events: EventLog
     rng: random.Random
     run_id: str
+    gate: Gate = field(default_factory=Gate)
 
 
 @dataclass(frozen=True)
