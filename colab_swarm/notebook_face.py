@@ -31,10 +31,18 @@ class NotebookFace(SessionPeer, ABC):
         """Leave the run and close all links."""
 
     def panel(self) -> Panel[SwarmSnapshot]:
-        """A live view of the swarm: widgets in a notebook, text elsewhere."""
+        """A live view of the swarm: widgets in a notebook, text elsewhere.
+
+        While the cell waits for other peers, as in ``optimizer.step()``, widgets stay live by themselves.
+        """
+        from colab_swarm.widgets.environment import has_frontend
         from colab_swarm.widgets.panel import Panel
 
-        return Panel(self.snapshot, self.leave)
+        live = has_frontend()
+        panel = Panel(self.snapshot, self.leave, live=live)
+        if live:
+            self._runtime.while_waiting(panel.tick)
+        return panel
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the swarm for ``seconds`` (until interrupted if None); the peer goes on afterwards."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -28,6 +29,13 @@ class Runs(Protocol):
     def time(self) -> float:
         """What the clock of the loop shows, seconds; any thread."""
 
+    def while_waiting(self, work: Callable[[], None]) -> None:
+        """Let the thread that says so call ``work`` now and then while it waits in `call`, and nothing else any more.
+
+        Args:
+            work: a method, which is forgotten when its object is; quick, and raises nothing.
+        """
+
 
 class Runtime:
     """One daemon thread with its own event loop."""
@@ -38,6 +46,7 @@ class Runtime:
     def __init__(self) -> None:
         # never asyncio.run or get_event_loop: somebody may have applied nest_asyncio in this kernel
         self._loop = asyncio.new_event_loop()
+        self._meanwhile: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}  # by thread
         self._thread = threading.Thread(target=self._run, name="colab-swarm", daemon=True)
         self._thread.start()
 
@@ -71,7 +80,7 @@ class Runtime:
         future: Future[T] | None = None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            return wait_interruptibly(future)
+            return wait_interruptibly(future, self._meanwhile.get(threading.get_ident()))
         except KeyboardInterrupt:
             if future is not None:
                 future.cancel()
@@ -81,6 +90,10 @@ class Runtime:
         """See `Runs`."""
         return self._loop.time()
 
+    def while_waiting(self, work: Callable[[], None]) -> None:
+        """See `Runs`."""
+        self._meanwhile[threading.get_ident()] = weakref.WeakMethod(work)
+
     def close(self) -> None:
         """Stop the loop and join the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -89,11 +102,19 @@ class Runtime:
         self._loop.close()
 
 
-def wait_interruptibly(future: Future[T]) -> T:
-    """The future's result, waited for in short steps: one long wait cannot be interrupted on Windows."""
+def wait_interruptibly(
+    future: Future[T], meanwhile: Callable[[], Callable[[], None] | None] | None = None
+) -> T:
+    """The future's result, waited for in short steps: one long wait cannot be interrupted on Windows.
+
+    Args:
+        meanwhile: gives what is to be done after each of them, or None.
+    """
     while True:
         try:
             return future.result(POLL_S)
         except NotYet:
             if future.done():  # the coroutine itself raised a TimeoutError
                 return future.result()
+            if meanwhile is not None and (work := meanwhile()) is not None:
+                work()

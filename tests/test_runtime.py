@@ -57,6 +57,32 @@ def test_call_works_inside_a_running_loop_and_from_any_thread(runtime: Runtime) 
     assert names == ["colab-swarm"]
 
 
+class Watcher:
+    """Notes the threads that it is called on."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def look(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+
+@pytest.mark.slow
+def test_a_thread_that_waits_keeps_a_view_live_until_it_is_forgotten(runtime: Runtime) -> None:
+    watcher = Watcher()
+    runtime.while_waiting(watcher.look)
+    other = threading.Thread(target=lambda: runtime.call(asyncio.sleep(0.5)))
+    other.start()
+    runtime.call(asyncio.sleep(0.7))
+    other.join()
+    seen = watcher.threads
+    assert seen and set(seen) == {threading.current_thread().name}
+    del watcher
+    before = len(seen)
+    runtime.call(asyncio.sleep(0.3))
+    assert len(seen) == before
+
+
 def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:
     cancelled = threading.Event()
 

@@ -80,6 +80,9 @@ class SimRuntime:
         """Virtual seconds."""
         return self.loop.time()
 
+    def while_waiting(self, work: Callable[[], None]) -> None:
+        """Nothing to do: nobody waits on virtual time."""
+
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the loop until ``coroutine`` is done, in a thread: in a notebook this one has a loop running already."""
         task = self.loop.create_task(coroutine)
