@@ -114,7 +114,7 @@ def _coordinate(options: argparse.Namespace) -> None:
 
 def _volunteer(options: argparse.Namespace) -> None:
     from colab_swarm.jobs.volunteer import volunteer
-    from colab_swarm.workunits.volunteer_view import summary
+    from colab_swarm.jobs.volunteer_view import summary
 
     begun = time.monotonic()
     one = volunteer(

@@ -73,6 +73,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of plain cells as lines for terminals, columns one under the other, all two to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def legend(keys: Iterable[tuple[str, str]]) -> str:
     """Names, each after a square of its CSS class."""
     return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)

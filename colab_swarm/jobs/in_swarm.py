@@ -90,7 +90,14 @@ class WorkInSwarm:
         client = CoordinatorClient(urls[0], self._token, run_id=self.entrance.run_id, authority=authority)
         try:
             return open_volunteer(
-                client, place, job=job, trust_code=trust_code, units=units, name=self.name, device=device
+                client,
+                place,
+                job=job,
+                trust_code=trust_code,
+                units=units,
+                name=self.name,
+                device=device,
+                gate=self.services.gate,
             )
         except BaseException:
             place.lock.release()

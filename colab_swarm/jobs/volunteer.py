@@ -15,7 +15,9 @@ from filelock import FileLock, Timeout
 
 from colab_swarm.errors import JoinError, PeerError
 from colab_swarm.jobs.link import WorkLink
+from colab_swarm.jobs.volunteer_view import render_html, render_text, summary
 from colab_swarm.net.identity import Identity
+from colab_swarm.pausing import Gate
 from colab_swarm.runtime import Runtime
 from colab_swarm.widgets.environment import require_terms
 from colab_swarm.widgets.panel import Panel, Views
@@ -23,7 +25,6 @@ from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import JobCard
 from colab_swarm.workunits.volunteer_snapshot import VolunteerSnapshot
-from colab_swarm.workunits.volunteer_view import render_html, render_text, summary
 from colab_swarm.workunits.volunteering import Volunteering, VolunteerSettings
 
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
@@ -180,15 +181,16 @@ def open_volunteer(
     units: int,
     name: str,
     device: str | torch.device | None,
+    gate: Gate | None = None,
 ) -> Volunteer:
-    """Begin to work for the coordinator that ``client`` speaks to; see `volunteer`."""
+    """Begin to work for the coordinator that ``client`` speaks to, while the gate is open; see `volunteer`."""
     runtime = Runtime.shared()
     try:
         card, code = runtime.call(_first_answers(client, with_code=job is None))
         if job is None:
             job = _trusted(card, code, place.folder, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = VolunteerSettings(place.folder, units, name, torch.device(kind))
+        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or Gate())
         work = Volunteering(client, job, card, settings)
         runtime.call(_begin(work))
     except BaseException:

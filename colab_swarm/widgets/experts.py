@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from colab_swarm.markup import count, plain, text
+from colab_swarm.markup import aligned, count, plain, text
 from colab_swarm.moe.snapshot import ExpertsSnapshot, HostOfExperts, ServedExpert
 from colab_swarm.widgets import expert_grid, theme
 from colab_swarm.widgets.panel import Panel, Views
@@ -52,18 +52,10 @@ def render_text(snapshot: ExpertsSnapshot) -> str:
     lines = [summary(snapshot), *(f"  ! {note}" for note in notes(snapshot))]
     lines.append(expert_grid.render_text(snapshot.listing))
     if snapshot.listing.hosts:
-        lines += _aligned([HOSTS, *map(_host, snapshot.listing.hosts[:MAX_ROWS])])
+        lines += aligned([HOSTS, *map(_host, snapshot.listing.hosts[:MAX_ROWS])])
     if snapshot.served:
-        lines += _aligned([SERVED, *map(_served, snapshot.served[:MAX_ROWS])])
+        lines += aligned([SERVED, *map(_served, snapshot.served[:MAX_ROWS])])
     return "\n".join([*lines, *(f"  {line}" for line in _more(snapshot))])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def render_html(snapshot: ExpertsSnapshot) -> str:

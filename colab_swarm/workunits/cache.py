@@ -24,13 +24,25 @@ class SubsetCache:
     Args:
         folder: made at the first `put`.
         max_bytes: of all files together.
+
+    Attributes:
+        hits, misses: what was asked for and was here, and was not.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
+        self.hits = self.misses = 0
 
     def get(self, digest: str) -> bytes | None:
         """What was put, if it is still there and sound."""
+        found = self._read(digest)
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return found
+
+    def _read(self, digest: str) -> bytes | None:
         path = self._folder / (digest + SUFFIX)
         try:
             data = path.read_bytes()

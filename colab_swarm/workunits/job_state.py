@@ -62,12 +62,14 @@ class UnitState:
         replicas: in the order they were assigned.
         accepted: the assignment whose result was taken; None so far.
         assimilated: whether it is part of the parameters.
+        staleness: of an assimilated one, how many others were assimilated since its volunteer had the parameters.
         failed_by: who did not bring a result of use, and when it last did not.
     """
 
     replicas: list[Replica] = field(default_factory=list)
     accepted: str | None = None
     assimilated: bool = False
+    staleness: int | None = None
     failed_by: dict[str, float] = field(default_factory=dict)
 
     def live(self) -> list[Replica]:
@@ -227,6 +229,7 @@ class JobState:
         if unit.assimilated:
             raise ValueError(f"unit {entry.unit} was assimilated twice: this is a fault of the store")
         unit.assimilated = True
+        unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
         self.assimilated[entry.unit.epoch] = self.assimilated.get(entry.unit.epoch, 0) + 1

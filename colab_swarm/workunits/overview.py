@@ -48,6 +48,22 @@ class UnitCounts:
 
 
 @dataclass(frozen=True)
+class UnitMark:
+    """One unit of the epoch.
+
+    Attributes:
+        state: ``waiting``, ``training``, ``queued`` (for a parameter server), ``assimilated``; or it waits again, for
+            its last volunteer was ``late`` or its result ``rejected``.
+        volunteer: name of who has it, or had it last; empty if nobody did.
+        staleness: of an assimilated one, how many others were assimilated while it was trained.
+    """
+
+    state: str
+    volunteer: str = ""
+    staleness: int | None = None
+
+
+@dataclass(frozen=True)
 class JobOverview:
     """A job.
 
@@ -62,6 +78,7 @@ class JobOverview:
         unit_s: what each of the latest units took, from assignment to result.
         update_s: what each of the latest updates of the parameters took.
         assimilated_at: when the latest were assimilated, seconds since the epoch.
+        marks: the units of this epoch, by subset.
     """
 
     epoch: int
@@ -74,6 +91,7 @@ class JobOverview:
     unit_s: tuple[float, ...]
     update_s: tuple[float, ...]
     assimilated_at: tuple[float, ...]
+    marks: tuple[UnitMark, ...] = ()
 
     def units_per_minute(self, now: float) -> float:
         """Assimilated over the last minutes; 0 if there were none."""
@@ -87,17 +105,19 @@ def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> Job
     rows = sorted(
         (_row(name, record, now) for name, record in state.volunteers.items()), key=lambda row: -row.accepted
     )
+    units = [unit for _, unit in state.units_of(epoch)]
     return JobOverview(
         epoch=epoch,
         max_epochs=max_epochs,
         finished=state.finished,
-        units=_counts([unit for _, unit in state.units_of(epoch)]),
+        units=_counts(units),
         volunteers=tuple(rows),
         epochs=tuple(state.epochs),
         measured=tuple(state.measured.get(epoch, {}).values()),
         unit_s=tuple(state.unit_s),
         update_s=tuple(state.update_s),
         assimilated_at=tuple(state.assimilated_at),
+        marks=tuple(_mark(unit, state) for unit in units),
     )
 
 
@@ -114,6 +134,19 @@ def _row(name: str, volunteer: Volunteer, now: float) -> VolunteerRow:
         banned_until=standing.banned_until if standing.banned_until > now else None,
         last_seen=volunteer.last_seen,
     )
+
+
+def _mark(unit: UnitState, state: JobState) -> UnitMark:
+    last = unit.replicas[-1] if unit.replicas else None
+    whose = next((one for one in unit.replicas if one.assignment == unit.accepted), last)
+    if unit.accepted is not None:
+        told = "assimilated" if unit.assimilated else "queued"
+    elif unit.live():
+        told = "training"
+    else:
+        told = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
+    name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
+    return UnitMark(told, name, unit.staleness)
 
 
 def _counts(units: list[UnitState]) -> UnitCounts:

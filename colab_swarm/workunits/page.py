@@ -139,7 +139,7 @@ def _volunteers(status: JobStatus) -> str:
 def _row(one: VolunteerRow, now: float) -> tuple[str, ...]:
     return (
         f'{text(one.name or "without a name", 40)} <span class="soft">{text(one.volunteer[:8])}</span>',
-        _reliability(one, now),
+        reliability(one, now),
         f"{one.accepted:,}",
         f"{one.rejected:,}",
         f"{one.expired:,}",
@@ -148,7 +148,8 @@ def _row(one: VolunteerRow, now: float) -> tuple[str, ...]:
     )
 
 
-def _reliability(one: VolunteerRow, now: float) -> str:
+def reliability(one: VolunteerRow, now: float) -> str:
+    """In a word and a number; or that it is new, or for how long it is banned."""
     if one.banned_until is not None and one.banned_until > now:
         return f"banned for {duration(one.banned_until - now)}"
     if not one.accepted + one.rejected + one.expired:

@@ -41,6 +41,7 @@ class VolunteerSnapshot:
         samples: trained in accepted units.
         sent_bytes, received_bytes: of results, and of data and parameters.
         seconds: since it began.
+        cache_hits, cache_misses: units whose data were on this disk already, and were not.
     """
 
     job: str
@@ -58,3 +59,5 @@ class VolunteerSnapshot:
     sent_bytes: int
     received_bytes: int
     seconds: float
+    cache_hits: int = 0
+    cache_misses: int = 0

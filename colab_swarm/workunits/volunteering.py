@@ -25,6 +25,7 @@ import torch
 
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.moe.device import DeviceThread
+from colab_swarm.pausing import Gate
 from colab_swarm.workunits.backoff import Backoff, BackoffSettings
 from colab_swarm.workunits.cache import SubsetCache
 from colab_swarm.workunits.client import CoordinatorClient
@@ -32,6 +33,7 @@ from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import GivenUnit, GivenUnits, JobCard
 from colab_swarm.workunits.resume import UnitInHand, UnitSaves
 from colab_swarm.workunits.rows import Rows
+from colab_swarm.workunits.slot import Slot
 from colab_swarm.workunits.unit_training import Lesson, UnitTraining
 from colab_swarm.workunits.volunteer_snapshot import UnitProgress, VolunteerSnapshot
 from colab_swarm.workunits.weights import Floats, Schema
@@ -59,6 +61,7 @@ class VolunteerSettings:
         device: where to train.
         save_s: a unit is saved so often.
         cache_bytes: of data kept.
+        gate: closed while the machine is wanted for something else.
     """
 
     folder: Path
@@ -67,6 +70,7 @@ class VolunteerSettings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     save_s: float = 30.0
     cache_bytes: int = 2 << 30
+    gate: Gate = field(default_factory=Gate)
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -79,34 +83,6 @@ class _Over(Exception):
     def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
         super().__init__(text)
         self.fault, self.finished = fault, finished
-
-
-@dataclass
-class _Slot:
-    """What one slot works on; ``held`` from the moment it is given until it is done with."""
-
-    phase: str = "asking"
-    held: UnitInHand | None = None
-    training: UnitTraining | None = None
-    loss: float | None = None
-    began: float = 0.0
-    saved: float = 0.0
-
-    def take(self, held: UnitInHand) -> None:
-        self.held, self.training, self.loss = held, None, None
-        self.began = self.saved = time.monotonic()
-
-    def let_go(self) -> None:
-        self.held = self.training = None
-
-    def progress(self) -> UnitProgress:
-        held, training = self.held, self.training
-        if held is None:
-            return UnitProgress(phase=self.phase)
-        unit, seconds = f"epoch {held.unit.epoch}, subset {held.unit.subset}", time.monotonic() - self.began
-        if training is None:
-            return UnitProgress(unit, self.phase, seconds=seconds)
-        return UnitProgress(unit, self.phase, training.done, training.batches, self.loss, seconds)
 
 
 class Volunteering:
@@ -146,7 +122,7 @@ class Volunteering:
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
         owner = sha256(client.token.identity.id + same).hexdigest()
         self._saves = UnitSaves(settings.folder / "units", owner)
-        self._slots = [_Slot() for _ in range(settings.units)]
+        self._slots = [Slot() for _ in range(settings.units)]
         self._left_behind: deque[UnitInHand] = deque()
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
@@ -191,6 +167,8 @@ class Volunteering:
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
             seconds=(self._ended or time.monotonic()) - self._began,
+            cache_hits=self._cache.hits,
+            cache_misses=self._cache.misses,
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:
@@ -200,6 +178,8 @@ class Volunteering:
             return self._client.trouble
         if self._leaving.is_set():
             return "leaving, once the units in hand are done"
+        if self._settings.gate.closed:
+            return "paused"
         phases = {unit.phase for unit in units}
         busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
         return busy[0] if busy else self._banned or "waiting for units"
@@ -247,7 +227,7 @@ class Volunteering:
         for slot in self._slots:
             slot.let_go()
 
-    async def _serve(self, slot: _Slot) -> None:
+    async def _serve(self, slot: Slot) -> None:
         backoff = Backoff(AFTER_REFUSAL, self._rng)
         while not self._leaving.is_set():
             if not await self._next(slot) or slot.held is None:
@@ -267,12 +247,13 @@ class Volunteering:
 
     # --- one unit -----------------------------------------------------------------------------------------------------
 
-    async def _next(self, slot: _Slot) -> bool:
+    async def _next(self, slot: Slot) -> bool:
         """Get a unit, or wait a while; whether there is one to train."""
         if self._left_behind:
             slot.take(self._left_behind.popleft())
             return True
         slot.phase = "asking"
+        await self._settings.gate.wait_open()
         try:
             async with self._asking:  # one at a time: else what another slot was just given seems lost
                 told = await self._client.ask(
@@ -299,7 +280,7 @@ class Volunteering:
         held = [slot.held for slot in self._slots if slot.held is not None]
         return [one.unit.assignment for one in (*held, *self._left_behind)]
 
-    async def _train(self, slot: _Slot, held: UnitInHand) -> None:
+    async def _train(self, slot: Slot, held: UnitInHand) -> None:
         """From a unit to its result.
 
         Raises:
@@ -343,7 +324,7 @@ class Volunteering:
             training.load_state_dict(held.training)
         return training
 
-    def _some_batches(self, slot: _Slot, training: UnitTraining) -> None:
+    def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
         """On the thread: train for a turn; and save if it is time to."""
         end = time.monotonic() + TURN_S
         while training.done < training.batches:
@@ -361,6 +342,7 @@ class Volunteering:
         Raises:
             _Over: it raised.
         """
+        await self._settings.gate.wait_open()
         try:
             return await THREAD.run(work)
         except asyncio.CancelledError:

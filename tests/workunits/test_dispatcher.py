@@ -22,7 +22,7 @@ from colab_swarm.workunits.entries import (
     Returned,
 )
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import UnitCounts
+from colab_swarm.workunits.overview import UnitCounts, UnitMark
 from colab_swarm.workunits.reliability import FREE_RETURNS, LONGEST_REST_S
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
@@ -343,6 +343,25 @@ def test_the_overview_tells_where_units_and_volunteers_are() -> None:
     assert (overview.epoch, overview.max_epochs, overview.finished) == (1, 3, None)
     assert [entry.accuracy for entry in overview.measured] == [0.5]
     assert overview.units_per_minute(desk.now + 30) == 2
+
+
+def test_each_unit_of_the_epoch_tells_its_state_its_volunteer_and_how_stale_its_result_was() -> None:
+    desk = Desk(subsets=6, in_flight=3)
+    desk.prove(ALICE, BOB)
+    (early,), (other,) = desk.ask(ALICE), desk.ask(BOB)
+    desk.assimilate(desk.result(other))
+    desk.assimilate(desk.result(early))
+    late, bad = desk.ask(ALICE)[0], desk.ask(BOB)[0]
+    desk.reject(bad)
+    desk.now += 1000
+    desk.expire()
+    marks = desk.core.overview(now=desk.now).marks
+    assert marks[early.unit.subset] == UnitMark("assimilated", ALICE[:8], 1)
+    assert marks[other.unit.subset] == UnitMark("assimilated", BOB[:8], 0)
+    assert marks[late.unit.subset] == UnitMark("late", ALICE[:8])
+    assert marks[bad.unit.subset] == UnitMark("rejected", BOB[:8])
+    (again,) = desk.ask(ALICE)
+    assert desk.core.overview(now=desk.now).marks[again.unit.subset] == UnitMark("training", ALICE[:8])
 
 
 def test_who_gives_back_again_and_again_has_to_wait_ever_longer() -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
+from colab_swarm.jobs.volunteer_view import render_html, render_text, summary
 from colab_swarm.workunits.volunteer_snapshot import UnitProgress, VolunteerSnapshot
-from colab_swarm.workunits.volunteer_view import render_html, render_text, summary
 
 UNITS = (
     UnitProgress("epoch 3, subset 7", "training", done=5, batches=20, loss=0.4321, seconds=12.0),
@@ -30,6 +30,8 @@ SNAPSHOT = VolunteerSnapshot(
     sent_bytes=1_200_000,
     received_bytes=3_400_000,
     seconds=600.0,
+    cache_hits=8,
+    cache_misses=4,
 )
 
 
@@ -44,15 +46,16 @@ def test_the_text_has_a_bar_per_unit_in_hand_and_the_whole_contribution() -> Non
     assert lines[1:] == [
         "  [#####...............] epoch 3, subset 7: training 5 of 20 batches, loss 0.432, 12 s",
         "  [....................] epoch 3, subset 8: downloading, 0 s",
-        "  you gave 4,800 samples of training in 10 min; 3.4 MB fetched, 1.2 MB brought",
+        "  you gave: 4,800 samples in 10 min; fetched: 3.4 MB; brought: 1.2 MB; data found on disk: 8 of 12 times; "
+        "uploads under way: 0",
         "  last refusal: its deadline passed <b>",
     ]
 
 
 def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
-    root = ElementTree.fromstring(render_html(SNAPSHOT).replace("<br>", "<br/>"))
-    bars = root.findall(".//*[@role='progressbar']")
-    assert [bar.get("aria-valuenow") for bar in bars] == ["25", "0"]
+    root = ElementTree.fromstring(render_html(SNAPSHOT))
+    bars = root.findall(".//*[@role='img']")
+    assert [bar[0].get("style") for bar in bars] == ["width:25.0%", "width:0.0%"]
     assert bars[0].get("aria-label", "").startswith("epoch 3, subset 7: training 5 of 20")
 
 

@@ -1,13 +1,11 @@
-"""A `VolunteerSnapshot` as text and as static HTML. Pure functions; every text of the coordinator's is escaped.
-
-The HTML needs no script, style sheet or font, and takes its colours from the page, light or dark.
-"""
+"""The volunteer's panel: a `VolunteerSnapshot` as text and as static HTML. Pure functions."""
 
 from __future__ import annotations
 
 import html
 
 from colab_swarm.markup import count, duration, plain, size, text
+from colab_swarm.widgets import theme
 from colab_swarm.workunits.volunteer_snapshot import UnitProgress, VolunteerSnapshot
 
 BAR_CHARACTERS = 20
@@ -16,13 +14,13 @@ MAX_FAULT_CHARACTERS = 4000
 
 def summary(snapshot: VolunteerSnapshot) -> str:
     """What goes on, in one line."""
-    return f"{plain(snapshot.job)}: {plain(snapshot.state)}; {_job(snapshot)}{_units(snapshot)}"
+    return f"{plain(snapshot.job)}: {_now(snapshot)}"
 
 
 def render_text(snapshot: VolunteerSnapshot) -> str:
     """As lines, for terminals and for outputs without HTML."""
     lines = [summary(snapshot), *(f"  {_bar(unit)} {_told(unit)}" for unit in snapshot.units if unit.unit)]
-    lines.append(f"  {_total(snapshot)}")
+    lines.append("  " + "; ".join(f"{name}: {value}" for name, value in figures(snapshot).items()))
     if snapshot.refusal:
         lines.append(f"  last refusal: {plain(snapshot.refusal)}")
     return "\n".join(lines) + (f"\n{snapshot.fault[-MAX_FAULT_CHARACTERS:]}" if snapshot.fault else "")
@@ -30,16 +28,36 @@ def render_text(snapshot: VolunteerSnapshot) -> str:
 
 def render_html(snapshot: VolunteerSnapshot) -> str:
     """As one ``div``: what goes on, a bar per unit, the whole contribution."""
-    refusal = f"<br>last refusal: {text(snapshot.refusal)}" if snapshot.refusal else ""
-    fault = snapshot.fault[-MAX_FAULT_CHARACTERS:]
-    return (
-        '<div style="font-family:sans-serif;font-size:13px;line-height:1.5">'
-        f"<p><b>{text(snapshot.job)}</b>: {text(snapshot.state)}<br>{_job(snapshot)}{_units(snapshot)}</p>"
-        f"{''.join(_html_bar(unit) for unit in snapshot.units if unit.unit)}"
-        f"<p>{html.escape(_total(snapshot))}{refusal}</p>"
-        + (f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>' if fault else "")
-        + "</div>"
+    refusal = f'<p class="warn">last refusal: {text(snapshot.refusal)}</p>' if snapshot.refusal else ""
+    fault = html.escape(snapshot.fault[-MAX_FAULT_CHARACTERS:])
+    units = "".join(
+        f"<p>{html.escape(_told(unit))}{theme.bar(_share(unit), html.escape(_told(unit)))}</p>"
+        for unit in snapshot.units
+        if unit.unit
     )
+    return theme.wrap(
+        f"{theme.heading(text(snapshot.job), html.escape(_now(snapshot)))}{units}"
+        f"{theme.cards(figures(snapshot))}{refusal}"
+        + (f'<pre style="font-size:11px;overflow:auto">{fault}</pre>' if fault else ""),
+        f"volunteer for {plain(snapshot.job)}",
+    )
+
+
+def figures(snapshot: VolunteerSnapshot) -> dict[str, str]:
+    """What came of it so far, by its name."""
+    uploads = sum(unit.phase == "uploading" for unit in snapshot.units)
+    looked_up = snapshot.cache_hits + snapshot.cache_misses
+    return {
+        "you gave": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
+        "fetched": size(snapshot.received_bytes),
+        "brought": size(snapshot.sent_bytes),
+        "data found on disk": f"{snapshot.cache_hits} of {looked_up} times" if looked_up else "–",
+        "uploads under way": f"{uploads}",
+    }
+
+
+def _now(snapshot: VolunteerSnapshot) -> str:
+    return f"{plain(snapshot.state)}; {_job(snapshot)}{_units(snapshot)}"
 
 
 def _job(snapshot: VolunteerSnapshot) -> str:
@@ -55,13 +73,6 @@ def _units(snapshot: VolunteerSnapshot) -> str:
     return ", ".join(told + [f"{number:,} {what}" for what, number in others.items() if number])
 
 
-def _total(snapshot: VolunteerSnapshot) -> str:
-    return (
-        f"you gave {count(snapshot.samples, 'sample')} of training in {duration(snapshot.seconds)}; "
-        f"{size(snapshot.received_bytes)} fetched, {size(snapshot.sent_bytes)} brought"
-    )
-
-
 def _told(unit: UnitProgress) -> str:
     batches = f" {unit.done:,} of {unit.batches:,} batches" if unit.batches else ""
     loss = "" if unit.loss is None else f", loss {unit.loss:.3f}"
@@ -75,14 +86,3 @@ def _share(unit: UnitProgress) -> float:
 def _bar(unit: UnitProgress) -> str:
     full = int(_share(unit) * BAR_CHARACTERS)
     return f"[{'#' * full}{'.' * (BAR_CHARACTERS - full)}]"
-
-
-def _html_bar(unit: UnitProgress) -> str:
-    percent, told = f"{100 * _share(unit):.0f}", html.escape(_told(unit))
-    return (
-        f'<div role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
-        f'aria-label="{told}" style="position:relative;max-width:480px;height:12px;border-radius:6px;'
-        'border:1px solid currentColor;overflow:hidden">'
-        f'<div style="width:{percent}%;height:100%;background:#2a7fbf"></div></div>'
-        f'<div style="margin-bottom:6px">{told}</div>'
-    )
