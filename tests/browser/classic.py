@@ -63,8 +63,9 @@ class Classic:
         """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+        notebook.nbformat_minor = 4  # cells of this generation have no ids
         for cell in notebook.cells:
-            cell.pop("id")  # unknown to this generation
+            cell.pop("id")
         nbformat.write(notebook, self._folder / f"{name}.ipynb")
         opened = ClassicNotebook(window.new_page(width=1000, height=2400))
         opened.page.goto(f"http://127.0.0.1:{self._port}/notebooks/{name}.ipynb")
