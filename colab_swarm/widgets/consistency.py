@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 
 from colab_swarm.elastic.snapshot import ElasticSnapshot
-from colab_swarm.widgets.loss_band import render_svg
+from colab_swarm.widgets import squares, theme
+from colab_swarm.widgets.loss_band import LINE, render_svg
 
+WIDTH = 760
 RECENT = 20
 """Steps that the figures of waiting and missing are means of."""
 
@@ -15,19 +17,26 @@ def summary(snapshot: ElasticSnapshot) -> str:
     """In one line."""
     if not snapshot.steps:
         return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
-    last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
-    waited_ms = 1000 * sum(step.waited_s for step in recent) / len(recent)
-    missing = sum(step.missing for step in recent) / len(recent)
+    last = snapshot.steps[-1]
     lost = f", {len(last.lost)} lost" if last.lost else ""
     return (
         f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members{lost}; inconsistency "
-        f"{last.inconsistency:.3g}{_bound(last.bound)}; waits {waited_ms:.0f} ms, {missing:.0%} not there by then"
+        + ", ".join(f"{value} {words}" for words, value in figures(snapshot).items())
         + ("; left" if snapshot.left else "")
     )
 
 
-def _bound(bound: float | None) -> str:
-    return " (no bound known)" if bound is None else f" of {bound:.3g} allowed"
+def figures(snapshot: ElasticSnapshot) -> dict[str, str]:
+    """What is told in numbers, by its name."""
+    last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
+    waited_ms = 1000 * sum(step.waited_s for step in recent) / len(recent)
+    missing = sum(step.missing for step in recent) / len(recent)
+    return {
+        "measured": f"{last.inconsistency:.3g}",
+        "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
+        "waited": f"{waited_ms:.0f} ms",
+        "not there by then": f"{missing:.0%}",
+    }
 
 
 def verdict(snapshot: ElasticSnapshot) -> str:
@@ -47,14 +56,26 @@ def render_text(snapshot: ElasticSnapshot) -> str:
 
 
 def render_html(snapshot: ElasticSnapshot) -> str:
-    """As one ``div``: the line, the measured inconsistency over the steps under its bound, and a warning if due."""
+    """As one ``div``: figures, the measured inconsistency over the steps under its bound, and a warning if due."""
     measured = [(float(step.step), step.inconsistency) for step in snapshot.steps]
     bounds = [(float(step.step), step.bound) for step in snapshot.steps if step.bound is not None]
+    chart = render_svg(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH)
     said = verdict(snapshot)
-    warning = f"<p>⚠ {html.escape(said)}</p>" if said else ""
-    return (
-        '<div style="font-family:sans-serif;font-size:13px;line-height:1.5">'
-        f"<p><b>{html.escape(summary(snapshot))}</b></p>"
-        f"{render_svg(measured, limit=bounds, label='inconsistency', from_zero=True)}"
-        f'<p style="opacity:.7">line: measured ||x - v|| / learning rate; dashed: its bound</p>{warning}</div>'
+    warning = f'<p class="warn">⚠ {html.escape(said)}</p>' if said else ""
+    name, _, told = summary(snapshot).partition(": ")
+    return theme.wrap(
+        theme.heading(html.escape(name), html.escape(told.partition("; ")[0]))
+        + (theme.cards(figures(snapshot)) if snapshot.steps else "")
+        + (f"{chart}{_key(with_bound=bool(bounds))}" if chart else "")
+        + warning,
+        "how far this member is off its group",
     )
+
+
+def _key(*, with_bound: bool) -> str:
+    measured = squares.path("M0 7h14", f'fill="none" style="stroke:{LINE}" stroke-width="2"')
+    bound = squares.path("M0 7h5m4 0h5", 'fill="none" stroke="var(--ink)"')
+    lines = {"measured: ||x - v|| / learning rate": measured} | (
+        {"what theory allows": bound} if with_bound else {}
+    )
+    return squares.key(lines, after="" if with_bound else "no bound is known for this codec")

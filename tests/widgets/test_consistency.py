@@ -20,9 +20,9 @@ def snapshot(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnaps
 def test_a_line_tells_how_far_off_and_what_it_costs() -> None:
     assert summary(snapshot()) == "NormBounded(beta=0.5, measure='l2'): no step yet, 2 members"
     assert summary(snapshot(0.2, 0.4)).endswith(
-        "step 1, 2 members; inconsistency 0.4 of 1 allowed; waits 10 ms, 25% not there by then"
+        "step 1, 2 members; inconsistency 0.4 measured, 1 allowed, 10 ms waited, 25% not there by then"
     )
-    assert "no bound known" in summary(snapshot(0.2, bound=None))
+    assert "unknown allowed" in summary(snapshot(0.2, bound=None))
 
 
 def test_it_warns_when_the_bound_is_passed() -> None:
@@ -34,5 +34,7 @@ def test_it_warns_when_the_bound_is_passed() -> None:
 def test_the_chart_shows_measured_and_bound() -> None:
     tree = ElementTree.fromstring(render_html(snapshot(0.2, 0.4, 0.3)))
     lines = [one for one in tree.iter("polyline")]
+    assert "what theory allows" in " ".join(tree.itertext())
+    assert "no bound is known" in render_html(snapshot(0.2, 0.4, bound=None))
     assert [("stroke-dasharray" in line.attrib) for line in lines] == [True, False]
     assert all(len(line.attrib["points"].split()) >= 3 for line in lines)
