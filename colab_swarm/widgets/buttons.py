@@ -11,6 +11,9 @@ from typing import Any
 
 SURE_S = 5.0
 """How long a button that asks "sure?" waits for the second click."""
+PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after{content:"live"}
+.cs-live button:nth-child(2)::after{content:"still"}</style>"""
+"""The play widget's buttons have pictures only, and no trait to name them by."""
 
 
 def make(description: str, icon: str, tooltip: str, clicked: Callable[[], None]) -> Any:
@@ -48,6 +51,17 @@ def interrupt_cell() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         _thread.interrupt_main()
+
+
+def play(refresh: Callable[[], object]) -> tuple[Any, Any]:
+    """The button by which the browser asks for a refresh each second, and the style that gives it its name."""
+    import ipywidgets
+
+    clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+    clock.tooltip = "live: keeps this view up to date while no cell runs"  # ipywidgets 7 has no such trait
+    clock.add_class("cs-live")
+    clock.observe(lambda change: refresh(), names="value")
+    return clock, ipywidgets.HTML(PLAY_STYLE)
 
 
 class Leave:

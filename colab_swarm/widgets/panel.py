@@ -154,12 +154,10 @@ class Panel(Generic[S]):
         )
         self._chooser.style.button_width = "auto"
         self._chooser.observe(self._turn, names="value")
-        live = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        live.tooltip = "play: keeps this view live while no cell runs"  # no trait in ipywidgets 7
-        live.observe(lambda change: self.refresh(), names="value")
+        live = buttons.play(self.refresh)
         self._pause = buttons.Pause(pause) if pause else None
         self._leave = buttons.Leave(self._views.leave, self._views.who, stop)
-        row = [live, ipywidgets.Label("live")]
+        row = [*live]
         row += [self._pause.widget] if self._pause else []
         row += [buttons.stop()] if self._views.stops else []
         pages = [self._chooser] if len(self._pages) > 1 else []

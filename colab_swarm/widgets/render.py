@@ -16,8 +16,8 @@ MAX_GIVERS = 8
 MAX_NAME_CHARS = 40
 LOSS_WIDTH = 420
 MAX_LINE_CHARS = 200
-NUMBERS = (3, 4, 5, 6)
-COLUMNS = ("peer", "id", "role", "step", "samples/s", "samples", "RTT", "link", "reachable")
+NUMBERS = (3, 4, 5)
+COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
 SOON_S = 1800.0
 """A session's end is marked from here on."""
 PAUSED = "Paused: your work stands still and others go on without you. Resume lets it go on."
@@ -183,7 +183,6 @@ def _cells(peer: PeerRow) -> tuple[str, ...]:
         _name(peer.role),
         str(peer.step),
         f"{peer.samples_per_s:,.1f}",
-        f"{peer.samples:,.0f}",
         "" if rtt is None or not math.isfinite(rtt) else f"{1000 * rtt:,.0f} ms",
         _name(peer.connected),
         {True: "yes", False: "outgoing only", None: ""}[peer.reachable],

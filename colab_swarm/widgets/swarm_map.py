@@ -14,7 +14,7 @@ from colab_swarm.widgets import theme
 
 MAX_PEERS = 32
 """More would be no map any more; the first page counts them all."""
-WIDTH, ROW, RADIUS = 800, 30, 130
+WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
 
@@ -45,7 +45,7 @@ def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
     links = "".join(_link(peer, place, middle, places) for peer, place in placed)
     nodes = "".join(_node(peer, place, names) for peer, place in placed)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
         f'aria-label="map of {count(len(shown) + 1, "peer")}">{links}{nodes}'
         f"{_dot(middle, _own_state(snapshot), 15)}"
         f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
@@ -161,9 +161,11 @@ def _dot(place: Place, state: State, radius: float) -> str:
 def _node(peer: PeerRow, place: Place, names: Mapping[str, str]) -> str:
     x, y = place
     at, anchor = (x + 15, "start") if x > WIDTH / 2 else (x - 15, "end")
-    told = ", ".join(filter(None, _told(peer, names)))
+    rtt, way, speed = _told(peer, names)
+    short, all_of_it = (", ".join(filter(None, parts)) for parts in ((rtt, way), (rtt, way, speed)))
     name = text(peer.name, 24)
     return _dot(place, _state(peer), 10) + (
         f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">{name}</text>'
-        f'<text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(told)}</text>'
+        f'<text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
+        f"<title>{text(all_of_it)}</title></text>"
     )

@@ -3,7 +3,7 @@
 A view brings its own paper and ink, so it can be read on any page. Colours are those of Okabe and Ito, which
 colour-blind people tell apart, darkened or lightened until text has a contrast of 4.5 to 1; no view tells anything
 by colour alone. Classes: ``blue green amber red purple soft`` colour text, and whatever is drawn in ``currentColor``;
-``card`` is a box, ``row`` puts boxes side by side, ``warn`` marks a paragraph that wants attention.
+``row`` puts boxes side by side, ``warn`` marks a paragraph that wants attention.
 
 All pieces take and give HTML: a text that others told goes through `markup.text` first.
 """
@@ -22,10 +22,12 @@ DARK = (
     "--paper:#16191d;--card:#22272d;--ink:#e8eaed;--soft:#a8b1bb;--line:#3d444d;"
     "--blue:#56b4e9;--green:#2cc295;--amber:#eeb03a;--red:#ff8355;--purple:#e39bc4"
 )
-# Twice .cs-view where a page's own rules for tables have to be beaten. Dark: where the page says so (JupyterLab,
-# Colab, VS Code), and where it says nothing and the browser does.
+# A view is as wide as there is room, 860 pixels at most, and scrolls if it wants more: it has no width of its own, by
+# which it would stretch the output around it. Twice .cs-view where a page's own rules for tables have to be beaten.
+# Dark: where the page says so (JupyterLab, Colab, VS Code), and where it says nothing and the browser does.
 STYLE = (
-    f".cs-view{{{LIGHT};box-sizing:border-box;max-width:860px;padding:10px 14px;background:var(--paper);"
+    f".cs-view{{{LIGHT};box-sizing:border-box;width:0;min-width:min(100%,860px);overflow-x:auto;"
+    "padding:10px 14px;background:var(--paper);"
     "color:var(--ink);border:1px solid var(--line);border-radius:8px;font:13px/1.45 system-ui,sans-serif;"
     "overflow-wrap:break-word;font-variant-numeric:tabular-nums}"
     f"[data-jp-theme-light=false] .cs-view,[theme=dark] .cs-view,.vscode-dark .cs-view{{{DARK}}}"
@@ -35,12 +37,13 @@ STYLE = (
     + ".cs-view p{margin:5px 0}.cs-view h4{margin:12px 0 4px;font:600 13px system-ui,sans-serif;color:var(--soft)}"
     ".cs-view .warn{border-left:4px solid var(--amber);padding-left:8px}"
     ".cs-view .row{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
-    ".cs-view .card{flex:1 1 110px;box-sizing:border-box;background:var(--card);border-radius:6px;padding:6px 10px}"
+    ".cs-view .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(104px,1fr));gap:8px;margin:8px 0}"
+    ".cs-view .card{background:var(--card);border-radius:6px;padding:6px 10px}"
     ".cs-view .card b{display:block;font-size:15px}.cs-view .card small{display:block;font-size:11px;font-weight:400}"
     ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit;color:inherit;"
     "table-layout:auto}"
     ".cs-view.cs-view tbody tr{background:none}"
-    ".cs-view.cs-view :is(th,td){padding:3px 12px 3px 0;text-align:left;border:0;border-top:1px solid var(--line);"
+    ".cs-view.cs-view :is(th,td){padding:3px 8px 3px 0;text-align:left;border:0;border-top:1px solid var(--line);"
     "vertical-align:top;font-weight:400;color:inherit;background:none;white-space:normal;max-width:none}"
     ".cs-view.cs-view thead th{color:var(--soft);border:0}.cs-view.cs-view .n{text-align:right;white-space:nowrap}"
     ".cs-view tbody th{overflow-wrap:anywhere;min-width:70px}"
@@ -73,7 +76,7 @@ def cards(figures: Mapping[str, str]) -> str:
         f'<div class="card"><span class="soft">{name}</span><b>{value}</b></div>'
         for name, value in figures.items()
     )
-    return f'<div class="row">{"".join(shown)}</div>'
+    return f'<div class="cards">{"".join(shown)}</div>'
 
 
 def figure(value: str, unit: str) -> str:

@@ -44,10 +44,10 @@ def test_text_is_an_aligned_list_of_the_links() -> None:
 
 
 def test_html_tells_the_same() -> None:
-    texts = [text.text for text in parsed(render_html(SWARM)).iter("text")]
-    assert {"bob", "23 ms, direct, 20 Mbit/s", "200 ms, via bob, 2 Gbit/s", "no link", "alice (me)"} <= set(
-        texts
-    )
+    texts = {text.text for text in parsed(render_html(SWARM)).iter("text")}
+    assert {"bob", "23 ms, direct", "200 ms, via bob", "no link", "alice (me)"} <= texts
+    titles = {title.text for title in parsed(render_html(SWARM)).iter("title")}
+    assert {"23 ms, direct, 20 Mbit/s", "200 ms, via bob, 2 Gbit/s"} <= titles
 
 
 def test_a_link_is_as_wide_as_its_line_is_fast_and_dashed_where_relayed() -> None:
