@@ -11,7 +11,7 @@ import time
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, PeerLeft, StepFinished
+from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.overview import Background, Rates, _news
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm import Swarm
@@ -48,22 +48,28 @@ def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
 
 
 @pytest.mark.slow
-def test_a_crashed_peer_is_named_in_the_log_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"), [("crash", "bob is gone: "), ("partition", "the round waits for bob, silent for ")]
+)
+def test_a_peer_that_is_missing_is_named_in_the_log_within_five_seconds(fault: str, told: str) -> None:
     logs: list[str] = []
 
-    def until_bob_is_gone(swarm: Swarm) -> None:
+    def until_bob_is_missed(swarm: Swarm) -> None:
         net = model()
         optimizer = join_training(swarm, net, target_batch_size=12)
         while not logs:
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=2)
-            logs.extend(line for line in swarm.snapshot().log if line.startswith("bob is gone: "))
+            logs.extend(line for line in swarm.snapshot().log if line.startswith(told))
 
     with cs.simulate(peers=3, network="lan") as simulation:
-        simulation.network.at(4.0).crash("bob")
-        simulation.run(until_bob_is_gone, seconds=20.0)
-        assert [fault.name for fault in simulation.network.fired] == ["crash"] and logs
-        assert simulation.time < 4.0 + 5.0
+        names = {"crash": ("bob",), "partition": ({"bob"}, {"alice", "carol"})}[fault]
+        getattr(simulation.network.at(4.0), fault)(*names)
+        simulation.run(until_bob_is_missed, seconds=60.0)
+        assert [fired.name for fired in simulation.network.fired] == [fault] and logs
+        events = [swarm.events.recent() for swarm in simulation.swarms.values()]
+        news = [one.at for log in events for one in log if isinstance(one, PeerLeft | PeerSilent)]
+        assert 4.0 <= min(news) < 4.0 + 5.0
 
 
 TRAINER = """

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.exchange import RoundPing, Sending
 from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
-from colab_swarm.events import BudgetChosen
+from colab_swarm.errors import PeerError, PeerTimeout
+from colab_swarm.events import BudgetChosen, PeerSilent
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
 from colab_swarm.training.line import Line
 from colab_swarm.training.progress import Progress, ProgressRecord
 from colab_swarm.training.settings import Services, TrainingSettings
 from colab_swarm.training.thrift import Choice, Thrift
+
+LATE_S, ANSWER_S = 2.0, 2.0
+"""A group that is so long in forming makes people ask why; a peer that is well answers in so long."""
 
 
 class Rounds:
@@ -94,7 +98,11 @@ class Rounds:
         started = clock()
         deadline = started + self._settings.round_timeout_s
         candidates = await self._expected(own.step, own.lineage)
-        group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+        watch = asyncio.create_task(self._watch(candidates))
+        try:
+            group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+        finally:
+            watch.cancel()
         formed()
         self._last = group
         if sending is not None and self.choice is not None:
@@ -103,6 +111,22 @@ class Rounds:
         self._learn(group, result)
         self._services.events.emit(result.event(began_at=started, now=clock()))
         return result
+
+    async def _watch(self, candidates: Sequence[PeerId]) -> None:
+        """If the group is long in forming, tell who of those it may be waiting for does not even answer."""
+        await asyncio.sleep(LATE_S)
+        linked = self._services.peers.linked()
+        await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
+
+    async def _ping(self, peer: PeerId) -> None:
+        peers, ping = self._services.peers, RoundPing(b"")
+        try:
+            await peers.call(peer, ping, RoundPing, timeout_s=ANSWER_S)
+        except PeerTimeout:
+            now = asyncio.get_running_loop().time()
+            self._services.events.emit(PeerSilent(now, peer.hex(), ANSWER_S))
+        except PeerError:  # a lost link tells of itself
+            pass
 
     def _learn(self, group: Group, result: RoundResult) -> None:
         self._line.on_round(result)
