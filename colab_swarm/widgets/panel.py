@@ -133,7 +133,7 @@ class Panel(Generic[S]):
         self._views = views
         self._pages = {views.first: Page(views.html, views.text), **views.pages}
         self._page, self._chosen = views.first, 0
-        self._lock = threading.Lock()  # some kernels call back on a thread beside the busy cell
+        self._lock = threading.RLock()  # some kernels call back on a thread beside the busy cell
         self._box: Any = None
         self._shown_at = self._told_at = float("-inf")
         if has_frontend() if live is None else live:
