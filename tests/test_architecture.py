@@ -35,6 +35,7 @@ LAYERS = [
         "simulation",
         "lesson",
         "receipt",
+        "asking",
         "explanation",
         "classroom",
     },

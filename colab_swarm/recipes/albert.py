@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from colab_swarm.recipes.asking import ENGLISH, EXAMPLES, Askable, MaskedText
 from colab_swarm.recipes.memory import Fit, checkpoint_layers, fit_memory
 from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
@@ -30,6 +31,14 @@ class HasId(Protocol):
 
     @property
     def id(self) -> bytes: ...
+
+
+@runtime_checkable
+class Asks(Protocol):
+    """A swarm whose user can ask the model, too."""
+
+    def can_ask(self, model: torch.nn.Module, askable: Askable) -> None:
+        """From now on it is this model that is asked."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ def albert(
             0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
         tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
         language: of a tokenizer that is trained here, see `train_tokenizer`.
-        swarm: whose ``id`` decides this peer's order; None stands for a peer without a name.
+        swarm: whose ``id`` decides this peer's order, and whose ``try_model`` asks this model; None stands for a peer
+            without a name.
         batch_size: samples of one batch; None: what this machine's GPU holds, see `fit_memory`, and if need be with
             a model that computes its layers twice to save memory.
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
@@ -98,6 +108,9 @@ def albert(
     model = _build(albert_config(shape, words), seed)
     if fit.checkpointing:
         checkpoint_layers(model)
+    if isinstance(swarm, Asks):
+        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
+        swarm.can_ask(model, MaskedText(words, examples))
     return model, batches
 
 
