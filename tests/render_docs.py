@@ -15,7 +15,10 @@ import colab_swarm
 
 LEFT_OUT = "hivemind_worker"
 """Runs in an environment of its own, with hivemind."""
-STYLE = "main.pdoc {max-width: 68rem} .pdoc pre {font-size: 12px; line-height: 1.35}"
+STYLE = """
+@media (min-width: 770px) {main.pdoc {width: calc(60rem + var(--sidebar-width))}}
+.pdoc pre {font-size: 12px; line-height: 1.35}
+"""
 """Room for drawings of 110 columns."""
 
 

@@ -39,7 +39,7 @@ At any moment exactly one thread runs: the loop's, or one peer's. So a run depen
 | `dedloc16` | 30 ms | 4 x 200, 8 x 100, 4 x 50 Mbit/s, as in DeDLOC's ALBERT experiment |
 | `paper_cloud` | 92.5 ms | 100 Mbit/s, as in Learning@home |
 
-## Faults
+## What goes wrong, by script
 
 `network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third message of a
 kind is handed over) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`. Each that happened

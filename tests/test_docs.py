@@ -1,0 +1,91 @@
+"""The README and the pages: what they name is there, and each protocol and public name says what it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(path.parent for path in (ROOT / "colab_swarm").glob("*/__init__.py"))
+PROTOCOLS = ("averaging", "dht", "elastic", "moe", "net", "sim", "training", "trust", "widgets", "workunits")
+PAGE_LINES = 50
+
+
+def page(package: Path) -> str:
+    return ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+
+
+@pytest.mark.parametrize("name", cs.__all__)
+def test_a_public_name_says_in_a_sentence_what_it_is(name: str) -> None:
+    first = (inspect.getdoc(getattr(cs, name)) or "").partition("\n\n")[0].strip()
+    assert re.match(r"[A-Z`].{10,}[.:]$", first, re.DOTALL), f"{name}: {first!r}"
+
+
+@pytest.mark.parametrize("package", PAGES, ids=lambda path: path.name)
+def test_a_package_says_in_a_sentence_what_it_is(package: Path) -> None:
+    assert re.match(r"[A-Z].{20,}[.`]$", page(package).partition("\n")[0])
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_has_a_page(name: str) -> None:
+    text = page(ROOT / "colab_swarm" / name)
+    assert len(text.splitlines()) >= PAGE_LINES
+    assert "what problem" in text.lower() and "goes wrong" in text.lower()
+
+
+@pytest.mark.parametrize("package", PAGES, ids=lambda path: path.name)
+def test_modules_that_a_page_names_are_there(package: Path) -> None:
+    for named in re.findall(r"`colab_swarm\.([a-z_.]+)", page(package)):
+        path = ROOT / "colab_swarm" / named.rstrip(".").replace(".", "/")
+        there = path.is_dir() or path.with_suffix(".py").exists()
+        inside = path.parent.with_suffix(".py")
+        assert there or (inside.exists() and path.name in inside.read_text(encoding="utf-8")), named
+
+
+def test_the_readme_stays_within_two_screens() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)\)", README) + re.findall(r"(?:/blob/main/|labpath=)(\S+)", README)
+    files = [link for link in links if not link.startswith("http")]
+    assert len(files) > 15
+    assert [link for link in files if not (ROOT / link).exists()] == []
+
+
+def test_badges_of_the_readme_have_addresses() -> None:
+    used = set(re.findall(r"\]\[([a-z-]+)\]", README))
+    defined = set(re.findall(r"^\[([a-z-]+)\]: ", README, re.MULTILINE))
+    assert used == defined and used
+
+
+def test_commands_of_the_readme_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+) ", README.replace("`", " "))) <= targets
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert all(command in told for command in re.findall(r"colab-swarm ([a-z]+)", README))
+
+
+def test_ci_runs_what_the_readme_tells() -> None:
+    assert re.search(r"make .*\bcheck\b.*\btest\b", (ROOT / ".ci/run").read_text())
+    assert "`make test`" in README and "`make check`" in README
+
+
+def test_names_in_the_readme_are_public() -> None:
+    assert {name for name in re.findall(r"\bcs\.(\w+)", README) if name not in cs.__all__} == set()
+    assert {name for name in re.findall(r"\bswarm\.(\w+)\(", README) if not hasattr(cs.Swarm, name)} == set()
+
+
+def test_code_in_the_readme_is_python() -> None:
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        ast.parse(block)
