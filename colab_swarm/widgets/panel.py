@@ -26,26 +26,7 @@ TEXT_EVERY_S = 10.0
 """How often a line is printed where there is no front-end."""
 AGAIN_S = 60.0
 """How long a training loop is spared a view that could not be drawn."""
-ASCII = str.maketrans(
-    {
-        "█": "#",
-        "▓": "#",
-        "▒": "+",
-        "░": "-",
-        "·": ".",
-        "→": ">",
-        "↑": "up",
-        "↓": "down",
-        "‖": "=",
-        "…": "~",
-        "✔": "+",
-        "✖": "x",
-        "▲": "!",
-        "⚠": "!",
-        "×": "x",
-        "–": "-",
-    }
-)
+ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 
 S = TypeVar("S")
 

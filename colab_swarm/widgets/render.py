@@ -139,7 +139,7 @@ def _clock(seconds: float) -> str:
 
 
 def _session(session: SessionTime) -> str:
-    told = f"{plain(session.platform)}: {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
+    told = f"session: {plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
     return told if session.leaves_s is None else f"{told}; leaves at {_clock(session.leaves_s)}"
 
 
@@ -149,7 +149,7 @@ def _html_session(session: SessionTime) -> str:
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     told = text(_session(session))
     hue, kind, mark = ("amber", "warn", "⚠ ") if soon else ("soft", "soft", "")
-    return f'<p class="{kind}">{mark}session: {told}</p>{theme.bar(part, told, hue)}'
+    return f'<p class="{kind}">{mark}{told}</p>{theme.bar(part, told, hue)}'
 
 
 def _progress(snapshot: SwarmSnapshot) -> str:

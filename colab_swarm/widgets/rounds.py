@@ -87,7 +87,7 @@ def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
     lines = [f"round {shown.step}: {plain(_facts(shown), 400)}"]
     if shown.members:
         rows = [
-            (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[2]}")
+            (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[1]}")
             for member in _members(shown)
         ]
         width = max(len(name) for name, *_ in rows)
@@ -158,11 +158,13 @@ def _share(member: MemberTrace) -> str:
     return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
 
 
-def _outcome(member: MemberTrace) -> tuple[str, str, str]:
-    """Hue, symbol, and both with the reason in words."""
+def _outcome(member: MemberTrace) -> tuple[str, str]:
+    """Hue, and symbol and words."""
     if member.dropped:
-        return "red", "✖", f"✖ {plain(member.dropped, 80)}"
-    return "green", "✔", "✔ all came"
+        return "red", f"✖ {plain(member.dropped, 80)}"
+    if not any((member.sent, member.received, member.means)):
+        return "soft", "– nothing to exchange"  # so it is with itself
+    return "green", "✔ all came"
 
 
 def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
@@ -199,7 +201,7 @@ def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
             _lane(member, finished),
             f"{member.weight:,.0f}",
             _share(member),
-            f'<span class="{_outcome(member)[0]}">{text(_outcome(member)[2], 90)}</span>',
+            f'<span class="{_outcome(member)[0]}">{text(_outcome(member)[1], 90)}</span>',
         )
         for member in _members(finished)
     ]
@@ -236,7 +238,7 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> str:
         drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, told[-1]))
     return (
         f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(told) or "nothing was exchanged"}">{"".join(drawn)}</svg>'
+        f'preserveAspectRatio="none" aria-label="{"; ".join(told) or "nothing to exchange"}">{"".join(drawn)}</svg>'
     )
 
 

@@ -63,7 +63,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     half = "·" * (SLOTS // 2)
     assert lines[1:4] == [
         f"  ca401000    {half}{'░' * 4}{' ' * 16}    0% ✖ its link closed",
-        f"  alice (me)  {half}{' ' * 20}   50% ✔ all came",
+        f"  alice (me)  {half}{' ' * 20}   50% – nothing to exchange",
         f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}   50% ✔ all came",
     ]
     assert lines[4].split("  ")[1:] == [
@@ -92,7 +92,7 @@ def test_html_tells_the_same() -> None:
         if "aria-label" in svg.attrib
     ]
     assert labels[1] == "this peer sent it values: 1.00 to 1.20 s"
-    assert labels[2] == "nothing was exchanged"
+    assert labels[2] == "nothing to exchange"
     assert labels[3].endswith("its means came: 1.75 to 2.00 s")
 
 
