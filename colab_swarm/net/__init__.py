@@ -42,7 +42,7 @@ dialled. A relayed link is left for a better one, and ends when its streams are 
 
 | limit or time | value |
 |---|---|
-| dial and handshake, each | 10 s |
+| dialling an address, handshake included | 10 s |
 | ping; silent for three times as long: closed | 10 s |
 | unused link closed after | 300 s |
 | credit of a stream (what may be under way unread) | 2 MiB and one item |
@@ -99,7 +99,9 @@ diverge; one branch wins when it is back. A relay that is cut off without a word
 minute.
 
 In a local network swarms announce themselves by multicast DNS (`colab_swarm.net.lan`): the run's id, who
-announces it, and where. Nothing of that is trusted before the handshake.
+announces it, and where. Nothing of that is trusted before the handshake. `cs.join()` without an invitation
+lists them. Where no machine is reachable at all, `cs.PeerOptions(tunnel="ngrok")` makes one of a notebook;
+its free plan carries 1 GB a month, and you are warned before that is used up.
 
 ## How to use it
 
