@@ -98,6 +98,16 @@ class Lab:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.read()
 
+    def _wait_kernel(self, path: str, timeout_s: float = 60.0) -> None:
+        """Wait until a notebook's page is linked to its kernel: a cell that is run before asks for one."""
+        deadline = time.monotonic() + timeout_s
+        while not any(
+            session["path"] == path and session["kernel"]["connections"] > 0
+            for session in json.loads(self.ask("sessions"))
+        ):
+            assert time.monotonic() < deadline, f"{path} has no kernel: {self.log.read_text()[-2000:]}"
+            time.sleep(0.1)
+
     def open(self, window: Window, name: str, cells: list[str]) -> Notebook:
         """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -120,6 +130,7 @@ class Lab:
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
         opened = Notebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
+        self._wait_kernel(f"{name}.ipynb")
         opened.wait_idle()
         return opened
 

@@ -19,13 +19,16 @@ NOTICED_S = 5.0
 CREATE = (
     'import colab_swarm as cs\nswarm = cs.create("two-kernels", peer_name="alice")\nprint(swarm.invite())'
 )
-JOIN = 'import colab_swarm as cs\nswarm = cs.join("{invite}", peer_name="bob")\nprint(swarm)'
+JOIN = """import colab_swarm as cs
+swarm = cs.join("{invite}", peer_name="bob", keep="bob")
+print(swarm, swarm.id.hex())"""
+RESUME = 'import colab_swarm as cs\nswarm = cs.resume("bob")\nprint(swarm, swarm.id.hex())'
 PREPARE = """import os, torch
 torch.manual_seed(0)
 model = torch.nn.Linear(500, 500)
 optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), target_batch_size=16)
 panel = swarm.panel()
-print("kernel", os.getpid())
+print("kernel", os.getpid(), "at step", optimizer.global_step)
 panel"""
 DEFINE = """def train(steps):
     while optimizer.global_step < steps:
@@ -42,7 +45,7 @@ def pair(lab: Lab, window: Window) -> tuple[Notebook, Notebook]:
     """Two notebooks, the second in the run of the first by the line that this one printed, ready to train."""
     alice = lab.open(window, "alice", [CREATE, PREPARE, DEFINE, TRAIN, GO_ON])
     invite = alice.run(0).strip()
-    bob = lab.open(window, "bob", [JOIN.format(invite=invite), PREPARE, DEFINE, TRAIN])
+    bob = lab.open(window, "bob", [JOIN.format(invite=invite), PREPARE, DEFINE, TRAIN, RESUME])
     assert "Swarm(two-kernels, bob, 1 peer linked)" in bob.run(0)
     for notebook in (alice, bob):
         notebook.run(1)
@@ -53,11 +56,12 @@ def pair(lab: Lab, window: Window) -> tuple[Notebook, Notebook]:
     return alice, bob
 
 
-def test_a_kernel_that_is_killed_shows_in_the_others_panel_with_the_reason(
+def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_same_peer(
     pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
 ) -> None:
     alice, bob = pair
     (kernel,) = re.findall(r"kernel (\d+)", bob.output(1))
+    bob.save()
     os.kill(int(kernel), signal.SIGKILL)  # they do little but average, so most probably in a round
     killed_at = time.monotonic()
     alice.wait_output(re.compile(r"bob is gone: \S"))
@@ -66,7 +70,18 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_with_the_reason(
     alice.interrupt()
     assert "KeyboardInterrupt" in alice.finish(3)
     assert "two steps further" in alice.run(4)  # alone
-    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+    bob.reload()
+    bob.page.screenshot(path=artifacts / "killed.png")
+    assert bob.run(4).split()[-1] == bob.output(0).split()[-1]  # the same peer
+    assert int(re.findall(r"at step (\d+)", bob.run(1))[0]) >= 5
+    bob.run(2)
+    bob.start(3)
+    assert "two steps further" in alice.run(4)
+    bob.wait_output("under way")
+    bob.page.screenshot(path=artifacts / "resumed.png")
+    of_the_dead_kernel = "widget model not found"
+    assert window.complaints_but(*KNOWN_COMPLAINTS, of_the_dead_kernel) == []
 
 
 def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_live_panel(

@@ -1,0 +1,62 @@
+"""A lesson in JupyterLab: the swarm lives while no cell runs, a peer is killed and brought back; a digit is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.browser.chromium import Window, needs
+from tests.browser.lab import KNOWN_COMPLAINTS, Lab
+
+pytestmark = needs("jupyterlab", "ipywidgets")
+PLAY = [
+    """
+import torch
+import colab_swarm as cs
+
+def train(swarm):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = swarm.optimizer(sgd, target_batch_size=64)
+    while True:
+        loss = model(torch.rand(8, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step(samples=8, loss=loss.item())
+""",
+    "simulation = cs.simulate(4, samples_per_s=8)\nlesson = simulation.play(train, speed=5)\nlesson",
+    "lesson.stop()\nprint(lesson.wishes[0].verb, lesson.wishes[1].verb, lesson)",
+    """
+from colab_swarm.asking import Asking
+from colab_swarm.recipes.asking import Classes
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+Asking().try_model(None, model, Classes("0123456789", shape=(1, 8, 8), ink=1.0))
+""",
+]
+
+
+def test_a_peer_is_killed_and_brought_back_between_two_cells(
+    lab: Lab, window: Window, artifacts: Path
+) -> None:
+    page = lab.open(window, "play", PLAY)
+    page.run(0)
+    page.run(1)
+    page.page.click(".widget-play button")  # from now on the browser asks for news
+    page.wait_output("step 1: ")
+    page.page.select_option(".widget-dropdown select", label="bob")
+    page.click("Kill this peer")
+    page.wait_output("bob crashes")
+    page.page.screenshot(path=artifacts / "killed.png")
+    page.click("Bring it back")
+    page.wait_output("bob has joined")
+    for name in ("rounds", "map"):
+        page.click(name)
+        page.page.screenshot(path=artifacts / f"{name}.png")
+    assert "crash join Lesson(stopped at" in page.run(2)
+
+    page.run(3)
+    for row in range(8):
+        page.page.click(f'button[title="row {row + 1}, column 5"]')
+    page.click("Ask")
+    page.wait_output("what is this?")
+    page.page.screenshot(path=artifacts / "digit.png")
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
