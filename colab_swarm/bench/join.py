@@ -16,6 +16,7 @@ import types
 from contextlib import redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from colab_swarm.bench.overhead import worker
@@ -27,8 +28,8 @@ from colab_swarm.swarm import Swarm
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
 SETTINGS: dict[str, Setting] = {"size": "tiny", "target_batch_size": 64, "lr": 1e-2, "codec": "float16"}
 NEWCOMER = "newcomer"
-CELLS = ("install", "join", "model", "doctor", "state", "batch")
-"""What the notebook's cells are for; only leaving comes after them."""
+CELLS = ("install", "folder", "join", "model", "doctor", "state", "batch")
+"""What the notebook's first cells are for; the last one leaves."""
 MINUTES = 0.002
 """Of training: enough for a batch."""
 TIME_LIMIT_S = 120.0
@@ -66,15 +67,16 @@ def stand_in_for_colab(**secrets: str) -> None:
     sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
 
 
-def _newcomer(pipe: Connection, invite: str) -> None:
-    """Run the notebook; tell what it does next, and at the end what each part took, seconds."""
+def _newcomer(pipe: Connection, invite: str, folder: str) -> None:
+    """Run the notebook, kept in ``folder``; tell what it does next, and at the end what each part took, seconds."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
     stand_in_for_colab()
     shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     form = {"INVITATION": invite, "MY_NAME": NEWCOMER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
-    *cells, leave = (filled_in(cell, **form) for cell in code_cells(NOTEBOOK))
+    form["KEEP"] = folder
+    cells = [filled_in(cell, **form) for cell in code_cells(NOTEBOOK)]
     pipe.send("ready")
     pipe.recv()
     laps = [time.perf_counter()]
@@ -85,12 +87,12 @@ def _newcomer(pipe: Connection, invite: str) -> None:
 
     laps.append(time.perf_counter())
     with redirect_stdout(io.StringIO()):
-        for cell in cells:
+        for cell in cells[: len(CELLS)]:
             shell.run_cell(cell).raise_error()
             laps.append(time.perf_counter())
         pipe.send([after - before for before, after in itertools.pairwise(laps)])
         pipe.recv()
-        shell.run_cell(leave).raise_error()
+        shell.run_cell(cells[-1]).raise_error()
     pipe.send("left")
 
 
@@ -124,9 +126,9 @@ def _measure() -> list[float]:
     """One run, one newcomer: seconds until it counts, and of each of its parts."""
     from colab_swarm.joining import create
 
-    with create("join", peer_name="creator") as creator:
+    with create("join", peer_name="creator") as creator, TemporaryDirectory() as folder:
         _train(creator)
-        with worker(_newcomer, str(creator.invite(settings=SETTINGS))) as pipe:
+        with worker(_newcomer, str(creator.invite(settings=SETTINGS)), folder) as pipe:
             pipe.recv()
             began = time.perf_counter()
             pipe.send("go")
