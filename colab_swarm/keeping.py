@@ -185,11 +185,11 @@ class Keeping:
         with self._writing:
             if self._closed or self._peer is None:
                 return
-            known = {contact.id: contact for contact in (*self._peer.contacts, *contacts)}
-            newest = {contact.id: known[contact.id] for contact in (*contacts, *self._peer.contacts)}
+            linked = {contact.id for contact in contacts}
+            before = (contact for contact in self._peer.contacts if contact.id not in linked)
             self._peer = msgspec.structs.replace(
                 self._peer,
-                contacts=tuple(newest.values())[:MAX_CONTACTS],
+                contacts=(*contacts, *before)[:MAX_CONTACTS],
                 membership=membership,
                 given=given,
             )
