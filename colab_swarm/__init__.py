@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from colab_swarm.explanation import explain
     from colab_swarm.jobs.coordinator import coordinate
     from colab_swarm.jobs.volunteer import volunteer
-    from colab_swarm.joining import create, join
+    from colab_swarm.joining import create, join, resume
     from colab_swarm.moe.blocks import FeedForward, TransformerBlock
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.net.relay import RelayQuota
@@ -107,6 +107,7 @@ _HOMES = {
     "join": "joining",
     "parameter_groups": "recipes.hyperparameters",
     "replay": "widgets.replay",
+    "resume": "joining",
     "simulate": "simulation",
     "swav": "recipes.swav.recipe",
     "volunteer": "jobs.volunteer",
@@ -115,6 +116,7 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 - by subject
     "create",
     "join",
+    "resume",
     "simulate",
     "doctor",
     "explain",
