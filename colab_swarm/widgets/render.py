@@ -9,7 +9,7 @@ import math
 
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot
-from colab_swarm.widgets import loss_band, theme
+from colab_swarm.widgets import loss_band, swarm_map, theme
 
 MAX_ROWS = 20
 MAX_GIVERS = 8
@@ -101,7 +101,8 @@ def _collected(snapshot: SwarmSnapshot) -> str:
 def _next_step(snapshot: SwarmSnapshot) -> str:
     if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
         return f"{_collected(snapshot)} samples; nobody trains now"
-    return f"{_collected(snapshot)} samples; step {snapshot.step + 1} in about {_clock(snapshot.eta_s)}"
+    when = f"in about {_clock(snapshot.eta_s)}" if snapshot.eta_s >= 1 else "any moment"
+    return f"{_collected(snapshot)} samples; step {snapshot.step + 1} {when}"
 
 
 def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
@@ -118,14 +119,15 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
         }
         if snapshot.last_share is not None:
             figures["my share"] = (f"{snapshot.last_share:.0%}", "of the last step's samples")
-    figures["sent"] = (size(snapshot.sent_bytes), f"now {snapshot.sent_bps / 1e6:,.3g} Mbit/s")
-    figures["received"] = (size(snapshot.received_bytes), f"now {snapshot.received_bps / 1e6:,.3g} Mbit/s")
+    figures["sent"] = (size(snapshot.sent_bytes), f"now {swarm_map.bits_per_s(snapshot.sent_bps)}")
+    figures["received"] = (
+        size(snapshot.received_bytes),
+        f"now {swarm_map.bits_per_s(snapshot.received_bps)}",
+    )
     if snapshot.energy is not None:
+        source = plain(snapshot.energy.source, 80).removeprefix("estimate: ")
         how = "estimate: " if snapshot.energy.estimated else "by "
-        figures["energy"] = (
-            f"{snapshot.energy.joules / 3600:,.3g} Wh",
-            how + plain(snapshot.energy.source, 80),
-        )
+        figures["energy"] = (f"{snapshot.energy.joules / 3600:,.3g} Wh", how + source)
     return figures
 
 
@@ -176,14 +178,13 @@ def _loss(snapshot: SwarmSnapshot) -> str:
 
 
 def _cells(peer: PeerRow) -> tuple[str, ...]:
-    rtt = peer.rtt_s
     return (
         _name(peer.name) + (" (me)" if peer.me else ""),
         _name(peer.id),
         _name(peer.role),
         str(peer.step),
         f"{peer.samples_per_s:,.1f}",
-        "" if rtt is None or not math.isfinite(rtt) else f"{1000 * rtt:,.0f} ms",
+        swarm_map.milliseconds(peer.rtt_s),
         _name(peer.connected),
         {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
     )

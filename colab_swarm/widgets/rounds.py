@@ -95,7 +95,7 @@ def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
         lines += [f"  {more}" for more in _more(shown)]
         lines.append(f"  · {GROUP}" + "".join(f"  {track.character} {track.meaning}" for track in TRACKS))
     recent = rounds[-RECENT:]
-    lines.append(f"  last {count(len(recent), 'round')}: " + " ".join(map(_brief, recent)))
+    lines.append(f"  last {count(len(recent), 'round')}: " + ", ".join(map(_brief, recent)))
     return "\n".join(lines)
 
 
@@ -129,6 +129,10 @@ def _waited_s(finished: RoundFinished) -> float:
     return finished.seconds - finished.averaging_s
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
 def _lost(finished: RoundFinished) -> bool:
     return finished.spans_lost > 0 or finished.kept_local > 0
 
@@ -138,11 +142,11 @@ def _facts(finished: RoundFinished) -> str:
     facts = [
         f"values of {came} of {count(began, 'peer')}",
         f"{finished.samples:,.0f} samples",
-        f"{finished.seconds:.2f} s, of which {_waited_s(finished):.2f} s for the group to form",
+        f"{_time(finished.seconds)}, of which {_time(_waited_s(finished))} for the group to form",
         f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
     ]
     if finished.predicted_s is not None:
-        facts.append(f"averaging took {finished.averaging_s:.2f} s, {finished.predicted_s:.2f} s expected")
+        facts.append(f"averaging took {_time(finished.averaging_s)}, {_time(finished.predicted_s)} expected")
     if finished.spans_lost:
         facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
     if finished.kept_local:
@@ -151,7 +155,7 @@ def _facts(finished: RoundFinished) -> str:
 
 
 def _brief(finished: RoundFinished) -> str:
-    return f"{finished.seconds:.1f}s" + ("✖" if _lost(finished) else "")
+    return _time(finished.seconds) + ("✖" if _lost(finished) else "")
 
 
 def _share(member: MemberTrace) -> str:
@@ -207,7 +211,7 @@ def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
     ]
     axis = (
         '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
-        f"<span>{finished.seconds:.2f} s</span></span>"
+        f"<span>{_time(finished.seconds)}</span></span>"
     )
     columns = ("member", axis, "samples", "reduces", "what came of it")
     widths = ("18%", "40%", "9%", "9%", "24%")
@@ -233,7 +237,7 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> str:
     told = []
     for track, begin, end in _spans(member, finished):
         left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
-        times = "{:.2f} to {:.2f} s".format(*(part * finished.seconds for part in (begin, end)))
+        times = " to ".join(_time(part * finished.seconds) for part in (begin, end))
         told.append(f"{track.meaning}: {times}")
         drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, told[-1]))
     return (
@@ -260,10 +264,10 @@ def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
     longest = max(one.seconds for one in recent)
     bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
     width = BAR_WIDTH * len(recent)
+    told = f"{count(len(recent), 'round')}, the longest {_time(longest)}"
     return (
         f'<svg viewBox="0 0 {width} {STRIP_HEIGHT + 30}" width="{width}" role="img" '
-        f'aria-label="{count(len(recent), "round")}, the longest {longest:.2f} s">{bars}</svg>'
-        f'<p class="soft">last {count(len(recent), "round")}, up to {longest:.2f} s; hollow: {GROUP}, full: averaging, '
+        f'aria-label="{told}">{bars}</svg><p class="soft">last {told}; hollow: {GROUP}, full: averaging, '
         "✖ something was lost, ▲ shown below</p>"
     )
 

@@ -106,10 +106,22 @@ def _told(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     """Round-trip time, way and speed of a link; empty where not known."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
-    rtt = "" if peer.rtt_s is None or not math.isfinite(peer.rtt_s) else f"{1000 * peer.rtt_s:,.0f} ms"
     bps = _slower(peer)
-    speed = "" if bps is None else f"{bps / 1e9:.3g} Gbit/s" if bps >= 1e9 else f"{bps / 1e6:.3g} Mbit/s"
-    return rtt, plain(way, 20) or "no link", speed
+    speed = "" if bps is None else bits_per_s(bps)
+    return milliseconds(peer.rtt_s), plain(way, 20) or "no link", speed
+
+
+def bits_per_s(bps: float) -> str:
+    """In the unit that fits."""
+    unit, factor = next(((u, f) for u, f in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bps >= f), ("kbit/s", 1e3))
+    return f"{bps / factor:.3g} {unit}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Of a round trip; empty where not measured."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    return "<1 ms" if seconds < 0.001 else f"{1000 * seconds:,.0f} ms"
 
 
 def _slower(peer: PeerRow) -> float | None:

@@ -42,7 +42,7 @@ def test_text_shows_the_facts_line_by_line() -> None:
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
         "next step: 64 of 256 samples; nobody trains now",
         "all peers 20.0 samples/s from 1 of 2 peers; me 0.0 samples/s; "
-        "sent 1.23 MB now 0 Mbit/s; received 999 B now 0 Mbit/s",
+        "sent 1.23 MB now 0 kbit/s; received 999 B now 0 kbit/s",
         "  peer        id        role         step  samples/s  RTT  link  reachable",
         "  alice (me)  a11ce000  trainer      12    20.0                  yes",
         "  bob         b0b00000  catching up  9     0.0                   outgoing only",

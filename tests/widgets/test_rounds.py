@@ -57,7 +57,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     lines = render_text(TOLD).splitlines()
     assert lines[0] == (
         "round 12: values of 2 of 3 peers, 192 samples, 2.00 s, of which 1.00 s for the group to form, "
-        "2 MB sent, 1 MB received, averaging took 1.00 s, 0.90 s expected, 1 reducer lost, "
+        "2 MB sent, 1 MB received, averaging took 1.00 s, 900 ms expected, 1 reducer lost, "
         "1,000 values stayed this peer's own"
     )
     half = "·" * (SLOTS // 2)
@@ -72,7 +72,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
         "▒ its values came",
         "▓ its means came",
     ]
-    assert lines[5] == "  last 2 rounds: 2.0s 2.0s✖"
+    assert lines[5] == "  last 2 rounds: 2.00 s, 2.00 s✖"
 
 
 def test_html_tells_the_same() -> None:
@@ -91,9 +91,9 @@ def test_html_tells_the_same() -> None:
         for svg in parsed(render_html(TOLD)).iter("svg")
         if "aria-label" in svg.attrib
     ]
-    assert labels[1] == "this peer sent it values: 1.00 to 1.20 s"
+    assert labels[1] == "this peer sent it values: 1.00 s to 1.20 s"
     assert labels[2] == "nothing to exchange"
-    assert labels[3].endswith("its means came: 1.75 to 2.00 s")
+    assert labels[3].endswith("its means came: 1.75 s to 2.00 s")
 
 
 def test_earlier_rounds_can_be_chosen_and_the_first_is_the_last_resort() -> None:
