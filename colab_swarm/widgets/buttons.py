@@ -108,7 +108,10 @@ class Pause:
     def __init__(self, pause: Callable[[bool], None]) -> None:
         self._pause = pause
         self._paused = False
-        tooltip = "Pause: your work stands still, others go on without you; click again to go on"
+        tooltip = (
+            "Pause: your work stands still, others go on without you; click again to go on. "
+            "Some kernels take clicks only while no cell runs"
+        )
         self.widget = make("Pause", "pause", tooltip, self._click)
 
     def _click(self) -> None:

@@ -20,7 +20,9 @@ NUMBERS = (3, 4, 5)
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
 SOON_S = 1800.0
 """A session's end is marked from here on."""
-PAUSED = "Paused: your work stands still and others go on without you. Resume lets it go on."
+PAUSED = (
+    "Paused: your work stands still and others go on without you. Resume, or swarm.unpause(), lets it go on."
+)
 
 
 def summary(snapshot: SwarmSnapshot) -> str:
