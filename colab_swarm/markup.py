@@ -8,15 +8,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache, partial
 from importlib.resources import files
 from string import Template
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+Rows: TypeAlias = Sequence[Sequence[str]]
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 Metric: TypeAlias = tuple[str, str, Mapping[Labels, float]]
 """Name, kind (``gauge`` or ``counter``), and value by labels."""
+MAX_FACT_ROWS = 20
+CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
 SCRIPT = """
 const live = document.getElementById("live"), lost = document.getElementById("lost");
 setInterval(async () => {
@@ -80,6 +84,51 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def facts(title: str, told: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
+    """What there is to say of an object, as a small table in the page's own colours; for ``_repr_html_``.
+
+    Args:
+        title: what it is.
+        told: figures by their names.
+        columns, rows: of a table below; at most `MAX_FACT_ROWS` rows are shown.
+    """
+    pairs = "".join(
+        f'<tr><th scope="row" style="{CELL}">{text(name)}</th><td style="{CELL}">{text(str(value))}</td></tr>'
+        for name, value in told.items()
+    )
+    head = "".join(f'<th scope="col" style="{CELL}">{text(column)}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{CELL}">{text(cell)}</td>' for cell in row) + "</tr>"
+        for row in rows[:MAX_FACT_ROWS]
+    )
+    more = len(rows) - MAX_FACT_ROWS
+    tables = [f"<table>{pairs}</table>"] if pairs else []
+    tables += [f"<table><tr>{head}</tr>{body}</table>"] if body else []
+    tables += [f"<p>and {more:,} more</p>"] if more > 0 else []
+    return f"<div><b>{text(title)}</b>{''.join(tables)}</div>"
+
+
+def settings(of: Any) -> str:
+    """A dataclass of settings in a line: what differs from the defaults, functions by their names; for ``repr``."""
+    given = [
+        f"{field.name}={name_of(value) if callable(value) else repr(value)}"
+        for field in fields(of)
+        if field.repr and (value := getattr(of, field.name)) != field.default
+    ]
+    return f"{type(of).__name__}({', '.join(given)})"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What people call a function, without where it lies in memory."""
+    if isinstance(function, partial):
+        given = [
+            *map(repr, function.args),
+            *(f"{name}={value!r}" for name, value in function.keywords.items()),
+        ]
+        return f"{name_of(function.func)}({', '.join(given)})"
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def legend(keys: Iterable[tuple[str, str]]) -> str:

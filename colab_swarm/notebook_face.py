@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from colab_swarm.member import Who
+from colab_swarm.net.peers import short
 from colab_swarm.overview import Overview
 from colab_swarm.runtime import Runs
 from colab_swarm.session import SessionPeer
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.training.settings import Services
+from colab_swarm.trust.leaderboard import Leaderboard
 
 if TYPE_CHECKING:
     from colab_swarm.flight import Recorder
@@ -68,6 +70,11 @@ class NotebookFace(SessionPeer, ABC):
             self.events, path, header, names=lambda: self._overview.names(self._optimizer)
         )
         return self._recorder
+
+    def contributions(self) -> Leaderboard:
+        """The leaderboard: who gave how much, as the others saw it; most samples first."""
+        names = {**self._overview.names(self._optimizer), short(self.id): self.name}
+        return Leaderboard(super().contributions(), names, self.id)
 
     def _end_recording(self) -> None:
         if self._recorder is not None:

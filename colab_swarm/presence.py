@@ -17,6 +17,7 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerLeft
+from colab_swarm.markup import settings
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -61,7 +62,7 @@ class PeerOptions:
 
     listen: bool = True
     port: int = 0
-    announce: Sequence[str] = ()
+    announce: Sequence[str] = field(default=(), repr=False)
     identity: str | Path | None = field(default=None, repr=False)
     upload_mbit_s: float | None = None
     download_mbit_s: float | None = None
@@ -71,6 +72,9 @@ class PeerOptions:
     tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
     lan: bool = True
     session_hours: float | None = None
+
+    def __repr__(self) -> str:
+        return settings(self)
 
     def node_settings(self, run_id: str) -> NodeSettings:
         """The part that concerns the links."""

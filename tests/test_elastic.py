@@ -39,7 +39,7 @@ def test_who_need_not_wait_for_all_is_faster_and_the_meter_shows_how_far_off() -
     waiting, going_on = train(Synchronous())["alice"], train(NormBounded(0.3))["alice"]
     assert going_on[0] < 0.8 * waiting[0]
     assert max(waiting[3]) == 0.0 < max(going_on[3])
-    assert f"step {STEPS - 1}, 2 members; inconsistency 0 of 0 allowed" in waiting[1]
+    assert f"step {STEPS - 1}, 2 members; inconsistency 0 measured, 0 allowed" in waiting[1]
     assert "NormBounded(beta=0.3" in going_on[1] and "<polyline" in going_on[2]
 
 

@@ -24,6 +24,7 @@ from colab_swarm.averaging.rooms import Rooms
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
+from colab_swarm.markup import facts
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
@@ -82,6 +83,12 @@ class GridResult:
         grid = "x".join(map(str, self.sides))
         what = "complete" if self.complete else f"{self.failed} failures" + f": {self.note}" * bool(self.note)
         return f"GridResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"{number}", repr(one) if one else "no part in it") for number, one in enumerate(self.rounds, 1)
+        ]
+        return facts(repr(self), {}, ("round", "what became of it"), rows)
 
 
 class GridAverager:

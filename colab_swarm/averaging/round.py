@@ -18,6 +18,7 @@ from colab_swarm.averaging.recovery import RecallSpan, recover, serve_recall
 from colab_swarm.averaging.settings import AveragingSettings
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
+from colab_swarm.markup import facts, size
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.tensors.codecs import Floats
 
@@ -51,6 +52,18 @@ class RoundResult:
     compression_error: float
     seconds: dict[str, float]
     members: tuple[MemberTrace, ...]
+
+    def __repr__(self) -> str:
+        peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
+        lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
+        return f"RoundResult(step {self.group.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
+
+    def _repr_html_(self) -> str:
+        told = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
+        told["sent, received"] = f"{size(self.sent_bytes)}, {size(self.received_bytes)}"
+        told["values kept local"] = f"{sum(span.stop - span.start for span in self.kept_local):,}"
+        told["error of compression"] = f"{self.compression_error:.2%}"
+        return facts(repr(self), told)
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         """What to tell of the round, which began with the search for its group."""

@@ -20,6 +20,7 @@ from colab_swarm.elastic.snapshot import ElasticSnapshot
 from colab_swarm.elastic.steps import OwnBucket, Steps
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
+from colab_swarm.markup import facts
 from colab_swarm.runtime import Runs
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
@@ -246,6 +247,17 @@ class ElasticOptimizer(Optimizer):
             else f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
         )
         return f"ElasticOptimizer({inner}, {scheduler}, step={self._step}, {state})"
+
+    def _repr_html_(self) -> str:
+        snapshot = self.snapshot()
+        told: dict[str, object] = {"member": f"{snapshot.member} of {snapshot.members}, counted from 0"}
+        if snapshot.steps:
+            last = snapshot.steps[-1]
+            allowed = "no bound is known" if last.bound is None else f"{last.bound:.3g} allowed"
+            told["inconsistency"] = f"{last.inconsistency:.3g}, {allowed}"
+            told["waited in the last step"] = f"{1000 * last.waited_s:.0f} ms"
+            told["not there by then"] = f"{last.missing:.0%}"
+        return facts(repr(self), told)
 
 
 def _squares(values: Floats) -> float:

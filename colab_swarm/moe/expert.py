@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
+from colab_swarm.markup import settings
 from colab_swarm.moe.device import accelerator
 
 ANY_LENGTH = -1
@@ -45,6 +46,9 @@ class ExpertRule:
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     max_grad_norm: float | None = None
+
+    def __repr__(self) -> str:
+        return settings(self)
 
 
 class Expert:

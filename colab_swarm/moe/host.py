@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from colab_swarm.markup import facts, size
 from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.expert import ANY_LENGTH, ExpertRule
 from colab_swarm.moe.grid import Grid
@@ -235,3 +236,17 @@ class ExpertHost:
         steps = sum(expert.step for expert in snapshot.experts)
         count = f"{len(snapshot.experts)} of {self._hosting.wanted.count} experts"
         return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
+
+    def _repr_html_(self) -> str:
+        snapshot = self.snapshot()
+        told = {"kept for others": size(snapshot.kept_bytes), "last save": snapshot.fault or "no fault"}
+        rows = [
+            (
+                one.uid,
+                f"{one.step:,}",
+                "not yet" if one.saved_step is None else f"{one.saved_step:,}",
+                f"{one.copies}",
+            )
+            for one in snapshot.experts
+        ]
+        return facts(repr(self), told, ("expert", "step", "saved at step", "copies elsewhere"), rows)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.markup import facts
 from colab_swarm.moe.balance import MixtureStatistics, Usage, balance_loss
 from colab_swarm.moe.dispatch import (
     ExpertAccess,
@@ -110,6 +111,12 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         """Where and how many."""
         return f"{self.grid}, k={self.settings.k}"
+
+    def _repr_html_(self) -> str:
+        told = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
+        busiest = sorted(self.utilisation.items(), key=lambda used: -used[1])
+        rows = [(uid, f"{share:.1%}") for uid, share in busiest]
+        return facts(f"MixtureOfExperts({self.extra_repr()})", told, ("expert", "of the recent work"), rows)
 
     @property
     def utilisation(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from colab_swarm.errors import NoExpertsError, PeerError
+from colab_swarm.markup import facts
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -166,6 +167,10 @@ class AsyncTrainer(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
+
+    def _repr_html_(self) -> str:
+        told = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
+        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", told)
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.

@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import PeerError
+from colab_swarm.markup import settings
 from colab_swarm.net.budget import TokenBucket
 from colab_swarm.net.carrier import HostPort
 from colab_swarm.net.listener import TICKET
@@ -106,6 +107,9 @@ class RelayQuota:
     total_bps: float | None = None
     total_bytes: float | None = None
     place_s: float = 300.0
+
+    def __repr__(self) -> str:
+        return settings(self)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from colab_swarm.errors import StateError
+from colab_swarm.markup import facts, size
 
 VERSION = "1"
 MAX_HEAD_BYTES = 256 << 20
@@ -193,3 +194,7 @@ class StepFiles:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {len(self.paths())} of {self.keep} kept)"
+
+    def _repr_html_(self) -> str:
+        rows = [(path.name, size(path.stat().st_size)) for path in self.paths()]
+        return facts(repr(self), {"newest step": f"{self.newest_step:,}"}, ("file", "size"), rows)

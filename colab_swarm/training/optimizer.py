@@ -25,6 +25,7 @@ from colab_swarm.training.kept_steps import KeptSteps
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import Services, TrainingSettings
+from colab_swarm.training.snapshot import OptimizerSnapshot
 from colab_swarm.training.torch_face import TorchFace
 from colab_swarm.training.turn import Turn
 
@@ -361,6 +362,21 @@ class SwarmOptimizer(TorchFace):
             )
             raise
 
+    def snapshot(self) -> OptimizerSnapshot:
+        """How far the swarm is; safe from any thread."""
+        progress, choice = self._collaboration.progress, self._collaboration.choice
+        records = progress.records.values()
+        return OptimizerSnapshot(
+            optimizer=type(self._replica.rule.optimizer).__name__,
+            step=self.global_step,
+            own_samples=self._gathered.samples,
+            samples=sum(record.samples for record in records),
+            target_batch_size=self._settings.target_batch_size,
+            samples_per_s=progress.samples_per_s(),
+            peers=len(records),
+            budget="" if choice is None else str(choice),
+        )
+
     def __repr__(self) -> str:
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
@@ -368,3 +384,6 @@ class SwarmOptimizer(TorchFace):
         choice = self._collaboration.choice
         budget = "" if choice is None else f", {choice}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
+
+    def _repr_html_(self) -> str:
+        return self.snapshot()._repr_html_()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from colab_swarm.markup import facts, name_of, settings
 from colab_swarm.workunits.rows import Rows, rows_of
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class WorkPlan:
     max_change: float = 10.0
     validation_samples: int = 1000
     seed: int = 0
+
+    def __repr__(self) -> str:
+        return settings(self)
 
     def __post_init__(self) -> None:
         counts = (
@@ -180,6 +184,14 @@ class Job:
     accuracy: Callable[[nn.Module, Any], float] = share_correct
     plan: WorkPlan = WorkPlan()
     code: str = field(default="", repr=False)
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r}, {self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        makers = {part: getattr(self, part) for part in ("model", "loss", "optimizer", "accuracy")}
+        told = {part: name_of(maker) for part, maker in makers.items()}
+        return facts(f"Job {self.name}", told | {"plan": repr(self.plan)})
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

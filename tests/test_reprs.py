@@ -1,0 +1,132 @@
+"""What every public object says of itself: one line, no addresses, secrets or places in memory; more of it as HTML."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.moshpit import GridResult
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
+from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
+from colab_swarm.net.peers import PeerId
+from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.training.snapshot import OptimizerSnapshot
+from colab_swarm.trust.contributions import Contribution
+from colab_swarm.trust.leaderboard import Leaderboard
+
+CLASSES = [one for name in cs.__all__ if inspect.isclass(one := getattr(cs, name))]
+ALICE, BOB = PeerId(b"\xa1" * 32), PeerId(b"\xb2" * 32)
+GIVEN = Leaderboard(
+    (Contribution(ALICE, samples=1200.0), Contribution(BOB, reduced_bytes=2e6)),
+    {"a1a1a1a1": "<b>alice</b>"},
+    BOB,
+)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_no_public_class_leaves_its_objects_with_python_s_repr(kind: type) -> None:
+    assert kind.__repr__ is not object.__repr__
+
+
+def half(epoch: int) -> float:
+    """The weight of the server's parameters."""
+    return 0.5
+
+
+def objects(tmp_path: Path) -> list[tuple[object, str]]:
+    """One of each that can be made without a swarm, and how it shows itself."""
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    model = torch.nn.Linear(2, 2)
+    digits = cs.Job("digits", lambda: model, data=(1, 2), validation=None, plan=cs.WorkPlan(max_epochs=3))
+    trainer = AsyncTrainer(
+        model, lambda model, batch: model(batch), adam(model.parameters()), TrainerSettings(4)
+    )
+    round_ = RoundResult(
+        Group(bytes(16), 7, b"", (), 10), (ALICE,), (), (), 10, 20, 0.01, {"exchange": 0.4, "total": 0.5}, ()
+    )
+    tunnel = TunnelSettings("ngrok", auth_token="very-secret")
+    return [
+        (cs.PeerOptions(), "PeerOptions()"),
+        (
+            cs.PeerOptions(port=4500, identity="my.key", announce=["ws://203.0.113.7:1"], tunnel=tunnel),
+            "PeerOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
+            "check_s=1.0, probe_s=180.0))",
+        ),
+        (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
+        (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
+        (cs.Budget(gb_per_hour=1.0), "Budget(gb_per_hour=1.0, mbit_s=None)"),
+        (cs.ExpertRule(adam, max_grad_norm=1.0), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)"),
+        (cs.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
+        (digits, "Job('digits', WorkPlan(max_epochs=3))"),
+        (cs.CheckpointFolder(tmp_path), f"CheckpointFolder({str(tmp_path)!r}, 0 of 3 kept)"),
+        (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),
+        (
+            GridResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left"),
+            "GridResult(2 peers on 2, 1 failures: bob left, 1.5 s)",
+        ),
+        (GIVEN, "Leaderboard(2 peers, 1,200 samples)"),
+        (GIVEN[0], "Contribution(a1a1a1a1, samples=1,200)"),
+        (trainer, "AsyncTrainer(4 batches in flight; 0 updates · loss nan · 0 samples/s · staleness 0.0)"),
+    ]
+
+
+def test_every_repr_is_one_line_without_addresses_secrets_or_places_in_memory(tmp_path: Path) -> None:
+    for one, expected in objects(tmp_path):
+        assert repr(one) == expected
+        assert not re.search(r"0x[0-9a-f]{6}|ws://|secret|my\.key|\n", repr(one))
+
+
+def html_of(one: Any) -> str:
+    return str(one._repr_html_())
+
+
+def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
+    cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
+    shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
+    assert len(shown) >= 6
+    for one in shown:
+        ElementTree.fromstring(html_of(one))
+    assert "step-000000000012.safetensors" in html_of(cs.CheckpointFolder(tmp_path))
+    snapshot = OptimizerSnapshot("Lamb", 7, 16.0, 120.0, 256.0, 33.3, 3, "")
+    assert "120 of 256, 16 of them here" in html_of(snapshot) and "budget" not in html_of(snapshot)
+
+
+def test_the_leaderboard_is_a_tuple_with_names_that_cannot_become_markup() -> None:
+    assert isinstance(GIVEN, tuple) and GIVEN[0].samples == 1200.0
+    page = html_of(GIVEN)
+    assert "&lt;b&gt;alice" in page and "(me)" in page and "<b>alice" not in page
+
+
+def test_facts_escape_what_they_are_given_and_count_what_is_too_much() -> None:
+    page = facts("<i>", {"<u>": "<s>"}, ("<b>",), [("<x>",)] * (MAX_FACT_ROWS + 3))
+    assert not re.search("<[iusx]>", page) and "and 3 more" in page
+    ElementTree.fromstring(page)
+
+
+def test_functions_are_called_by_their_names() -> None:
+    assert name_of(test_functions_are_called_by_their_names).startswith("test_functions")
+    assert name_of(partial(int, base=2)) == "int(base=2)"
+    assert name_of(torch.nn.ReLU()) == "ReLU"
+
+
+def test_what_a_swarm_hands_out_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with cs.create("reprs", options=cs.PeerOptions(lan=False)) as swarm:
+        model = torch.nn.Linear(2, 2)
+        optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), 0.1), target_batch_size=64)
+        layer = swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=2)
+        handed: list[Any] = [swarm, optimizer, swarm.contributions(), layer, swarm.invite()]
+        for one in handed:
+            assert not re.search(r"object at 0x|ws://", repr(one))
+            assert len(html_of(one)) > 20
+        assert repr(optimizer) == "SwarmOptimizer(SGD, step=0, 0 of 64 samples here)"
+        assert optimizer.snapshot().target_batch_size == 64
