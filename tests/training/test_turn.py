@@ -1,0 +1,91 @@
+"""Whose turn an optimizer is: pauses, interrupts, and the end that somebody else has asked for."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.pausing import Gate
+from colab_swarm.runtime import Runtime
+from colab_swarm.training.turn import Turn
+from tests.training.toy import join_training, loss_of, model
+
+
+@contextmanager
+def interrupted_soon() -> Iterator[None]:
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_the_trainer_itself_closes_when_somebody_asks_and_hears_why() -> None:
+    closed_by: list[tuple[float, int]] = []
+
+    def close(hand_over_s: float) -> None:
+        closed_by.append((hand_over_s, threading.get_ident()))
+        turn.closed.set()
+
+    turn = Turn(Runtime.shared(), Gate(), close)
+    other = threading.Thread(target=turn.end, args=("the session ends",), kwargs={"hand_over_s": 9.0})
+    other.start()
+    other.join()
+    worked: list[bool] = []
+    with pytest.raises(RuntimeError, match="the session ends"), turn.of_trainer():
+        worked.append(True)  # what it called for is done first
+    with pytest.raises(RuntimeError, match="the session ends"), turn.of_trainer():
+        worked.append(False)
+    assert worked == [True] and closed_by == [(9.0, threading.get_ident())]
+
+
+def test_whoever_closes_waits_for_the_trainers_call_to_end() -> None:
+    turn = Turn(Runtime.shared(), Gate(), lambda hand_over_s: None)
+    inside, order = threading.Event(), []
+
+    def close() -> None:
+        inside.wait()
+        with turn.of_closer():
+            order.append("closed")
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    with turn.of_trainer():
+        inside.set()
+        closer.join(0.05)
+        order.append("trained")
+    closer.join()
+    assert order == ["trained", "closed"]
+
+
+def test_an_interrupt_is_explained_and_what_was_accumulated_counts_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, net := model())
+        loss_of(net, 0, slice(0, 4)).backward()
+        assert optimizer.step(samples=4) is None
+        with interrupted_soon(), pytest.raises(KeyboardInterrupt):
+            optimizer.wait_step()
+        told = capsys.readouterr().out
+        assert told.count("Interrupted at step 0") == 1 and "4 samples" in told
+        loss_of(net, 0, slice(4, 10)).backward()
+        result = optimizer.step(samples=6)
+        assert result is not None and [member.weight for member in result.group.members] == [10.0]
+
+
+def test_an_interrupt_ends_the_waiting_for_the_end_of_a_pause() -> None:
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, net := model())
+        swarm.pause()
+        loss_of(net, 0).backward()
+        with interrupted_soon(), pytest.raises(KeyboardInterrupt):
+            optimizer.step(samples=10)
+        swarm.unpause()
+        assert optimizer.step(samples=10) is not None
