@@ -124,12 +124,15 @@ def test_a_digit_is_drawn_with_buttons_and_asked_about() -> None:
     net, asking = digits_model(), Asking()
     shown = TryModel(lambda these: asking._ask(net, SEEN, these), (), form=SEEN.form, live=True)
     assert shown.snapshot().replies == ()
-    (field, button), _ = form_of(shown)
+    (field, pressed), _ = form_of(shown)
+    button, clear = pressed.children  # type: ignore[attr-defined]
     for y in range(8):
         field.children[y].children[4].value = True  # type: ignore[attr-defined]
-    button.click()  # type: ignore[attr-defined]
+    button.click()
     picture = shown.snapshot().replies[0].picture
     assert picture == ((0, 0, 0, 0, 1, 0, 0, 0),) * 8
+    clear.click()
+    assert not field.children[0].children[4].value  # type: ignore[attr-defined]
     assert "aria-label" in shown._view.value and str(shown).count("██") >= 8
 
 

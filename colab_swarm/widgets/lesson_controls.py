@@ -15,6 +15,7 @@ LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 PLAYBACK = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 SLIDER_PEERS = min(16, MAX_PEERS)
 DESCRIBED = {"description_width": "initial"}
+WIDE = {"width": "310px"}
 
 
 class Playable(Protocol):
@@ -48,7 +49,13 @@ class LessonControls:
 
         wish = self._lesson.wish
         self._count = ipywidgets.IntSlider(
-            len(peers), 1, SLIDER_PEERS, description="peers", continuous_update=False, style=DESCRIBED
+            len(peers),
+            1,
+            SLIDER_PEERS,
+            description="peers",
+            continuous_update=False,
+            style=DESCRIBED,
+            layout=WIDE,
         )
         self._count.observe(self._change(lambda count: wish("peers", count)), names="value")
         losses = sorted({*LOSSES, self._loss})
@@ -58,12 +65,12 @@ class LessonControls:
             self._slider("bandwidth", FACTORS, 1.0, lambda factor: wish("bandwidth", factor), "× {:g}"),
             self._slider("lost messages", losses, self._loss, lambda rate: wish("lose", rate), "{:.1%}"),
         ]
-        self._who = ipywidgets.Dropdown(description="this peer:", style=DESCRIBED)
+        self._who = ipywidgets.Dropdown(description="this peer:", style=DESCRIBED, layout=WIDE)
         speeds = [round(peers[0].samples_per_s * factor, 3) for factor in FACTORS]
         one = [
             self._who,
             self._slider("trains", speeds, speeds[4], self._of_one("speed"), "{:g} samples/s"),
-            self._slider("line", SLOWNESS, 1.0, self._of_one("slow"), "{:g}× slower"),
+            self._slider("line slower", SLOWNESS, 1.0, self._of_one("slow"), "× {:g}"),
         ]
         self._kill = buttons.make(
             "Kill this peer", "bolt", "Kill this peer: its process ends without a word", self._of_one("crash")
@@ -71,9 +78,7 @@ class LessonControls:
         self._back = buttons.make(
             "Bring it back", "undo", "Bring it back: as a new process of the same name", self._of_one("join")
         )
-        playback = self._slider(
-            "virtual seconds a second", PLAYBACK, self._lesson.speed, self._play_at, "{:g}"
-        )
+        playback = self._slider("playback", PLAYBACK, self._lesson.speed, self._play_at, "{:g} s a second")
         step = buttons.make(
             "Step", "step-forward", "Step: while paused, let a second of virtual time pass", self._lesson.step
         )
@@ -128,7 +133,12 @@ class LessonControls:
 
         options = [(shown.format(one), one) for one in sorted({*values, value})]
         slider = ipywidgets.SelectionSlider(
-            options=options, value=value, description=name, continuous_update=False, style=DESCRIBED
+            options=options,
+            value=value,
+            description=name,
+            continuous_update=False,
+            style=DESCRIBED,
+            layout=WIDE,
         )
         slider.observe(self._change(wanted), names="value")
         return slider

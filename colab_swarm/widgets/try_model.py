@@ -172,8 +172,9 @@ class TryModel:
             self._read: Callable[[], Any] = lambda: self._line.value
             form: list[Any] = [ipywidgets.HBox([self._line, button])]
         else:
-            self._read, drawing = _drawing(kind)
-            form = [drawing, button]
+            self._read, clear, drawing = _drawing(kind)
+            empty = buttons.make("Clear", "eraser", "Clear: takes all ink off the picture", clear)
+            form = [drawing, ipywidgets.HBox([button, empty])]
         self._box = ipywidgets.VBox([*form, self._said, self._view])
 
     def _clicked(self) -> None:
@@ -204,25 +205,30 @@ class TryModel:
         return bundle
 
 
-def _drawing(canvas: Canvas) -> tuple[Callable[[], list[list[float]]], Any]:
-    """A field of toggle buttons, and what reads it."""
+def _drawing(canvas: Canvas) -> tuple[Callable[[], list[list[float]]], Callable[[], None], Any]:
+    """What reads a field of toggle buttons, what clears it, and the field."""
     import ipywidgets
 
+    square = {"width": "28px", "height": "28px", "margin": "1px", "padding": "0"}
     rows = [
         [
-            ipywidgets.ToggleButton(
-                tooltip=f"row {y + 1}, column {x + 1}",
-                layout={"width": "26px", "height": "26px", "margin": "0"},
-            )
+            ipywidgets.ToggleButton(tooltip=f"row {y + 1}, column {x + 1}", layout=square)
             for x in range(canvas.width)
         ]
         for y in range(canvas.height)
     ]
-    for row in rows:
-        for pixel in row:
-            pixel.observe(_ink, names="value")
-    field = ipywidgets.VBox([ipywidgets.HBox(row) for row in rows])
-    return lambda: [[canvas.ink * pixel.value for pixel in row] for row in rows], field
+    pixels = [pixel for row in rows for pixel in row]
+    for pixel in pixels:
+        pixel.observe(_ink, names="value")
+
+    def read() -> list[list[float]]:
+        return [[canvas.ink * pixel.value for pixel in row] for row in rows]
+
+    def clear() -> None:
+        for pixel in pixels:
+            pixel.value = False
+
+    return read, clear, ipywidgets.VBox([ipywidgets.HBox(row) for row in rows])
 
 
 def _ink(change: Any) -> None:

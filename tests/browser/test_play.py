@@ -57,6 +57,7 @@ def test_a_peer_is_killed_and_brought_back_between_two_cells(
     for row in range(8):
         page.page.click(f'button[title="row {row + 1}, column 5"]')
     page.click("Ask")
-    page.wait_output("what is this?")
+    pictures = "() => document.querySelectorAll('svg[aria-label=\"the picture\"]').length"
+    page.page.wait_for_function(f"({pictures})() === 1")  # the one that was drawn, instead of the examples
     page.page.screenshot(path=artifacts / "digit.png")
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []
