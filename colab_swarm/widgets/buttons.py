@@ -28,16 +28,21 @@ def make(description: str, icon: str, tooltip: str, clicked: Callable[[], None])
 
 
 def say(button: Any, **traits: object) -> None:
-    """Change a button, and keep it alive while a cell runs, on kernels that can.
+    """Change what is new of a button, and let it go on listening."""
+    for name, value in traits.items():
+        if getattr(button, name) != value:
+            setattr(button, name, value)
+    listen(button)
+
+
+def listen(control: Any) -> None:
+    """Keep a control alive while a cell runs, on kernels that can.
 
     Some kernels (ipykernel 7) take clicks in a thread beside the busy cell, but 7.4 does so only for widgets that no
     cell has spoken of since. It is to forget that one has; other kernels keep no such note.
     """
-    for name, value in traits.items():
-        if getattr(button, name) != value:
-            setattr(button, name, value)
-    if button.comm is not None:
-        vars(button.comm).pop("_reply_subshell_id", None)
+    if control.comm is not None:
+        vars(control.comm).pop("_reply_subshell_id", None)
 
 
 def interrupt_cell() -> None:
@@ -61,6 +66,7 @@ def play(refresh: Callable[[], object]) -> tuple[Any, Any]:
     clock.tooltip = "live: keeps this view up to date while no cell runs"  # ipywidgets 7 has no such trait
     clock.add_class("cs-live")
     clock.observe(lambda change: refresh(), names="value")
+    listen(clock)
     return clock, ipywidgets.HTML(PLAY_STYLE)
 
 

@@ -135,7 +135,7 @@ class Panel(Generic[S]):
         )
         self._chooser.style.button_width = "auto"
         self._chooser.observe(self._turn, names="value")
-        live = buttons.play(self.refresh)
+        live = buttons.play(self._pulse)
         self._pause = buttons.Pause(pause) if pause else None
         self._leave = buttons.Leave(self._views.leave, self._views.who, stop)
         row = [*live]
@@ -146,6 +146,13 @@ class Panel(Generic[S]):
         bottom = ipywidgets.HBox([*row, self._leave.widget], layout=wrapping)
         self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
         self.refresh()
+        for control in (self._chooser, self._slider):
+            buttons.listen(control)
+
+    def _pulse(self) -> None:
+        """The browser asks once a second, but what it asked while a cell ran may come all at once."""
+        if time.monotonic() - self._shown_at >= SHOW_EVERY_S:
+            self.refresh()
 
     def _turn(self, change: Any) -> None:
         """Show another page, from its newest state on."""
@@ -153,6 +160,7 @@ class Panel(Generic[S]):
         if slider := self._pages[self._page].slider:
             self._slider.description, self._slider.max = slider
         self._slider.layout.display = "" if slider else "none"
+        buttons.listen(self._slider)
         self.refresh()
 
     def _choose(self, change: Any) -> None:
@@ -166,6 +174,7 @@ class Panel(Generic[S]):
     def refresh(self) -> S:
         """Take a snapshot, show it in the widget if there is one, and return it."""
         with self._lock:
+            self._shown_at = time.monotonic()
             snapshot = self._read()
             if self._box is not None:
                 over = self._views.over(snapshot)
@@ -184,7 +193,6 @@ class Panel(Generic[S]):
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
             return
-        self._shown_at = now
         try:
             snapshot = self.refresh()
             if self._box is None and now - self._told_at >= TEXT_EVERY_S:

@@ -59,12 +59,21 @@ def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> An
     return next(one for one in found if not description or one.description.startswith(description))
 
 
-def test_the_play_button_refreshes_the_view() -> None:
+def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.widgets.panel.SHOW_EVERY_S", 0.0)
     panel = Panel(steps(count=2), nothing, live=True)
     before = panel._view.value
     control(panel, "Play").value += 1
     assert "training, step 1<" in before
     assert "training, step 2<" in panel._view.value
+
+
+def test_what_the_browser_asked_while_a_cell_ran_is_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.widgets.panel.SHOW_EVERY_S", 60.0)
+    panel = Panel(steps(count=100), nothing, live=True)
+    for _ in range(50):
+        control(panel, "Play").value += 1
+    assert "training, step 1<" in panel._view.value
 
 
 def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
