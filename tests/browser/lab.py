@@ -85,25 +85,29 @@ class Lab:
 
     def end_kernels(self) -> None:
         """End all kernels, and with them what notebooks run."""
-        for session in json.loads(self.ask("sessions")):
-            self.ask(f"sessions/{session['id']}", "DELETE")
+        for session in json.loads(self.ask("api/sessions")):
+            self.ask(f"api/sessions/{session['id']}", "DELETE")
 
     def ask(self, path: str, method: str = "GET", body: object = None) -> bytes:
         """The answer of the server's interface for programs."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/api/{path}",
+            f"http://127.0.0.1:{self.port}/{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
         )
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.read()
 
+    def choose(self, settings: str, wanted: dict[str, str]) -> None:
+        """Settings of a part of JupyterLab, for pages that are opened from now on."""
+        self.ask(f"lab/api/settings/@jupyterlab/{settings}", "PUT", {"raw": json.dumps(wanted)})
+
     def _wait_kernel(self, path: str, timeout_s: float = 60.0) -> None:
         """Wait until a notebook's page is linked to its kernel: a cell that is run before asks for one."""
         deadline = time.monotonic() + timeout_s
         while not any(
             session["path"] == path and session["kernel"]["connections"] > 0
-            for session in json.loads(self.ask("sessions"))
+            for session in json.loads(self.ask("api/sessions"))
         ):
             assert time.monotonic() < deadline, f"{path} has no kernel: {self.log.read_text()[-2000:]}"
             time.sleep(0.1)

@@ -20,9 +20,9 @@ CREATE = (
     'import colab_swarm as cs\nswarm = cs.create("two-kernels", peer_name="alice")\nprint(swarm.invite())'
 )
 JOIN = """import colab_swarm as cs
-swarm = cs.join("{invite}", peer_name="bob", keep="bob")
+swarm = cs.join("{invite}", peer_name="bob", keep={folder!r})
 print(swarm, swarm.id.hex())"""
-RESUME = 'import colab_swarm as cs\nswarm = cs.resume("bob")\nprint(swarm, swarm.id.hex())'
+RESUME = "import colab_swarm as cs\nswarm = cs.resume({folder!r})\nprint(swarm, swarm.id.hex())"
 PREPARE = """import os, torch
 torch.manual_seed(0)
 model = torch.nn.Linear(500, 500)
@@ -41,11 +41,12 @@ GO_ON = 'train(optimizer.global_step + 2)\nprint("two steps further")'
 
 
 @pytest.fixture
-def pair(lab: Lab, window: Window) -> tuple[Notebook, Notebook]:
+def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[Notebook, Notebook]:
     """Two notebooks, the second in the run of the first by the line that this one printed, ready to train."""
     alice = lab.open(window, "alice", [CREATE, PREPARE, DEFINE, TRAIN, GO_ON])
     invite = alice.run(0).strip()
-    bob = lab.open(window, "bob", [JOIN.format(invite=invite), PREPARE, DEFINE, TRAIN, RESUME])
+    join, resume = (cell.format(invite=invite, folder=str(tmp_path / "bob")) for cell in (JOIN, RESUME))
+    bob = lab.open(window, "bob", [join, PREPARE, DEFINE, TRAIN, resume])
     assert "Swarm(two-kernels, bob, 1 peer linked)" in bob.run(0)
     for notebook in (alice, bob):
         notebook.run(1)

@@ -1,0 +1,150 @@
+"""What can be told by a script of how a page looks: contrast, names of controls, what sticks out or overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MIN_CONTRAST = 4.5
+"""Of text, at any size (WCAG 2.2, 1.4.3, level AA)."""
+CONTROLS = {"button", "checkbox", "combobox", "link", "listbox", "radio", "slider", "spinbutton", "textbox"}
+
+# Paints are mixed as the browser does: from the text's centre downwards through everything that is drawn there, SVG
+# shapes among them, until something is opaque. The canvas turns any notation of a colour into numbers.
+CONTRASTS = """root => {
+    const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1})
+    const pen = canvas.getContext('2d', {willReadFrequently: true})
+    const paint = colour => {
+        pen.clearRect(0, 0, 1, 1)
+        pen.fillStyle = colour
+        pen.fillRect(0, 0, 1, 1)
+        const [r, g, b, a] = pen.getImageData(0, 0, 1, 1).data
+        return [r, g, b, a / 255]
+    }
+    const faded = (element, [r, g, b, a]) => {
+        for (let up = element; up; up = up.parentElement) a *= +getComputedStyle(up).opacity
+        return [r, g, b, a]
+    }
+    const over = ([r, g, b, a], under) => [r, g, b].map((part, i) => part * a + under[i] * (1 - a))
+    const own = element => {
+        const style = getComputedStyle(element)
+        if (!(element instanceof SVGElement) || element instanceof SVGSVGElement) return paint(style.backgroundColor)
+        if (!(element instanceof SVGGeometryElement) || style.fill === 'none') return [0, 0, 0, 0]
+        const [r, g, b, a] = paint(style.fill)
+        return [r, g, b, a * +style.fillOpacity]
+    }
+    const paper = (element, x, y) => {
+        const layers = []
+        for (const below of document.elementsFromPoint(x, y)) {
+            if (below === element || below.tagName === 'text' || below.tagName === 'tspan') continue
+            layers.push(faded(below, own(below)))
+            if (layers.at(-1)[3] > 0.999) break
+        }
+        return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255])
+    }
+    const luminance = parts => {
+        const [r, g, b] = parts.map(p => p / 255).map(p => p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+    }
+    const found = []
+    const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT)
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        const element = node.parentElement, text = node.textContent.trim()
+        if (!text || element.closest('style, script, title, option, [disabled]')) continue
+        const range = document.createRange()
+        range.selectNodeContents(node)
+        const box = range.getClientRects()[0]
+        if (!box || box.width < 2 || box.height < 2 || !element.checkVisibility()) continue
+        const [x, y] = [box.left + box.width / 2, box.top + box.height / 2]
+        if (x < 0 || y < 0 || x >= innerWidth || y >= innerHeight) continue
+        const style = getComputedStyle(element), under = paper(element, x, y)
+        const ink = paint(element instanceof SVGElement ? style.fill : style.color)
+        const [light, dark] = [luminance(over(faded(element, ink), under)), luminance(under)].sort((a, b) => b - a)
+        const drawing = [...document.querySelectorAll('svg')].indexOf(element.closest('svg'))
+        found.push({text: text.slice(0, 40), contrast: (light + 0.05) / (dark + 0.05), box: box.toJSON(), drawing})
+    }
+    return found
+}"""
+STICKING_OUT = """root => {
+    const beyond = (inner, outer) => inner.right > outer.right + 1 || inner.left < outer.left - 1
+    return [...root.querySelectorAll('*')]
+        .filter(one => one.checkVisibility())
+        .filter(one => beyond(one.getBoundingClientRect(), (one.closest('svg') || root).getBoundingClientRect()))
+        .map(one => one.outerHTML.slice(0, 120))
+}"""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of text on a page.
+
+    Attributes:
+        text: its beginning.
+        contrast: to what is behind it, 1 to 21.
+        left, top, right, bottom: where it is, in pixels.
+        drawing: number of the SVG it is in, -1 outside.
+    """
+
+    text: str
+    contrast: float
+    left: float
+    top: float
+    right: float
+    bottom: float
+    drawing: int
+
+    def overlaps(self, other: Text) -> bool:
+        """Whether it takes 2 pixels or more of the other in both directions."""
+        return (
+            min(self.right, other.right) - max(self.left, other.left) > 2
+            and min(self.bottom, other.bottom) - max(self.top, other.top) > 2
+        )
+
+
+def texts(page: Any, selector: str) -> list[Text]:
+    """All pieces of text in sight below the first element that fits."""
+    found = page.locator(selector).first.evaluate(CONTRASTS)
+    return [
+        Text(
+            one["text"],
+            one["contrast"],
+            *(one["box"][side] for side in ("left", "top", "right", "bottom")),
+            one["drawing"],
+        )
+        for one in found
+    ]
+
+
+def pale(found: list[Text]) -> list[str]:
+    """Texts that are hard to tell from what is behind them."""
+    return [f"{one.text}: {one.contrast:.2f}" for one in found if one.contrast < MIN_CONTRAST]
+
+
+def overlapping(found: list[Text]) -> list[str]:
+    """Pairs of texts of one drawing that lie on each other."""
+    drawn = [one for one in found if one.drawing >= 0]
+    return [
+        f"{one.text} / {other.text}"
+        for number, one in enumerate(drawn)
+        for other in drawn[number + 1 :]
+        if one.drawing == other.drawing and one.overlaps(other)
+    ]
+
+
+def sticking_out(page: Any, selector: str) -> list[str]:
+    """Elements that reach beyond the sides of the first element that fits, or of their drawing."""
+    found: list[str] = page.locator(selector).first.evaluate(STICKING_OUT)
+    return found
+
+
+def controls(page: Any, selector: str) -> list[tuple[str, str]]:
+    """Role and name of each control below the first element that fits, as who cannot see it hears them."""
+    session = page.context.new_cdp_session(page)
+    document = session.send("DOM.getDocument")["root"]["nodeId"]
+    node = session.send("DOM.querySelector", {"nodeId": document, "selector": selector})["nodeId"]
+    found = session.send("Accessibility.queryAXTree", {"nodeId": node})["nodes"]
+    session.detach()
+    heard = [
+        (one["role"]["value"], one.get("name", {}).get("value", "")) for one in found if not one["ignored"]
+    ]
+    return [(role, name) for role, name in heard if role in CONTROLS]

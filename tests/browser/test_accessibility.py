@@ -1,0 +1,148 @@
+"""Views and panels for those who see little or nothing: contrast in both themes, names of controls, narrow pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colab_swarm.jobs import view as job
+from colab_swarm.jobs import volunteer_view as volunteer
+from colab_swarm.snapshot import Energy, Given, PeerRow, SessionTime
+from colab_swarm.widgets import consistency, doctor, experts, lesson, render, rounds, swarm_map
+from tests.browser import looks
+from tests.browser.chromium import Window, needs
+from tests.browser.lab import KNOWN_COMPLAINTS, Lab
+from tests.jobs.test_view import MARKS
+from tests.jobs.test_volunteer_view import SNAPSHOT as VOLUNTEER
+from tests.widgets import test_consistency, test_doctor, test_experts, test_lesson, test_rounds
+from tests.workunits.statuses import status
+
+pytestmark = needs("jupyterlab", "ipywidgets")
+PAPER = {"light": "#fff", "dark": "#111"}
+"""Of the page around a view; a view brings its own."""
+NARROW = 800
+CROWD = tuple(
+    PeerRow(
+        name=f"volunteer-with-a-rather-long-name-{number}",
+        id=f"{number:08x}",
+        role="trainer" if number % 3 else "catching up",
+        step=1200 + number,
+        samples_per_s=1234.5 * number,
+        samples=77.0,
+        reachable=(True, False, None)[number % 3],
+        me=number == 0,
+        rtt_s=0.01 * number,
+        connected="relayed by 00000001" if number % 4 == 2 else "direct",
+        upload_bps=1e7 * number,
+        download_bps=1e8 * number,
+    )
+    for number in range(14)
+)
+SWARM = dataclasses.replace(
+    test_rounds.TOLD,
+    peers=CROWD,
+    loss_history=tuple((10 * step, 11.1 / (1 + step) + 1.5) for step in range(120)),
+    log=tuple(f"volunteer-{number} is gone: its connection ended without a farewell" for number in range(8)),
+    eta_s=75.0,
+    last_share=0.125,
+    leaderboard=tuple(Given(peer.name, peer.id, 1e6, 5e9, peer.me) for peer in CROWD[:9]),
+    sent_bps=3e6,
+    received_bps=12e6,
+    energy=Energy(54321.0, "estimate: processor time of this process at 10 W a core", True),
+    session=SessionTime("Colab", 11_400.0, 43_200.0, 42_600.0),
+    paused=True,
+)
+VIEWS = {
+    "swarm": render.render_html(SWARM),
+    "rounds": rounds.render_html(SWARM),
+    "map": swarm_map.render_html(SWARM),
+    "experts": experts.render_html(test_experts.SNAPSHOT),
+    "experts-full": experts.render_html(
+        dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
+    ),
+    "job": job.render_html(status(marks=MARKS)),
+    "volunteer": volunteer.render_html(VOLUNTEER),
+    "consistency": consistency.render_html(test_consistency.snapshot(0.2, 0.4, 1.3)),
+    "doctor": doctor.render_html([test_doctor.GOOD, test_doctor.LOOK, test_doctor.STOP]),
+    "lesson": lesson.lesson_html(test_lesson.LESSON_NOW),
+}
+TRAINED = """import torch, colab_swarm as cs
+swarm = cs.create("accessible", peer_name="alice")
+bob = cs.join(swarm.invite(), peer_name="bob")
+model = torch.nn.Linear(500, 500)
+optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), target_batch_size=16)
+while optimizer.global_step < 9:
+    loss = model(torch.randn(8, 500)).square().mean()
+    loss.backward()
+    optimizer.step(samples=8, loss=loss.item())
+swarm.panel()"""
+PANEL = ".jp-OutputArea-output .widget-vbox"
+
+
+def check_looks(page: Any, selector: str) -> None:
+    """Nothing pale, nothing that overlaps or sticks out."""
+    found = looks.texts(page, selector)
+    assert len(found) >= 5, "there is hardly anything to see"
+    assert looks.pale(found) == []
+    assert looks.overlapping(found) == []
+    assert looks.sticking_out(page, selector) == []
+
+
+BAD = """<body><div class="bad" style="background:#222;width:300px">
+<p style="color:#555">pale</p> <p style="color:#eee">clear</p> <p style="width:400px">wide</p> <button></button>
+<svg width="200" height="40"><rect width="200" height="40" fill="#eee"/><text y="20" fill="#eee">hidden</text>
+<text x="90" y="20">one</text><text x="92" y="22">other</text></svg></div></body>"""
+
+
+def test_the_script_sees_what_is_wrong(window: Window) -> None:
+    page = window.new_page(width=NARROW, height=600)
+    page.set_content(BAD)
+    found = looks.texts(page, ".bad")
+    assert [text.partition(":")[0] for text in looks.pale(found)] == ["pale", "wide", "hidden"]
+    assert looks.overlapping(found) == ["one / other"]
+    assert len(looks.sticking_out(page, ".bad")) == 1
+    assert looks.controls(page, ".bad") == [("button", "")]
+
+
+@pytest.mark.parametrize("theme", PAPER)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_can_be_read_on_narrow_pages_in_both_themes(
+    window: Window, artifacts: Path, name: str, theme: str
+) -> None:
+    page = window.new_page(width=NARROW, height=2000)
+    is_light = str(theme == "light").lower()
+    page.set_content(
+        f'<body data-jp-theme-light="{is_light}" style="background:{PAPER[theme]}">{VIEWS[name]}</body>'
+    )
+    page.screenshot(path=artifacts / "view.png", full_page=True)
+    check_looks(page, ".cs-view")
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
+
+
+@pytest.fixture(params=["Light", "Dark"])
+def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """JupyterLab in one of its themes."""
+    lab.choose("apputils-extension:themes", {"theme": f"JupyterLab {request.param}"})
+    yield lab
+    lab.choose("apputils-extension:themes", {})
+
+
+def test_a_live_panel_can_be_read_and_its_controls_have_names(
+    themed: Lab, window: Window, artifacts: Path
+) -> None:
+    notebook = themed.open(window, "accessible", [TRAINED])
+    notebook.run(0)
+    notebook.page.set_viewport_size({"width": NARROW, "height": 2000})
+    for page in ("rounds", "map", "swarm"):
+        notebook.click(page)
+        notebook.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
+        notebook.page.screenshot(path=artifacts / f"{page}.png")
+        check_looks(notebook.page, PANEL)
+        names = looks.controls(notebook.page, PANEL)
+        assert {role for role, _ in names} >= {"button"}
+        assert [role for role, name in names if not name.strip()] == []
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
