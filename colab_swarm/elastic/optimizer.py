@@ -147,7 +147,11 @@ class ElasticOptimizer(Optimizer):
         if not self._closed:
             self._closed = True
             self._buckets.close()
-            self._runtime.call(self._exchange.close())
+            self._runtime.call(self._leave())
+
+    async def _leave(self) -> None:
+        self._steps.leave()
+        await self._exchange.close()
 
     def vanish(self) -> None:
         """End without a word, as a crash would; on the runtime's loop."""

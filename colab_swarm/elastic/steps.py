@@ -55,7 +55,7 @@ class Steps:
         self._gamma = gamma if settings.error_feedback or not gamma else None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._warned = self._woken = False
+        self._warned = self._woken = self._left = False
         self._own: deque[OwnBucket] = deque()
 
     def hand_over(self, own: OwnBucket) -> None:
@@ -100,14 +100,24 @@ class Steps:
         self.ledger.on_lost(peer)
         self._changed.set()
 
+    def leave(self) -> None:
+        """This member leaves: what a step still waits for will not come."""
+        self._left = True
+        self._changed.set()
+
     async def finish(self, compute_s: float = 0.0) -> None:
         """Return when the open step may end, and has; the result is in `finished`.
 
         Args:
             compute_s: in a simulation, what the next forward and backward pass take.
+
+        Raises:
+            RuntimeError: this member leaves.
         """
         self._take_own()
         while not self._scheduler.may_go_on(standing := self.ledger.standing(self._loop.time())):
+            if self._left:
+                raise RuntimeError("this member has left its group while its step was waiting for the others")
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._scheduler.ask_again_s(standing)):

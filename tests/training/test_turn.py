@@ -18,7 +18,7 @@ from tests.training.toy import join_training, loss_of, model
 
 @contextmanager
 def interrupted_soon() -> Iterator[None]:
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()
     try:
         yield

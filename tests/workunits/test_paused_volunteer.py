@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from colab_swarm.pausing import LOOK_S, Gate
 from colab_swarm.workunits.volunteering import Volunteering
 from tests.workunits.digits import digits_job
@@ -13,6 +15,7 @@ from tests.workunits.stand_in import StandIn
 from tests.workunits.test_volunteering import Valve, play
 
 
+@pytest.mark.slow
 def test_a_paused_volunteer_stands_still_and_goes_on(tmp_path: Path) -> None:
     gate, valve = Gate(), Valve(before=2)
     job = replace(digits_job(), loss=valve)
