@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from colab_swarm.markup import aligned, count, duration, plain, text
 from colab_swarm.widgets import squares, theme
@@ -13,8 +14,6 @@ from colab_swarm.workunits.status import JobStatus
 from colab_swarm.workunits.svg import accuracy_svg
 
 MAX_ROWS = 20
-MAX_UNITS = 400
-"""Units of the epoch that have a square; the others are counted."""
 SQUARE, ACROSS = 15, 50
 CHART = (
     "<style>.cs-view .mean{stroke:var(--blue);fill:none;stroke-width:2}.cs-view .band{fill:var(--blue);opacity:.2}"
@@ -95,7 +94,7 @@ def render_text(status: JobStatus) -> str:
     overview, lines = status.overview, [summary(status)]
     lines.append("  " + "; ".join(f"{name}: {value}" for name, value in figures(status).items()))
     if overview.finished is None:
-        shown = "".join(CHARACTERS[mark.state] for mark in overview.marks[:MAX_UNITS])
+        shown = "".join(CHARACTERS[mark.state] for mark in overview.marks)
         lines += [f"  {shown[begin : begin + 2 * ACROSS]}" for begin in range(0, len(shown), 2 * ACROSS)]
         words = {**STATES, "waiting": "waits"}
         if shown:
@@ -127,9 +126,17 @@ def render_html(status: JobStatus) -> str:
 
 
 def _units(status: JobStatus) -> str:
-    marks = status.overview.marks[:MAX_UNITS]
-    if not marks:
+    if not status.overview.marks:
         return ""
+    label = f"{status.overview.units.assimilated} of {len(status.rows)} units done"
+    key = {word: path(_shape(state, 0, 0), LOOKS[state]) for state, word in STATES.items()}
+    after = f"empty: waits{_more_units(status)}"
+    return _squares(status.overview.marks, label) + squares.key(key, "units: ", after)
+
+
+@lru_cache(maxsize=2)
+def _squares(marks: tuple[UnitMark, ...], label: str) -> str:
+    """Drawn anew only when a unit has changed."""
     drawing = Drawing(LOOKS)
     for number, mark in enumerate(marks):
         x, y = number % ACROSS * SQUARE + 1, number // ACROSS * SQUARE + 1
@@ -138,11 +145,9 @@ def _units(status: JobStatus) -> str:
             drawing.add(mark.state, _shape(mark.state, x, y))
         drawing.tip(x, y, SQUARE, _tip(number, mark))
     width, height = min(len(marks), ACROSS) * SQUARE + 2, math.ceil(len(marks) / ACROSS) * SQUARE + 2
-    label = f"{status.overview.units.assimilated} of {len(status.rows)} units done"
-    key = {word: path(_shape(state, 0, 0), LOOKS[state]) for state, word in STATES.items()}
     return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f"{drawing.inside()}</svg>{squares.key(key, 'units: ', f'empty: waits{_more_units(status)}')}"
+        f"{drawing.inside()}</svg>"
     )
 
 
@@ -190,5 +195,5 @@ def _more(status: JobStatus) -> str:
 
 
 def _more_units(status: JobStatus) -> str:
-    more = len(status.overview.marks) - MAX_UNITS
+    more = len(status.rows) - len(status.overview.marks)
     return f"; and {more:,} more units" if more > 0 else ""

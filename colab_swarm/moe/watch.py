@@ -24,6 +24,8 @@ LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
 SHARE_LISTINGS = 7
 """Listings that shares are taken from: a minute."""
+SERVED_EVERY_S = 1.0
+"""How often this peer's experts are looked at: their latencies are sorted for that."""
 RATE_S = 5.0
 """Rates are means over so long, or up to twice as long."""
 
@@ -53,7 +55,7 @@ class ExpertsWatch:
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
         self._missed: set[str] = set()  # by the last listing, for they were left out
-        self._listed_at = self._began_at = float("-inf")
+        self._listed_at = self._began_at = self._served_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._last, self._closed = ExpertsSnapshot(ExpertsListing(grid)), False
 
@@ -72,12 +74,12 @@ class ExpertsWatch:
             self._listing = asyncio.create_task(self._list(), name="list experts")
         if self._left_out() != self._last.listing.left_out:
             self._take_in()
-        grid = self._last.listing.grid
-        self._last = replace(
-            self._last,
-            listed_s=now - self._listed_at if self._listings else None,
-            served=self._rates.of({uid: s for uid, s in self._served().items() if _is_of(grid, uid)}, now),
-        )
+        if now - self._served_at >= SERVED_EVERY_S:
+            self._served_at, grid = now, self._last.listing.grid
+            served = {uid: told for uid, told in self._served().items() if _is_of(grid, uid)}
+            self._last = replace(self._last, served=self._rates.of(served, now))
+        listed_s = now - self._listed_at if self._listings else None
+        self._last = replace(self._last, listed_s=listed_s)
         return self._last
 
     def _left_out(self) -> tuple[str, ...]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from colab_swarm.workunits.entries import EpochEnded, Measured
 from colab_swarm.workunits.job_state import JobState, UnitState, Volunteer
 
+MAX_MARKS = 400
+"""Units that are shown one by one."""
+
 
 @dataclass(frozen=True)
 class VolunteerRow:
@@ -78,7 +81,7 @@ class JobOverview:
         unit_s: what each of the latest units took, from assignment to result.
         update_s: what each of the latest updates of the parameters took.
         assimilated_at: when the latest were assimilated, seconds since the epoch.
-        marks: the units of this epoch, by subset.
+        marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
     """
 
     epoch: int
@@ -117,7 +120,7 @@ def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> Job
         unit_s=tuple(state.unit_s),
         update_s=tuple(state.update_s),
         assimilated_at=tuple(state.assimilated_at),
-        marks=tuple(_mark(unit, state) for unit in units),
+        marks=tuple(_mark(unit, state) for unit in units[:MAX_MARKS]),
     )
 
 

@@ -187,6 +187,7 @@ def test_it_says_what_to_do_instead_of_what_cannot_be_done() -> None:
         with pytest.raises(TypeError, match="add groups before"):
             optimizer.add_param_group({})
         text = repr(optimizer)
+        assert "of 2, counted from 0" in optimizer._repr_html_()
         optimizer.close()
         optimizer.close()
         with pytest.raises(RuntimeError, match="make a new one"):

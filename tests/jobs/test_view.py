@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from colab_swarm.jobs.view import MAX_ROWS, MAX_UNITS, epoch_eta_s, figures, render_html, render_text
-from colab_swarm.workunits.overview import UnitMark
+from colab_swarm.jobs.view import MAX_ROWS, epoch_eta_s, figures, render_html, render_text
+from colab_swarm.workunits.overview import MAX_MARKS, UnitMark
 from tests.workunits.statuses import EVIL, status
 
 ROW = status().overview.volunteers[0]
@@ -62,7 +62,7 @@ def test_figures_tell_what_is_known_and_nothing_else() -> None:
 
 
 def test_a_great_many_units_are_counted_not_drawn() -> None:
-    crowd = status(marks=MARKS[:1] * (MAX_UNITS + 9))
+    crowd = status(marks=MARKS[:1] * MAX_MARKS, rows=(10,) * (MAX_MARKS + 9))
     for shown in (render_text(crowd), render_html(crowd)):
         assert "and 9 more units" in shown
     assert len(render_html(crowd)) < 80_000
