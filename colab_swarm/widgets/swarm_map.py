@@ -108,7 +108,7 @@ def _told(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _slower(peer)
     speed = "" if bps is None else bits_per_s(bps)
-    return milliseconds(peer.rtt_s), plain(way, 20) or "no link", speed
+    return milliseconds(peer.rtt_s), plain(way, 16) or "no link", speed
 
 
 def bits_per_s(bps: float) -> str:
