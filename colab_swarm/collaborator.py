@@ -135,7 +135,7 @@ class Collaborator(Member):
 
         elastic = self._elastic[name]
         texts = (consistency.render_html, consistency.render_text, consistency.summary)
-        views: Views[ElasticSnapshot] = Views(*texts, lambda snapshot: snapshot.left)
+        views: Views[ElasticSnapshot] = Views(*texts, lambda snapshot: snapshot.left, stops=True)
         return Panel(elastic.snapshot, elastic.close, views=views)
 
     def average(

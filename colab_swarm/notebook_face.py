@@ -27,13 +27,14 @@ class NotebookFace(SessionPeer, ABC):
         super().__init__(runtime, services, **who)
         self._overview = Overview(runtime, services, who["presence"], run=self.run, name=self.name)
         self._recorder: Recorder | None = None
+        self._panel: Panel[SwarmSnapshot] | None = None
 
     @abstractmethod
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links."""
 
     def panel(self) -> Panel[SwarmSnapshot]:
-        """A live view of the swarm: widgets in a notebook, text elsewhere.
+        """A live view of the swarm: widgets in a notebook, text elsewhere. It is always the same one.
 
         While the cell waits for other peers, as in ``optimizer.step()``, widgets stay live by themselves.
         """
@@ -41,10 +42,18 @@ class NotebookFace(SessionPeer, ABC):
         from colab_swarm.widgets.panel import Panel
 
         live = has_frontend()
-        panel = Panel(self.snapshot, self.leave, live=live)
+        if self._panel is None:
+            self._panel = Panel(self.snapshot, self.leave, pause=self._pause, live=live)
         if live:
-            self._runtime.while_waiting(panel.tick)
-        return panel
+            self._runtime.while_waiting(self._panel.tick)
+        return self._panel
+
+    def _pause(self, wanted: bool) -> None:
+        """The panel's button: stand still, or go on."""
+        if wanted:
+            self.pause()
+        else:
+            self.unpause()
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the swarm for ``seconds`` (until interrupted if None); the peer goes on afterwards."""
@@ -82,7 +91,8 @@ class NotebookFace(SessionPeer, ABC):
 
     def snapshot(self) -> SwarmSnapshot:
         """What a panel shows, as one frozen record; safe from any thread."""
-        return self._overview.snapshot(self._optimizer, reached=str(self.reachability), left=self.left)
+        reached = str(self.reachability)
+        return self._overview.snapshot(self._optimizer, reached=reached, left=self.left, session=self.session)
 
     def __repr__(self) -> str:
         linked = len(self._services.peers.linked())
