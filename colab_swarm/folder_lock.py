@@ -119,8 +119,16 @@ def write_aside(path: Path, data: bytes) -> None:
 
 
 def _began(pid: int) -> str:
-    """When a living process of this machine began; empty if there is none, or no telling."""
+    """When a living process of this machine began, or that it lives at all; empty if not, or no telling (Windows)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
+        if os.name != "posix" or Path("/proc/self/stat").exists():
+            return ""
+    try:
+        os.kill(pid, 0)  # macOS: asks whether it is there
+    except ProcessLookupError:
         return ""
+    except PermissionError:  # it is, and somebody else's
+        pass
+    return "lives"

@@ -274,9 +274,7 @@ async def _start(
     node = await Node.start(identity, settings, events, admission=entrance.admission)
     try:
         services = assemble(node, events, random.Random(identity.id))
-        presence = await Presence.open(node, entrance, options, services)
-        if keeping is not None:
-            await presence.keep(keeping)
+        presence = await Presence.open(node, entrance, options, services, keeping)
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()
         raise

@@ -131,16 +131,26 @@ class Presence:
         self._announcer: LanAnnouncer | None = None
 
     @classmethod
-    async def open(cls, node: Node, entrance: Entrance, options: PeerOptions, services: Services) -> Presence:
-        """Get into the run through any of the entries and find out how others reach this peer.
+    async def open(
+        cls,
+        node: Node,
+        entrance: Entrance,
+        options: PeerOptions,
+        services: Services,
+        keeping: Keeping | None = None,
+    ) -> Presence:
+        """Get into the run through any of the entries, find out how others reach this peer, and keep it in a folder.
 
         Raises:
+            StateError: the folder cannot be written.
             JoinError: there are entries, and none of them could be reached, or this peer is not let in.
             TunnelError: the tunnel that was asked for cannot be opened.
         """
         presence = cls(node, entrance, options, services)
         try:
             await presence._enter()
+            if keeping is not None:
+                await presence._begin_to_keep(keeping)
         except BaseException:  # an interrupt included: a tunnel would stay open
             await presence.leave()
             raise
@@ -177,12 +187,8 @@ class Presence:
         await self.reachability.verify()
         return entries
 
-    async def keep(self, keeping: Keeping) -> None:
-        """Write into the folder what this peer needs to come back: now, each minute, and when it leaves.
-
-        Raises:
-            StateError: it cannot be written now.
-        """
+    async def _begin_to_keep(self, keeping: Keeping) -> None:
+        """Write into the folder what this peer needs to come back: now, each minute, and when it leaves."""
         await self._keep_in(keeping)
         self.keeping = keeping
         self.node.linker.spawn(self._go_on_keeping(keeping))

@@ -83,7 +83,7 @@ def test_a_folder_without_a_peer_keeps_none(tmp_path: Path) -> None:
     assert read_kept(tmp_path) is None and read_kept(tmp_path / "absent") is None
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte: int) -> None:
     if not (tmp_path / "peer.json").exists():
