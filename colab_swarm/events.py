@@ -48,7 +48,7 @@ class ReachabilityChanged(Event):
     how: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MemberTrace:
     """One member of a round as this peer saw it. Times are seconds since the averaging began; None: it never happened.
 

@@ -7,12 +7,14 @@ reason why something of the member is missing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from colab_swarm.averaging.group import Group
 from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import short
 
 MAX_REASON_CHARS = 200
+_hex = lru_cache(1000)(bytes.hex)  # logs keep many rounds of the same peers: one text each
 
 
 class Times:
@@ -66,7 +68,7 @@ class Trace:
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
-                peer=member.id.hex(),
+                peer=_hex(member.id),
                 weight=member.weight,
                 share=member.share / total,
                 sent=self.sent[index].since(self._began_at),

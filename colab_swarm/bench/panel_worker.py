@@ -42,14 +42,14 @@ class Loop:
         stepped = self._optimizer.step(samples=SAMPLES, loss=loss.item()) is not None
         return time.perf_counter() - began if stepped else 0.0
 
-    def speeds(self, seconds: float, after_each: Callable[[], None]) -> tuple[float, float]:
-        """Batches per second over so long, averaging left out; and per second that processors worked for this peer."""
-        began, computed, batches, stepping_s = time.perf_counter(), time.process_time(), 0, 0.0
+    def speed(self, seconds: float, after_each: Callable[[], None]) -> float:
+        """Batches per second over so long, averaging left out."""
+        began, batches, stepping_s = time.perf_counter(), 0, 0.0
         while (took_s := time.perf_counter() - began) < seconds + stepping_s:
             stepping_s += self.batch()
             after_each()
             batches += 1
-        return batches / (took_s - stepping_s), batches / (time.process_time() - computed)
+        return batches / (took_s - stepping_s)
 
 
 class Watched:
@@ -65,15 +65,15 @@ class Watched:
         # live though nobody looks: nbclient keeps the widgets' state as a page does
         self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
 
-    def ratios(self, seconds: float, *, first: int) -> tuple[float, float]:
-        """`Loop.speeds` while watched over those while not; which comes ``first`` (1: watched) should change."""
-        speeds = {watched: self._speeds(seconds, watched) for watched in (first, 1 - first)}
-        return speeds[1][0] / speeds[0][0], speeds[1][1] / speeds[0][1]
+    def ratio(self, seconds: float, *, first: int) -> float:
+        """Speed while watched over speed while not; which comes ``first`` (1: watched) should change."""
+        speeds = {watched: self._speed(seconds, watched) for watched in (first, 1 - first)}
+        return speeds[1] / speeds[0]
 
-    def _speeds(self, seconds: float, watched: int) -> tuple[float, float]:
+    def _speed(self, seconds: float, watched: int) -> float:
         recording = self._recorder() if watched else nullcontext()
         with recording:
-            return self._loop.speeds(seconds, self.panel.tick if watched else lambda: None)
+            return self._loop.speed(seconds, self.panel.tick if watched else lambda: None)
 
     def _recorder(self) -> Recorder:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
@@ -81,13 +81,14 @@ class Watched:
         return Recorder(swarm.events, path, header)
 
     def refresh(self, times: int) -> tuple[float, float]:
-        """Show so many different views; memory that the kernel grew by, MB, and thread time of a refresh, seconds."""
-        before, spent_s = _used_mb(), 0.0
+        """Show so many different views; memory that the kernel grew by, MB, and processor time of one, seconds."""
+        before, began, pretending_s = _used_mb(), time.process_time(), 0.0
         for _ in range(times):
+            since = time.thread_time()
             self._pretend_round()
-            began = time.thread_time()
+            pretending_s += time.thread_time() - since
             self.panel.refresh()
-            spent_s += time.thread_time() - began
+        spent_s = time.process_time() - began - pretending_s
         return _used_mb() - before, spent_s / times
 
     def _pretend_round(self) -> None:
@@ -118,5 +119,10 @@ class Watched:
 
 
 def _used_mb() -> float:
+    """This process's own memory; libraries that others have loaded too do not count, where the system tells."""
     gc.collect()
-    return memory_mib() * 1024**2 / 1e6
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return memory_mib() * 1024**2 / 1e6
+    own = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(own.split()[1]) * 1024 / 1e6

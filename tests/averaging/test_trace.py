@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 from colab_swarm.averaging.exchange import Chunk
@@ -93,5 +94,5 @@ def test_who_is_missing_elsewhere_is_told_unless_the_reason_is_known_here() -> N
 
 def test_a_record_stays_small_whatever_the_length_of_the_vector() -> None:
     outcome = run_round(numel=1_400_000)
-    told = [vars(trace) for trace in outcome.results["alice"].members]
+    told = [dataclasses.asdict(trace) for trace in outcome.results["alice"].members]
     assert len(json.dumps(told)) < 4 * 400
