@@ -245,14 +245,14 @@ class Directory:
                 return infos[index]
         return None
 
-    async def live(self, grid: Grid) -> list[ExpertInfo]:
-        """All experts that can be called, in the order of the grid."""
+    async def live(self, grid: Grid, *, anew: bool = False) -> list[ExpertInfo]:
+        """All experts that can be called, in the order of the grid; ``anew``: what was looked up is not believed."""
         prefixes: list[Index] = [()]
         for _ in grid.sides[:-1]:
-            listings = await self._listings(grid, prefixes)
+            listings = await self._listings(grid, prefixes, anew=anew)
             masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
             prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
-        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes})
+        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes}, anew=anew)
         places = ((*prefix, j) for prefix in prefixes for j in range(grid.sides[-1]))
         return list(self._infos(grid, places, shelves).values())
 

@@ -239,7 +239,8 @@ class ExpertHost:
 
     def _repr_html_(self) -> str:
         snapshot = self.snapshot()
-        told = {"kept for others": size(snapshot.kept_bytes), "last save": snapshot.fault or "no fault"}
+        told = {"kept for others": size(snapshot.kept_bytes)}
+        told |= {"fault of the last save": snapshot.fault} if snapshot.fault else {}
         rows = [
             (
                 one.uid,

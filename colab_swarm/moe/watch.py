@@ -22,6 +22,8 @@ from colab_swarm.runtime import Runs
 logger = logging.getLogger(__name__)
 LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
+MOST_ANEW = 4096
+"""Places of a grid of which everything is read anew each time; of a larger one, what was read is believed a while."""
 SHARE_LISTINGS = 7
 """Listings that shares are taken from: a minute."""
 SERVED_EVERY_S = 1.0
@@ -90,8 +92,9 @@ class ExpertsWatch:
         fault = ""
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                found = await self._directory.live(self._last.listing.grid)
-            self._listings.append(found)
+                grid = self._last.listing.grid
+                found = await self._directory.live(grid, anew=grid.size <= MOST_ANEW)
+            self._listings.append(list(map(self._with_own_step, found)))
             self._missed = self._directory.left_out()
             self._seen.update(info.uid for info in found)
             self._listed_at = asyncio.get_running_loop().time()
@@ -100,6 +103,11 @@ class ExpertsWatch:
             logger.info("the experts could not be listed", exc_info=True)
             fault = f"{type(error).__name__}: {error}"
         self._last, self._listing = replace(self._last, fault=fault), None
+
+    def _with_own_step(self, info: ExpertInfo) -> ExpertInfo:
+        """Of an expert here this peer knows more than it told the others last."""
+        own = self._served().get(info.uid) if info.peer == self._peers.id else None
+        return info if own is None else replace(info, step=own.step)
 
     @property
     def _newest(self) -> Sequence[ExpertInfo]:

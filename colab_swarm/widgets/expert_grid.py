@@ -141,9 +141,12 @@ def _caption(slice_: Sequence[Sequence[Cell]], dimensions: int) -> str:
 
 
 def note(listing: ExpertsListing) -> str:
-    """What one must know of cells of several places; empty for others."""
+    """What else one must know to read the map; most often nothing."""
     places = math.prod(_together(listing.grid))
-    return f"  (a cell is {places} places, as wide as many of them live)" if places > 1 else ""
+    notes = [f"a cell is {places} places, as wide as many of them live"] if places > 1 else []
+    if listing.live and all(expert.share is None for expert in listing.live):
+        notes.append("use is known when hosts have told of new steps, which they do about every 20 s")
+    return f"  ({'; '.join(notes)})" if notes else ""
 
 
 # --- as characters ------------------------------------------------------------------------------------------------

@@ -67,6 +67,20 @@ def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
     run_virtual(main())
 
 
+def test_steps_of_this_peer_s_own_experts_are_known_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = Run(tmp_path)
+        alice, hosting = await run.host("alice", 1)
+        watch, _ = watch_of(alice)
+        await look(watch, 2.0)
+        (expert,) = hosting.experts.values()
+        expert.backward(torch.rand(2, 4), torch.rand(2, 4))
+        (told,) = (await look(watch, LIST_EVERY_S)).listing.live
+        assert (told.step, told.share) == (1, 1.0)
+
+    run_virtual(main())
+
+
 def test_who_failed_is_left_out_and_whose_host_died_is_dead(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
@@ -99,7 +113,7 @@ def test_a_fault_of_the_listing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     async def main() -> None:
         watch, directory = watch_of(await Run(tmp_path).join("alice"))
 
-        async def fails(grid: object) -> None:
+        async def fails(grid: object, anew: bool) -> None:
             raise ConnectionError("no way")
 
         monkeypatch.setattr(directory, "live", fails)
