@@ -125,7 +125,7 @@ def _documented(error: BaseException) -> Told | None:
 
 
 def _joined(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(text.split()).removesuffix(".")
 
 
 # --- errors of Python and torch -----------------------------------------------------------------------------------
