@@ -55,7 +55,9 @@ def test_the_readme_stays_within_two_screens() -> None:
 
 
 def test_what_the_readme_links_to_is_there() -> None:
-    links = re.findall(r"\]\(([^)#\s]+)\)", README) + re.findall(r"(?:/blob/main/|labpath=)(\S+)", README)
+    links = re.findall(r"\]\(([^)#\s]+)\)", README) + re.findall(
+        r"(?:/blob/main/|labpath=|src=\")([^\s\"]+)", README
+    )
     files = [link for link in links if not link.startswith("http")]
     assert len(files) > 15
     assert [link for link in files if not (ROOT / link).exists()] == []

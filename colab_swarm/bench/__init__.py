@@ -92,10 +92,10 @@ s.
 
 ## In the notebook (`colab_swarm.widgets`)
 
-- `panel.throughput_ratio`: training speed with the panel open and the flight recorder on, share of the speed with
-  neither, measured in turns beside other work: **no less** (1.02)
+- `panel.throughput_ratio`: training speed with the panel open and the flight recorder on, share of the speed
+  with neither, measured in turns beside other work: **no less** (1.02)
 - `panel.refresh_ms`, `core_share`: processor time of a refresh, share of a core at four a second: **1.4 ms,
   0.6 %**
-- `panel.memory_mb`, `notebook_kb`: what half an hour of refreshes adds to the kernel and to the saved notebook:
-  **0.3 MB, 0.1 kB**
+- `panel.memory_mb`, `notebook_kb`: what half an hour of refreshes adds to the kernel and to the saved
+  notebook: **0.3 MB, 0.1 kB**
 """

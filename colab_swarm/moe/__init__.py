@@ -88,7 +88,8 @@ or more. Nobody can stop a host from learning what its inputs are: do not send i
 Add `0.01 * layer.balance_loss` to your loss and work spreads over the experts. Use autocast with bfloat16,
 and no `GradScaler`: experts step on the gradients they are sent. Experts better have neither dropout nor
 `BatchNorm`: each call is computed twice, at forward and again at backward. In a shell: `colab-swarm experts
-INVITATION ffn --grid 16x16 --dim 512`. Tutorials 05 and 06 show both sides.
+INVITATION ffn --grid 16x16 --dim 512`. Tutorials 05 and 06 show both sides, `swarm.experts_panel` who lives
+where and how much each is used (`colab_swarm.moe.watch`).
 
 ## The paper and the modules
 

@@ -54,14 +54,14 @@ pages at the end; characters that the terminal does not know are replaced.
 - **Clock.** Colab and Kaggle end a session after 12 hours, Kaggle's TPUs after 9
   (`colab_swarm.session_clock`). The panel shows what is left, and some minutes before the end the peer hands
   over what it has and leaves.
-- **Coming back.** `cs.resume("folder")` is the same peer in a later session: identity, membership,
-  checkpoints (`colab_swarm.keeping`). The folder is secret, and lasts where the platform keeps it: Drive,
-  `/kaggle/working`.
+- **Coming back.** After `cs.join(…, keep="folder")`, `cs.resume("folder")` is the same peer in a later
+  session: identity, membership, checkpoints (`colab_swarm.keeping`). The folder is secret, and lasts where
+  the platform keeps it: Drive, `/kaggle/working`.
 - **Your own work.** `with swarm.paused():` gives you the accelerator; others do not wait for this peer
   meanwhile.
 - **The record.** `swarm.record("run.jsonl")` writes each event as a line of JSON (`colab_swarm.flight`).
-- **Asking.** `swarm.try_model()` shows what the newest weights answer, beside those that this peer began
-  with.
+- **Asking.** `swarm.try_model()` shows what the newest weights answer, beside those that this peer began with
+  (`colab_swarm.widgets.try_model`).
 - **Thanks.** `swarm.receipt()` is what others saw this peer give, signed by them.
 
 ## Colab and Kaggle
@@ -89,4 +89,11 @@ next: `cs.explain(error)` (`colab_swarm.errors`, `colab_swarm.explanation`).
 **Security.** Names, reasons and everything else that peers tell is escaped and bounded
 (`colab_swarm.markup`). Invitations are secrets: they show themselves when asked, and nobody else's ``repr``
 holds one.
+
+## Measured
+
+With the panel open and the flight recorder on, training is no slower (1.02 of the speed with neither,
+measured in turns). A refresh costs 1.4 ms of processor time, four a second 0.6 % of a core; half an hour of
+them adds 0.3 MB to the kernel and 0.1 kB to the saved notebook. `python -m colab_swarm.bench panel` measures
+again.
 """
