@@ -23,17 +23,18 @@ JOIN = """import colab_swarm as cs
 swarm = cs.join("{invite}", peer_name="bob", keep={folder!r})
 print(swarm, swarm.id.hex())"""
 RESUME = "import colab_swarm as cs\nswarm = cs.resume({folder!r})\nprint(swarm, swarm.id.hex())"
-PREPARE = """import os, torch
+PREPARE = """import os, time, torch
 torch.manual_seed(0)
-model = torch.nn.Linear(500, 500)
+model = torch.nn.Linear(1500, 1500)
 optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), target_batch_size=16)
 panel = swarm.panel()
 print("kernel", os.getpid(), "at step", optimizer.global_step)
 panel"""
 DEFINE = """def train(steps):
     while optimizer.global_step < steps:
-        loss = model(torch.randn(8, 500)).square().mean()
+        loss = model(torch.randn(8, 1500)).square().mean()
         loss.backward()
+        time.sleep(0.02)
         optimizer.step(samples=8, loss=loss.item())
         panel.tick()"""
 TRAIN = 'train(5)\nprint("under way")\ntrain(10**6)'
@@ -63,7 +64,7 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
     alice, bob = pair
     (kernel,) = re.findall(r"kernel (\d+)", bob.output(1))
     bob.save()
-    os.kill(int(kernel), signal.SIGKILL)  # they do little but average, so most probably in a round
+    os.kill(int(kernel), signal.SIGKILL)  # averaging takes most of their time: in a round, most probably
     killed_at = time.monotonic()
     alice.wait_output(re.compile(r"bob is gone: \S"))
     assert time.monotonic() - killed_at < NOTICED_S
