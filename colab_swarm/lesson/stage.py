@@ -164,7 +164,7 @@ class Stage:
         fired, self._faults = simulation.network.fired[self._faults :], len(simulation.network.fired)
         happened = [(fault.at, fault_words(fault.name, fault.arguments)) for fault in fired]
         events, self._events = self._events, []
-        for event, name in events:
+        for event, name in sorted(events, key=lambda one: (one[0].at, one[1])):
             if isinstance(event, RoundFinished):
                 if event.step in self._steps:  # another peer has told of it
                     continue

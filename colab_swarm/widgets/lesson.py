@@ -131,7 +131,8 @@ def fault_words(name: str, arguments: Sequence[object]) -> str:
 def event_words(name: str, event: Event) -> str:
     """What the peer ``name`` tells of an event; empty if it is not worth a line."""
     match event:
-        case RoundFinished(step=step, group_size=members, samples=samples, seconds=seconds):
+        case RoundFinished(step=step, group_size=members, samples=samples):
+            seconds = event.averaging_s or event.seconds  # without the waiting for the group
             text = f"step {step + 1}: {samples:.0f} samples of {count(members, 'peer')}, averaged in {seconds:.1f} s"
             missing = members - len(event.contributors)
             return f"{text}; {missing} of them missing" if missing > 0 else text
