@@ -163,7 +163,11 @@ class Collaborator(Member):
         self._check_here()
         self._check_role()
         average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
-        return self._runtime.call(average)
+        try:
+            return self._runtime.call(average)
+        except KeyboardInterrupt:
+            print("Interrupted. Others may have counted your values; call average() again for another mean.")
+            raise
 
     def assist(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, hand on the state to newcomers. Needs no torch.
@@ -184,4 +188,4 @@ class Collaborator(Member):
 
     def _check_here(self) -> None:
         if self.left:
-            raise RuntimeError("this peer has left its swarm: cs.join(…) again")
+            raise RuntimeError("this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back")

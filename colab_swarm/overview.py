@@ -209,7 +209,7 @@ class Overview:
         return self._row(
             peer,
             record.name,
-            "catching up" if record.syncing else "trainer",
+            "catching up" if record.syncing else "paused" if record.paused else "trainer",
             reachable=bool(record.addresses),
             record=record,
         )

@@ -130,7 +130,7 @@ class Swarm(NotebookFace):
         self._check_here()
         if self._experts is None:
             mine = self._services
-            services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id)
+            services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id, mine.gate)
             self._experts = SwarmExperts(self._runtime, services, host_panel)
         return self._experts
 
@@ -172,7 +172,9 @@ class Swarm(NotebookFace):
             PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
         self._check_role()
-        return self._work().coordinate(job, options)
+        coordinator = self._work().coordinate(job, options)
+        self.at_session_end(coordinator.stop)
+        return coordinator
 
     def volunteer(
         self,
@@ -191,9 +193,11 @@ class Swarm(NotebookFace):
             PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
         self._check_role()
-        return self._work().volunteer(
+        volunteer = self._work().volunteer(
             job=job, trust_code=trust_code, units=units, folder=folder, device=device
         )
+        self.at_session_end(volunteer.stop)
+        return volunteer
 
     def _work(self) -> WorkInSwarm:
         from colab_swarm.jobs.in_swarm import WorkInSwarm
