@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.net.relay import RelayQuota
     from colab_swarm.presence import PeerOptions
+    from colab_swarm.receipt import Receipt
     from colab_swarm.recipes.albert import albert
     from colab_swarm.recipes.hyperparameters import parameter_groups
     from colab_swarm.recipes.swav.recipe import swav
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.thrift import Budget
     from colab_swarm.trust.authority import Allowlist
+    from colab_swarm.widgets.lesson import Wish
     from colab_swarm.widgets.replay import replay
     from colab_swarm.workunits.job import Job, WorkPlan
 
@@ -87,6 +89,7 @@ _HOMES = {
     "NoExpertsError": "errors",
     "PeerError": "errors",
     "PeerOptions": "presence",
+    "Receipt": "receipt",
     "RelayQuota": "net.relay",
     "Simulation": "simulation",
     "StateError": "errors",
@@ -97,6 +100,7 @@ _HOMES = {
     "TermsError": "errors",
     "TransformerBlock": "moe.blocks",
     "TunnelError": "errors",
+    "Wish": "widgets.lesson",
     "WorkPlan": "workunits.job",
     "albert": "recipes.albert",
     "coordinate": "jobs.coordinator",
@@ -123,6 +127,8 @@ __all__ = [  # noqa: RUF022 - by subject
     "replay",
     "Swarm",
     "Simulation",
+    "Wish",
+    "Receipt",
     "PeerOptions",
     "RelayQuota",
     "Allowlist",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
+from colab_swarm.asking import Asking
 from colab_swarm.averaging.arrays import ArrayAverages
 from colab_swarm.member import Member, Who
 from colab_swarm.net.peers import PeerId
@@ -33,6 +34,7 @@ class Collaborator(Member):
         self._optimizer: SwarmOptimizer | None = None  # the last one made: what is shown
         self._optimizers: dict[str, SwarmOptimizer] = {}  # by name of the model
         self._elastic: dict[str, ElasticOptimizer] = {}  # likewise
+        self._asking = Asking()
         self.assistance: Assistance | None = None
         self.left = False
 
@@ -85,6 +87,7 @@ class Collaborator(Member):
         kept = None if keeping is None else CheckpointFolder(keeping.checkpoints(name), keep=2)
         trained = SwarmOptimizer(self._runtime, self._services, settings, rule, self.name, kept)
         self._optimizer = self._optimizers[name] = trained
+        self._asking.on_optimizer(name, trained)
         return trained
 
     def elastic_optimizer(

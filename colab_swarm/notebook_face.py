@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.member import Who
 from colab_swarm.net.peers import short
 from colab_swarm.overview import Overview
+from colab_swarm.receipt import Deeds, Receipt
 from colab_swarm.runtime import Runs
 from colab_swarm.session import SessionPeer
 from colab_swarm.snapshot import SwarmSnapshot
@@ -16,8 +18,12 @@ from colab_swarm.training.settings import Services
 from colab_swarm.trust.leaderboard import Leaderboard
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from colab_swarm.flight import Recorder
+    from colab_swarm.recipes.asking import Askable
     from colab_swarm.widgets.panel import Panel
+    from colab_swarm.widgets.try_model import TryModel
 
 
 class NotebookFace(SessionPeer, ABC):
@@ -26,6 +32,7 @@ class NotebookFace(SessionPeer, ABC):
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
         self._overview = Overview(runtime, services, who["presence"], run=self.run, name=self.name)
+        self._deeds = Deeds(services)
         self._recorder: Recorder | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
 
@@ -84,6 +91,56 @@ class NotebookFace(SessionPeer, ABC):
         """The leaderboard: who gave how much, as the others saw it; most samples first."""
         names = {**self._overview.names(self._optimizer), short(self.id): self.name}
         return Leaderboard(super().contributions(), names, self.id)
+
+    def receipt(self) -> Receipt:
+        """What this peer gave, as the others have signed it: a card to show, which proves itself offline.
+
+        Peers publish what they saw every 30 s.
+
+        Raises:
+            PermissionError: in a simulation, which keeps no ledger.
+        """
+        presence = self._require_real()
+        vouchers = self._runtime.call(presence.trust.contributions.vouchers())
+        admission = presence.entrance.admission
+        authority = b"" if admission is None else admission.authority
+        return self._deeds.receipt(self.run_id, self.name, vouchers, authority=authority)
+
+    def can_ask(self, model: nn.Module, askable: Askable) -> None:
+        """From now on `try_model` asks this model, in this way; recipes call it."""
+        self._asking.can_ask(model, askable)
+
+    def try_model(
+        self,
+        question: Any = None,
+        *,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        labels: Sequence[str] | None = None,
+        shape: tuple[int, ...] | None = None,
+        ink: float | None = None,
+    ) -> TryModel:
+        """Ask the model, as it is now and as this peer found it: examples and a form, or one question.
+
+        Call it between two steps.
+
+        Args:
+            question: a text with [MASK], or the values of what is to be classified.
+            model: None for the one of ``cs.albert(…, swarm=swarm)``.
+            tokenizer: of a masked language model.
+            labels: of a classifier, such as ``"0123456789"``.
+            shape: of one thing to classify, such as (8, 8).
+            ink: value of a drawn pixel; for the digits of scikit-learn, divided by 16: 1.
+
+        Raises:
+            ValueError: there is no such model, or it cannot be asked so.
+        """
+        from colab_swarm.recipes.asking import Classes, MaskedText
+
+        askable: Askable | None = None if labels is None else Classes(labels, shape, ink)
+        if tokenizer is not None:
+            askable = MaskedText(tokenizer)
+        return self._asking.try_model(question, model, askable)
 
     def _end_recording(self) -> None:
         if self._recorder is not None:
