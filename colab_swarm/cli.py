@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--batch-size", type=int, default=16, help="samples of one micro-batch")
     peer.add_argument("--lr", type=float, default=1e-2, help="LAMB learning rate")
     peer.add_argument(
-        "--codec", default="float16", help="on the wire: float16, int8, adaptive, onebit, topk:0.01 …"
+        "--codec", default="float32", help="on the wire: float16, int8, adaptive, onebit, topk:0.01 …"
     )
     peer.add_argument("--delayed", action="store_true", help="compute on while a round runs")
     peer.add_argument("--local-steps", type=_steps, default=1, help="between two rounds: a number, or auto")

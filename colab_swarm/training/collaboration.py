@@ -111,7 +111,7 @@ class Collaboration:
     def _on_lost(self, peer: PeerId) -> None:
         self.assistants.on_lost(peer)
         if peer in self.progress.records:
-            self.progress.on_lost(peer)
+            self.progress.on_lost(peer, now=self._now())
             self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
             self._poke()
 

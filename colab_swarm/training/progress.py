@@ -31,6 +31,8 @@ MAX_LOCAL_STEPS = 64
 CARRY_ON_S = 3.0
 """For how long a peer's count is carried on after its last news."""
 DISTRUST_S = 300.0
+LAST_WORDS_S = 10.0
+"""A record that comes up so soon after its writer's link broke was written before."""
 READS_OF_GRACE = 5
 """Reads of the records for which news from a round outweighs a peer's own, older record."""
 
@@ -103,7 +105,9 @@ class Progress:
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._news_at: dict[PeerId, float] = {}
         self._distrusted: dict[PeerId, float] = {}  # until when
-        self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
+        self._lost: dict[
+            PeerId, tuple[ProgressRecord | None, float]
+        ] = {}  # what they told last, and when it broke
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -126,10 +130,15 @@ class Progress:
         """Take the live records just read.
 
         What a round taught us outlives a few reads of an older record. Who was lost counts again when it is
-        ``linked`` or tells something new: its last record may live for a minute.
+        ``linked`` or, after `LAST_WORDS_S`, tells something new: its last record may live for a minute.
         """
         self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
-        lost = {p: r for p, r in self._lost.items() if p not in linked and records.get(p) == r}
+        lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
+        for peer, (last, since) in self._lost.items():
+            told = records.get(peer)
+            old_news = told is not None and told == last
+            if peer not in linked and (old_news or now - since < LAST_WORDS_S):
+                lost[peer] = told, since
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in lost}
         self._lost, self._told = lost, records
         for peer, (learnt, reads_left) in list(self._learnt.items()):
@@ -153,12 +162,11 @@ class Progress:
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
                 self._news_at[peer] = now
 
-    def on_lost(self, peer: PeerId) -> None:
+    def on_lost(self, peer: PeerId, *, now: float) -> None:
         """The link of the peer broke: it does not count until it is linked again or tells something new."""
         self._learnt.pop(peer, None)
         self._others.pop(peer, None)
-        if record := self._told.get(peer):
-            self._lost[peer] = record
+        self._lost[peer] = self._told.get(peer), now
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
         """These could not give the state of the step that they claim: they have no vote for a while."""

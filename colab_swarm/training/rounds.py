@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from colab_swarm.averaging.exchange import RoundPing, Sending
-from colab_swarm.averaging.group import GatheringSettings, Group, Ticket
+from colab_swarm.averaging.group import GatheringSettings, Group, RoundRefused, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import PeerError, PeerTimeout
-from colab_swarm.events import BudgetChosen, PeerSilent
+from colab_swarm.events import BudgetChosen, Fault, PeerSilent
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
 from colab_swarm.training.line import Line
@@ -50,6 +50,7 @@ class Rounds:
         self._services, self._settings, self._schema = services, settings, schema
         self._expected = expected
         self._last: Group | None = None
+        self._told: set[str] = set()
         self._line = Line()
         self._shares = AdaptiveShares()
         self._thrift: Thrift | None = None
@@ -101,6 +102,9 @@ class Rounds:
         watch = asyncio.create_task(self._watch(candidates))
         try:
             group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+        except RoundRefused as refused:
+            self._tell(refused, clock())
+            raise
         finally:
             watch.cancel()
         formed()
@@ -111,6 +115,15 @@ class Rounds:
         self._learn(group, result)
         self._services.events.emit(result.event(began_at=started, now=clock()))
         return result
+
+    def _tell(self, refused: RoundRefused, now: float) -> None:
+        """What will not pass by itself, such as another codec, is told once; the peer trains alone meanwhile."""
+        if refused.reason == "invalid" and str(refused) not in self._told:
+            self._told.add(str(refused))
+            fix = "all peers of a run take the same model, codec and mean_codec"
+            self._services.events.emit(
+                Fault(now, "rounds, which this peer is kept out of", f"{refused}; {fix}")
+            )
 
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
         """If the group is long in forming, tell who of those it may be waiting for does not even answer."""

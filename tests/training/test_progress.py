@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.progress import DISTRUST_S, Progress, ProgressRecord
+from colab_swarm.training.progress import DISTRUST_S, LAST_WORDS_S, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -101,14 +101,24 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
 def test_a_lost_peer_counts_again_when_it_is_linked_or_tells_something_new() -> None:
     told = {BOB: record(samples=10)}
     swarm = progress(record(), told)
-    swarm.on_lost(BOB)
-    swarm.on_records(told, now=0.0)
+    swarm.on_lost(BOB, now=0.0)
+    swarm.on_records(told, now=60.0)
     assert BOB not in swarm.records  # its last record may live for a minute
-    swarm.on_records(told, linked={BOB}, now=0.0)
-    assert swarm.samples(0.0) == 10
-    swarm.on_lost(BOB)
-    swarm.on_records({BOB: record(samples=11)}, now=0.0)
-    assert swarm.samples(0.0) == 11
+    swarm.on_records(told, linked={BOB}, now=60.0)
+    assert swarm.samples(60.0) == 10
+    swarm.on_lost(BOB, now=60.0)
+    swarm.on_records(told, now=60.0)
+    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_WORDS_S)
+    assert swarm.samples(61.0 + LAST_WORDS_S) == 11
+
+
+def test_what_a_lost_peer_published_just_before_does_not_bring_it_back() -> None:
+    swarm = progress(record(), {BOB: record(samples=10)})
+    swarm.on_lost(BOB, now=0.0)
+    last_words = {BOB: record(samples=20)}
+    swarm.on_records(last_words, now=2.0)
+    swarm.on_records(last_words, now=1.0 + LAST_WORDS_S)
+    assert BOB not in swarm.records
 
 
 def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
