@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def come_in(kernel: Kernel, **form: object) -> str:
 
 def percent(shown: str) -> int:
     """Of the digits that this notebook does not have."""
-    return int(shown.rstrip().rstrip("%").rpartition(" ")[2])
+    (share,) = re.findall(r"all others: (\d+)%", shown)
+    return int(share)
 
 
 def all_at_once(kernels: list[Kernel], **form: object) -> list[str]:
@@ -60,6 +62,7 @@ def test_pupils_with_three_digits_each_learn_all_ten_though_one_sends_nonsense(t
             kernel.run()
         train_until_it_reads(kernels)
         assert "2 of 2 animals training" in teacher.execute("print(board)")
+        assert all("before (step" in kernel.run() for kernel in kernels)  # a drawn digit
         otter.run(INCIDENT="nonsense")
         fox.run(INCIDENT="slow")
         teacher.run()

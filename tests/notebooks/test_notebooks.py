@@ -75,8 +75,12 @@ def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> No
         colab.run(**form)
         assert "class-of-26: training, step" in colab.run(**form)
         assert int(colab.execute("print(optimizer.global_step)")) > 0
-        assert "class-of-26: linked to 1 peer" in "\n".join(organizer.run_all())  # by the doctor
-        colab.run_all(**form)
+        shown = "\n".join(organizer.run_all())
+        assert "class-of-26: linked to 1 peer" in shown  # by the doctor
+        assert "class-of-26, seen by organizer" in shown  # by the recording
+        shown = "\n".join(colab.run_all(**form))
+        assert "before (step 0)" in shown and "now (step" in shown
+    assert (tmp_path / "receipt.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.slow
