@@ -31,7 +31,9 @@ class NotebookFace(SessionPeer, ABC):
 
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
-        self._overview = Overview(runtime, services, who["presence"], run=self.run, name=self.name)
+        self._overview = Overview(
+            runtime, services, who["presence"], lambda: self._optimizer, run=self.run, name=self.name
+        )
         self._deeds = Deeds(services)
         self._recorder: Recorder | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
@@ -82,14 +84,12 @@ class NotebookFace(SessionPeer, ABC):
 
         self._end_recording()
         header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self._runtime.time())
-        self._recorder = Recorder(
-            self.events, path, header, names=lambda: self._overview.names(self._optimizer)
-        )
+        self._recorder = Recorder(self.events, path, header, names=self._overview.names)
         return self._recorder
 
     def contributions(self) -> Leaderboard:
         """The leaderboard: who gave how much, as the others saw it; most samples first."""
-        names = {**self._overview.names(self._optimizer), short(self.id): self.name}
+        names = {**self._overview.names(), short(self.id): self.name}
         return Leaderboard(super().contributions(), names, self.id)
 
     def receipt(self) -> Receipt:
@@ -149,7 +149,7 @@ class NotebookFace(SessionPeer, ABC):
     def snapshot(self) -> SwarmSnapshot:
         """What a panel shows, as one frozen record; safe from any thread."""
         reached = str(self.reachability)
-        return self._overview.snapshot(self._optimizer, reached=reached, left=self.left, session=self.session)
+        return self._overview.snapshot(reached=reached, left=self.left, session=self.session)
 
     def __repr__(self) -> str:
         linked = len(self._services.peers.linked())

@@ -94,12 +94,21 @@ class Overview:
     Args:
         runtime: runs this peer.
         presence: its place in the network; None in a simulation, which has no leaderboard and uses no energy.
+        optimizer: what it trains, if anything; called on any thread.
     """
 
     def __init__(
-        self, runtime: Runs, services: Services, presence: Presence | None, *, run: str, name: str
+        self,
+        runtime: Runs,
+        services: Services,
+        presence: Presence | None,
+        optimizer: Callable[[], SwarmOptimizer | None],
+        *,
+        run: str,
+        name: str,
     ) -> None:
         self._services, self._run, self._name = services, run, name
+        self._optimizer = optimizer
         self._clock = runtime.time
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
@@ -129,29 +138,24 @@ class Overview:
             kept = self._losses if len(self._losses) < MAX_LOSSES else (self._losses[0], *self._losses[2:])
             self._losses = (*kept, (event.step, event.loss))
         elif isinstance(event, RoundFinished):
+            self.names()  # of its members, one of whom may be gone when somebody looks
             self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
 
-    def snapshot(
-        self,
-        optimizer: SwarmOptimizer | None,
-        *,
-        reached: str,
-        left: bool,
-        session: SessionTime | None = None,
-    ) -> SwarmSnapshot:
+    def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         """One frozen record; safe from any thread, and quick: nothing is waited for."""
         now, peers = self._clock(), self._services.peers
         total = peers.statistics()
         with self._one_at_a_time:
             sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
+        optimizer = self._optimizer()
         progress = None if optimizer is None else optimizer.collaboration.progress
-        rows = self._rows(optimizer)
+        names = self.names()
         return SwarmSnapshot(
             run=self._run,
             me=self._name,
             reached=reached,
             state="left" if left else "joined" if progress is None else "training",
-            peers=rows,
+            peers=self._rows(optimizer),
             step=progress.own.step if progress else 0,
             samples_per_s=progress.samples_per_s() if progress else 0.0,
             target_batch_size=progress.round_samples if progress else 0.0,
@@ -171,11 +175,12 @@ class Overview:
             energy=None if self._energy is None else self._energy.look(now),
             session=session,
             paused=self._services.gate.closed,
+            names=names,
         )
 
-    def names(self, optimizer: SwarmOptimizer | None) -> Mapping[str, str]:
+    def names(self) -> Mapping[str, str]:
         """What peers call themselves, by short id; those that are gone among them."""
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             collaboration = optimizer.collaboration
             told = {
                 short(peer): plain(record.name, MAX_NAME_CHARS)
@@ -192,7 +197,6 @@ class Overview:
         peers = self._services.peers
         trainers = dict(optimizer.collaboration.progress.records) if optimizer is not None else {}
         helpers = dict(optimizer.collaboration.assistants.records) if optimizer is not None else {}
-        self.names(optimizer)
         rows = [self._trainer(peer, record) for peer, record in sorted(trainers.items())]
         rows += [
             self._row(peer, record.name, "assistant", reachable=True)

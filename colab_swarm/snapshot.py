@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from colab_swarm.events import (
     BatchDropped,
@@ -27,6 +28,7 @@ from colab_swarm.events import (
     StepFinished,
     TunnelChanged,
 )
+from colab_swarm.markup import count
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class SwarmSnapshot:
         energy: None if not even an estimate is possible.
         session: None where no limit is known.
         paused: whether this peer's work stands still on the user's wish.
+        names: what peers call themselves, by short id; those that are gone among them.
     """
 
     run: str
@@ -163,12 +166,13 @@ class SwarmSnapshot:
     energy: Energy | None = None
     session: SessionTime | None = None
     paused: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def _round(event: RoundFinished) -> str:
     text = f"round {event.step}: {event.group_size} peers, {event.seconds:.2f} s"
     if event.spans_lost:
-        text += f", {event.spans_lost} spans lost"
+        text += f", {count(event.spans_lost, 'span')} lost"
     for member in event.members:
         text += f"; {member.peer[:8]}: {member.dropped}" if member.dropped else ""
     if event.predicted_s is not None:
@@ -212,8 +216,8 @@ def describe(event: Event) -> str:
             return f"membership ends in {seconds / 3600:.1f} h: {reason}"
         case ClockSkewed(text=text):
             return text
-        case PeersRevoked(count=count):
-            return f"the authority put {count} out"
+        case PeersRevoked(count=number):
+            return f"the authority put {number} out"
         case SessionEnding(seconds=seconds, reason=reason):
             return f"this session ends in {seconds / 60:.0f} min: {reason}"
         case ExpertHosted(uid=uid, step=step, taken_over=taken_over):

@@ -77,7 +77,6 @@ class Observer:
         self.assistants = Assistants(prefix)
         nobody = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         self._progress = Progress(services.peers.id, nobody, target_batch_size=0.0)
-        self._just_lost: set[PeerId] = set()
         self._on_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
@@ -87,8 +86,7 @@ class Observer:
         self._stop_listening()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._just_lost.add(peer)
-        self._progress.on_lost(peer)
+        self._progress.on_lost(peer, now=asyncio.get_running_loop().time())
         self.assistants.on_lost(peer)
 
     async def refresh(self) -> None:
@@ -103,11 +101,6 @@ class Observer:
         )
         now, at = asyncio.get_running_loop().time(), time.time()
         self._progress.on_records(told, linked=peers.linked(), now=now)
-        for peer in (
-            self._just_lost - peers.linked()
-        ):  # its last record may be newer than what was read before
-            self._progress.on_lost(peer)
-        self._just_lost.clear()
         self.assistants.on_records(assistants)
         self.roster.on_records(self.trainers, self.assistants.records, at=at)
         branch = self.branch

@@ -100,7 +100,8 @@ def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
 
 
 def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
-    return {peer.id[:ID_CHARS]: peer.name + (" (me)" if peer.me else "") for peer in snapshot.peers}
+    here = {peer.id[:ID_CHARS]: peer.name + (" (me)" if peer.me else "") for peer in snapshot.peers}
+    return {**snapshot.names, **here}
 
 
 def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
