@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -79,14 +80,17 @@ class ClassicNotebook:
     def __init__(self, page: Any) -> None:
         self.page = page
 
-    def run(self, cell: int) -> str:
-        """Run a cell to its end and return the text of its output.
+    def run(self, cell: int, says: str = "") -> str:
+        """Run a cell to its end, wait until its output has what it is to say, and return all of that as text.
 
         Raises:
             AssertionError: the cell did; the text is its traceback.
         """
         self.page.evaluate("i => Jupyter.notebook.execute_cells([i])", cell)
         self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
+        if says:
+            here = self.page.locator(f".code_cell >> nth={cell} >> .output_area")
+            here.filter(has_text=re.compile(f"{re.escape(says)}|Traceback")).first.wait_for(timeout=10_000)
         output = "\n".join(self.page.locator(f".code_cell >> nth={cell} >> .output_area").all_inner_texts())
         assert "Traceback (most recent call last)" not in output, output
         return output

@@ -174,21 +174,24 @@ class Notebook:
                 pass
         raise AssertionError(f"cell {cell} does not start")
 
-    def run(self, cell: int) -> str:
-        """Run a cell to its end and return the text of its output.
+    def run(self, cell: int, says: str = "") -> str:
+        """Run a cell to its end, wait until its output has what it is to say, and return all of that as text.
 
         Raises:
             AssertionError: the cell did; the text is its traceback.
         """
         self.start(cell)
-        output = self.finish(cell)
+        output = self.finish(cell, says)
         assert "Traceback (most recent call last)" not in output, output
         return output
 
-    def finish(self, cell: int) -> str:
-        """Wait for a cell's end and return the text of its output."""
+    def finish(self, cell: int, says: str = "") -> str:
+        """Wait for a cell's end, and for ``says``: outputs are drawn a moment later. Returns all that stands there."""
         self.page.wait_for_function(FINISHED, arg=cell, timeout=60_000)
         self.wait_idle()
+        if says:
+            here = self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea")
+            here.filter(has_text=re.compile(f"{re.escape(says)}|Traceback")).first.wait_for(timeout=10_000)
         return self.output(cell)
 
     def output(self, cell: int) -> str:

@@ -48,7 +48,7 @@ def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[Notebook, Notebook]:
     invite = alice.run(0).strip()
     join, resume = (cell.format(invite=invite, folder=str(tmp_path / "bob")) for cell in (JOIN, RESUME))
     bob = lab.open(window, "bob", [join, PREPARE, DEFINE, TRAIN, resume])
-    assert "Swarm(two-kernels, bob, 1 peer linked)" in bob.run(0)
+    bob.run(0, says="Swarm(two-kernels, bob, 1 peer linked)")
     for notebook in (alice, bob):
         notebook.run(1)
         notebook.run(2)
@@ -70,8 +70,8 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
     assert time.monotonic() - killed_at < NOTICED_S
     alice.page.screenshot(path=artifacts / "alice.png")
     alice.interrupt()
-    assert "KeyboardInterrupt" in alice.finish(3)
-    assert "two steps further" in alice.run(4)  # alone
+    alice.finish(3, says="KeyboardInterrupt")
+    alice.run(4, says="two steps further")  # alone
 
     bob.reload()
     bob.page.screenshot(path=artifacts / "killed.png")
@@ -79,7 +79,7 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
     assert int(re.findall(r"at step (\d+)", bob.run(1))[0]) >= 5
     bob.run(2)
     bob.start(3)
-    assert "two steps further" in alice.run(4)
+    alice.run(4, says="two steps further")
     bob.wait_output("under way")
     bob.page.screenshot(path=artifacts / "resumed.png")
     of_the_dead_kernel = "widget model not found"
@@ -91,8 +91,8 @@ def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_liv
 ) -> None:
     alice, bob = pair
     alice.click("Stop")
-    assert "KeyboardInterrupt" in alice.finish(3)
-    assert "two steps further" in alice.run(4)  # with bob, who trains all the time
+    alice.finish(3, says="KeyboardInterrupt")
+    alice.run(4, says="two steps further")  # with bob, who trains all the time
     alice.page.screenshot(path=artifacts / "stopped.png")
 
     alice.save()
