@@ -80,7 +80,7 @@ def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
     carol = lab.open_ours(window, NOTEBOOKS / "join_colab.ipynb", INVITATION=line, **form)
     for cell in range(2):
         carol.run(cell)
-    carol.run(2, says="my-first-swarm: joined, 2 peers")
+    carol.run(2, says="Swarm(my-first-swarm, carol, 1 peer linked)")
     carol.run(3, says="'target_batch_size': 256")
     carol.run(4, says="prediction")
     carol.run(5, says="from step 0")
