@@ -129,7 +129,8 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
     if snapshot.energy is not None:
         source = plain(snapshot.energy.source, 80).removeprefix("estimate: ")
         how = "estimate: " if snapshot.energy.estimated else "by "
-        figures["energy"] = (f"{snapshot.energy.joules / 3600:,.3g} Wh", how + source)
+        hours = snapshot.energy.joules / 3600
+        figures["energy"] = (f"{hours:,.3g} Wh" if hours >= 0.01 else "under 0.01 Wh", how + source)
     return figures
 
 
