@@ -170,7 +170,7 @@ class SwarmSnapshot:
 
 
 def _round(event: RoundFinished) -> str:
-    text = f"round {event.step}: {event.group_size} peers, {event.seconds:.2f} s"
+    text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
     for member in event.members:
