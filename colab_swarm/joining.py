@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - ends its pools at exit; what registers after it comes before
 import contextlib
+import os
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -283,8 +286,14 @@ async def _start(
     return services, presence
 
 
-@atexit.register
+_process = os.getpid()
+
+
 def _leave_all() -> None:
-    for swarm in list(_open_swarms):
+    for swarm in list(_open_swarms) if os.getpid() == _process else ():  # a fork ends without a word
         with contextlib.suppress(Exception):
             swarm.leave()
+
+
+# leaving needs pools of threads, and Python ends these before atexit (CPython 3.9 and later have such a call)
+getattr(threading, "_register_atexit", atexit.register)(_leave_all)

@@ -214,20 +214,21 @@ class Presence:
 
     async def leave(self) -> None:
         """Be found and reached no more, and end all services; the node's links stay."""
-        if self.keeping is not None:
-            with contextlib.suppress(StateError):
-                await self._keep_in(self.keeping)
-            self.keeping.close()
-        with contextlib.suppress(PeerError):
-            await self.trust.stop()
-        with contextlib.suppress(PeerError):
-            await self._services.dht.stop()
-        await self._services.averager.close()
-        if self._announcer is not None:
-            await self._announcer.close()
-        if self.relay is not None:
-            self.relay.close()
-        await self.reachability.close()
+        async with contextlib.AsyncExitStack() as ends:  # the last first; an interrupt skips none of them
+            ends.push_async_callback(self.reachability.close)
+            if self.relay is not None:
+                ends.callback(self.relay.close)
+            if self._announcer is not None:
+                ends.push_async_callback(self._announcer.close)
+            ends.push_async_callback(self._services.averager.close)
+            if self.keeping is not None:
+                ends.callback(self.keeping.close)
+                with contextlib.suppress(StateError):
+                    await self._keep_in(self.keeping)
+            with contextlib.suppress(PeerError):
+                await self.trust.stop()
+            with contextlib.suppress(PeerError):
+                await self._services.dht.stop()
 
     def _on_round(self, result: RoundResult) -> None:
         ledger = self.trust.contributions.ledger

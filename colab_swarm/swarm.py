@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -42,6 +43,7 @@ class Swarm(NotebookFace):
     def __init__(self, runtime: Runs, services: Services, **who: Unpack[Who]) -> None:
         super().__init__(runtime, services, **who)
         self._experts: SwarmExperts | None = None
+        self._leaving = threading.RLock()
 
     def host_experts(
         self,
@@ -214,20 +216,22 @@ class Swarm(NotebookFace):
         Args:
             hand_over_s: how long to wait for a last round, so that gradients accumulated here are not lost.
         """
-        if self.left:
-            return
-        for optimizer in self._optimizers.values():
-            optimizer.close(hand_over_s=hand_over_s)
-        for elastic in self._elastic.values():
-            elastic.close()
-        if self._experts is not None:
-            self._experts.close()
-        self.left = True
-        if self.assistance is not None:
-            self.assistance.stop()
-        self._runtime.call(self._averages.close())
-        self._runtime.call(_close(self._services, self._presence))
-        self._end_recording()
+        with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
+            if self.left:
+                return
+            for optimizer in self._optimizers.values():
+                optimizer.close(hand_over_s=hand_over_s)
+            for elastic in self._elastic.values():
+                elastic.close()
+            if self._experts is not None:
+                self._experts.close()
+            self.left = True
+            self._services.gate.release()  # a paused trainer would wait for ever
+            if self.assistance is not None:
+                self.assistance.stop()
+            self._runtime.call(self._averages.close())
+            self._runtime.call(_close(self._services, self._presence))
+            self._end_recording()
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""
@@ -250,10 +254,12 @@ class Swarm(NotebookFace):
 
 
 async def _close(services: Services, presence: Presence | None) -> None:
-    if presence is not None:
-        await presence.leave()
-    else:
-        with contextlib.suppress(PeerError):
-            await services.dht.stop()
-        await services.averager.close()
-    await services.peers.close()
+    try:
+        if presence is not None:
+            await presence.leave()
+        else:
+            with contextlib.suppress(PeerError):
+                await services.dht.stop()
+            await services.averager.close()
+    finally:  # an interrupt leaves no link open
+        await services.peers.close()

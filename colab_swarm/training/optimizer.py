@@ -29,6 +29,9 @@ from colab_swarm.training.snapshot import OptimizerSnapshot
 from colab_swarm.training.torch_face import TorchFace
 from colab_swarm.training.turn import Turn
 
+LOOK_S = 10.0
+"""How often who waits for the swarm's next step looks whether the session ends."""
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -185,10 +188,12 @@ class SwarmOptimizer(TorchFace):
         self._recover()
         deadline = self._runtime.time() + timeout_s
         while True:
-            due = self._runtime.call(self._collaboration.wait_due(deadline))
+            until = min(deadline, self._runtime.time() + LOOK_S)
+            due = self._runtime.call(self._collaboration.wait_due(until))
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
-            if result is not None or due not in (Due.ROUND, Due.LOCAL_STEP):
+            over = until == deadline or self.turn.ending
+            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:

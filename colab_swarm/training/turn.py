@@ -46,9 +46,15 @@ class Turn:
             if self.closed.is_set():
                 raise RuntimeError(self._why)
             yield
-            if self._hand_over_s is not None:
-                self._close(self._hand_over_s)
+            hand_over_s, self._hand_over_s = self._hand_over_s, None
+            if hand_over_s is not None:
+                self._close(hand_over_s)
                 raise RuntimeError(self._why)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the trainer is to come to an end of what it does, to hand over and close."""
+        return self._hand_over_s is not None
 
     @contextmanager
     def of_closer(self) -> Iterator[None]:

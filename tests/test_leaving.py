@@ -1,0 +1,82 @@
+"""Leaving: at the end of the process, interrupted, paused, and from two sides at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.keeping import Keeping
+from colab_swarm.session_clock import SessionClock
+from colab_swarm.training import optimizer as optimizer_module
+from tests.test_swarm import interrupt_after
+from tests.training.toy import join_training, loss_of, model
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_leaves_its_folder_and_says_farewell(tmp_path: Path) -> None:
+    with cs.create("test-run") as alice:
+        script = f"import colab_swarm as cs; cs.join({str(alice.invite())!r}, keep={str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+        assert not alice._services.peers.linked()
+    assert (tmp_path / "peer.json").exists() and not (tmp_path / "in-use.json").exists()
+
+
+def test_an_interrupt_while_leaving_leaves_the_folder_free_and_no_link_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = cs.create("test-run", keep=tmp_path)
+    drive_is_back, asked, moment = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        asked.set()
+        drive_is_back.wait()
+
+    with monkeypatch.context() as slow_drive:
+        slow_drive.setattr(Keeping, "write", hang)
+        with pytest.raises(KeyboardInterrupt), interrupt_after(0.1):
+            alice.leave()
+    assert asked.is_set()
+    drive_is_back.set()
+    alice.leave()
+    while (tmp_path / "in-use.json").exists():
+        moment.wait(0.01)
+    with cs.resume(tmp_path) as again:
+        assert again.id == alice.id and again is not alice
+
+
+def test_a_paused_cell_ends_when_its_peer_leaves() -> None:
+    alice = cs.create("test-run")
+    optimizer = join_training(alice, net := model())
+    alice.pause()
+    leaving = threading.Timer(0.1, alice.leave)
+    leaving.start()
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match="has left its swarm"):
+        optimizer.step(samples=10)
+    leaving.join()
+
+
+def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "LOOK_S", 0.1)
+    with cs.create("test-run") as alice:
+        optimizer = join_training(alice, model())
+        alice.begin_session(SessionClock("Binder", alice._runtime.time(), 2.0, leave_before_s=1.9))
+        with pytest.raises(RuntimeError, match="before its session ends"):
+            optimizer.wait_step(timeout_s=20.0)
+
+
+def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:
+    for _ in range(3):
+        alice = cs.create("test-run", keep=tmp_path)
+        optimizer = join_training(alice, model())
+        with ThreadPoolExecutor(4) as threads:
+            for leaving in [threads.submit(alice.leave) for _ in range(4)]:
+                leaving.result(20.0)
+                assert not (tmp_path / "in-use.json").exists()
+        assert optimizer.turn.closed.is_set()
