@@ -42,6 +42,7 @@ class Simulation:
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
+        self._arriving: dict[str, asyncio.Task[None]] = {}  # of those that should be there by now
         self._lesson: Lesson | None = None
         self.results: dict[str, object] = {}
         self.network = self._runtime.call(self._make_network(profile))
@@ -71,19 +72,38 @@ class Simulation:
         Raises:
             ValueError: a peer of this name is there.
         """
-        if at <= self.time and name in self.swarms:
+        if at <= self.time and (name in self.swarms or name in self._arriving):
             raise ValueError(f"{name} is already there: use another name, or crash it first")
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
         if self._train is None and at <= self.time:
             self._runtime.call(self._join(name, listen))
         else:
-            self._later.add(self._runtime.loop.create_task(self._join_later(at, name, listen)))
+            task = self._runtime.loop.create_task(self._join_later(at, name, listen))
+            self._later.add(task)
+            if at <= self.time:
+                self._arriving[name] = task
 
     async def _join_later(self, at: float, name: str, listen: bool) -> None:
         await asyncio.sleep(at - self.time)
-        await self._join(name, listen)
+        me = asyncio.current_task()
+        assert me is not None
+        self._arriving[name] = me
+        try:
+            await self._join(name, listen)
+        finally:
+            if self._arriving.get(name) is me:
+                del self._arriving[name]
         self._start(name)
+
+    @property
+    def arriving(self) -> tuple[str, ...]:
+        """Names of those that are about to join."""
+        return tuple(self._arriving)
+
+    def call_off(self, name: str) -> None:
+        """Who is about to join does not."""
+        self._arriving.pop(name).cancel()
 
     async def _join(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
@@ -116,7 +136,13 @@ class Simulation:
         return self._speeds.get(name, self._samples_per_s)
 
     def change_speed(self, name: str, samples_per_s: float) -> None:
-        """Let the peer train so fast from its next batch on."""
+        """Let the peer train so fast from its next batch on.
+
+        Raises:
+            ValueError: there never was a peer of this name.
+        """
+        if name not in self._names:
+            raise ValueError(f"{name} is not there")
         self._speeds[name] = samples_per_s
 
     # --- letting them work ----------------------------------------------------------------------------------------
@@ -237,6 +263,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         self._later.clear()
+        self._arriving.clear()
 
     def _start(self, name: str) -> None:
         self._tasks[name] = self._runtime.loop.create_task(self._work(name), name=name)

@@ -173,3 +173,59 @@ def test_a_simulation_shows_its_peers_and_the_faults_to_come(simulation: Simulat
     torch.manual_seed(0)
     simulation.run(train, seconds=1.0)
     assert simulation.snapshot().target_batch_size == 10
+
+
+@pytest.mark.slow
+def test_whoever_is_asked_for_twice_before_time_passes_joins_once(simulation: Simulation) -> None:
+    lesson = played(simulation, seconds=5.0)
+    lesson.pause()
+    wait(lambda: lesson.snapshot().state == "paused")
+    lesson.wish("crash", "bob")
+    for _ in range(2):
+        lesson.wish("join", "bob")
+    for wanted in (6, 8, 2, 5):
+        lesson.wish("peers", wanted)
+    lesson.wait()
+    snapshot = lesson.snapshot()
+    assert any("join bob: not possible" in line for line in snapshot.story) and not snapshot.error
+    assert sum(peer.state != "crashed" for peer in snapshot.simulation.peers) == 5
+
+
+@pytest.mark.slow
+def test_time_goes_on_when_somebody_comes_to_a_deserted_swarm(simulation: Simulation) -> None:
+    lesson = played(simulation)
+    for name in ("alice", "bob", "carol"):
+        lesson.wish("crash", name)
+    wait(lambda: all(peer.state == "crashed" for peer in lesson.snapshot().simulation.peers))
+    lesson.wish("join", "bob")
+    wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))
+
+
+def test_a_lesson_that_could_not_begin_does_not_keep_others_from_it(simulation: Simulation) -> None:
+    with pytest.raises(AttributeError):
+        simulation.play(train_for_ever, wishes=("crash bob",), live=True)  # type: ignore[arg-type]
+    assert simulation.play(train_for_ever, seconds=1.0, live=False).over
+
+
+def test_a_peers_code_that_exits_fails_its_lesson(simulation: Simulation) -> None:
+    with pytest.raises(RuntimeError, match="end of the whole process"):
+        played(simulation, lambda _: exit()).wait()
+
+
+@pytest.mark.parametrize(
+    "wish", [("lose", 2.0), ("latency", 0.0), ("slow", "bob", -1.0), ("speed", "nobody", 1.0)]
+)
+def test_a_wish_that_makes_no_sense_is_told_and_changes_nothing(simulation: Simulation, wish: Any) -> None:
+    lesson = simulation.play(train_for_ever, wishes=[Wish(0.0, *wish[:1], wish[1:])], seconds=1.0, live=False)
+    assert any("not possible" in line for line in lesson.snapshot().story)
+    assert not simulation.network.fired and not lesson.wishes
+
+
+def test_a_speed_of_zero_is_a_slow_one(simulation: Simulation) -> None:
+    lesson = played(simulation, seconds=50.0)
+    lesson.speed = 0
+    lesson.wish("crash", "bob")
+    wait(lambda: bool(lesson.wishes))
+    lesson.speed = 1000.0
+    lesson.stop()
+    assert lesson.snapshot().state in ("stopped", "finished")

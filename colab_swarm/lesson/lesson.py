@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STEP_S = 1.0
 """Virtual time that passes at a press of the step button."""
+SLOWEST = 0.01
+"""Virtual seconds per second, whatever `Lesson.speed` says."""
 LOOK_S = 0.25
 """Real time between two snapshots."""
 
@@ -38,7 +40,7 @@ class Lesson:
     """A simulation that is played. One plays at a time: a new one stops the former.
 
     Attributes:
-        speed: virtual seconds per second; change it as you like.
+        speed: virtual seconds per second, above 0; change it as you like.
     """
 
     _playing: ClassVar[Lesson | None] = None
@@ -54,7 +56,6 @@ class Lesson:
         """Use `Simulation.play`."""
         if Lesson._playing is not None:
             Lesson._playing.stop()
-        Lesson._playing = self
         self._simulation, self.speed = simulation, plan.speed
         self._stage = Stage(simulation, train, plan)
         self._state, self._single_steps = "playing", 0
@@ -63,6 +64,7 @@ class Lesson:
         self._wake, self._over = threading.Event(), threading.Event()
         self._look()
         self._panel = self._make_panel(live)
+        Lesson._playing = self
         if self._panel is None:
             self._tell()
         else:
@@ -204,7 +206,7 @@ class Lesson:
                 return "finished"
             if began - self._looked_at > LOOK_S:
                 self._look()
-            self._rest(SLICE_S / self.speed - (time.monotonic() - began))
+            self._rest(SLICE_S / max(self.speed, SLOWEST) - (time.monotonic() - began))
         return "stopped"
 
     def _rest(self, seconds: float | None) -> None:
@@ -213,6 +215,8 @@ class Lesson:
         self._wake.clear()
 
     def _end(self) -> None:
-        self._simulation.end()
-        self._look()
-        self._over.set()
+        try:
+            self._simulation.end()
+            self._look()
+        finally:
+            self._over.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class Stage:
             wish = self._scripted.popleft()
             self._grant(wish.verb, wish.arguments)
         while self._asked:
+            self.deserted = False
             self._grant(*self._asked.popleft())
 
     def _grant(self, verb: Verb, arguments: tuple[str | float, ...]) -> None:
@@ -123,13 +125,19 @@ class Stage:
                 self._be(wanted)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
-            case "speed", str(name), float() | int() as samples_per_s if samples_per_s > 0:
+            case "speed", str(name), float() | int() as samples_per_s if 0 < samples_per_s < math.inf:
                 simulation.change_speed(name, samples_per_s)
                 self._write(simulation.time, f"{name} trains {samples_per_s:g} samples/s from now on")
             case (("crash" | "slow"), str(name), *_) if name not in simulation.swarms:
                 raise ValueError(f"{name} is not there")
-            case (("crash" | "slow" | "latency" | "bandwidth" | "lose"), *_):
-                simulation.fire(verb, *arguments)
+            case "crash", str(name):
+                simulation.fire(verb, name)
+            case "slow", str(name), float() | int() as factor if 0 < factor < math.inf:
+                simulation.fire(verb, name, factor)
+            case (("latency" | "bandwidth"), float() | int() as factor) if 0 < factor < math.inf:
+                simulation.fire(verb, factor)
+            case "lose", float() | int() as rate if 0 <= rate < 1:
+                simulation.fire(verb, rate)
             case _:
                 raise ValueError("no such wish")
 
@@ -138,11 +146,13 @@ class Stage:
         from colab_swarm.simulation import nth_name
 
         simulation = self._simulation
-        for name in list(simulation.swarms)[wanted:]:
-            simulation.fire("crash", name)
-        up = simulation.network.is_up
+        for name in [*simulation.swarms, *simulation.arriving][wanted:]:
+            if name in simulation.swarms:
+                simulation.fire("crash", name)
+            else:
+                simulation.call_off(name)
         for name in map(nth_name, range(wanted)):
-            if not up(name):
+            if name not in simulation.swarms and name not in simulation.arriving:
                 simulation.join(name, at=simulation.time)
 
     # --- the story ------------------------------------------------------------------------------------------------

@@ -123,6 +123,8 @@ class SimRuntime:
 
         threading.Thread(target=body, name=name, daemon=True).start()
         await self._take_turns(turn)
+        if errors and isinstance(errors[0], SystemExit | KeyboardInterrupt):  # these would end the loop
+            raise RuntimeError(f"{name} called for the end of the whole process") from errors[0]
         if errors:
             raise errors[0]
         return results[0]
