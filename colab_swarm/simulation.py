@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from colab_swarm.events import EventLog
@@ -42,6 +43,7 @@ class Simulation:
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
+        self._crashed: dict[str, SimulatedPeer] = {}  # as they were then
         self._arriving: dict[str, asyncio.Task[None]] = {}  # of those that should be there by now
         self._lesson: Lesson | None = None
         self.results: dict[str, object] = {}
@@ -108,6 +110,7 @@ class Simulation:
     async def _join(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
         self.results.pop(name, None)
+        self._crashed.pop(name, None)
         if name not in self._names:
             self._names.append(name)
         entries = [contact for swarm in self.swarms.values() if (contact := swarm.contact).addresses][
@@ -129,7 +132,9 @@ class Simulation:
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
-        self.swarms.pop(name).vanish()
+        swarm = self.swarms.pop(name)
+        self._crashed[name] = replace(self._peer(name, swarm.snapshot()), state="crashed", samples=0.0)
+        swarm.vanish()
 
     def speed_of(self, name: str) -> float:
         """How fast the peer trains, samples per virtual second."""
@@ -303,7 +308,7 @@ class Simulation:
     def _peer(self, name: str, seen: SwarmSnapshot | None) -> SimulatedPeer:
         if seen is None:
             state = "joining" if self.network.is_up(name) else "crashed"
-            return SimulatedPeer(name, state, 0, 0.0, self.speed_of(name), None)
+            return self._crashed.get(name, SimulatedPeer(name, state, 0, 0.0, self.speed_of(name), None))
         row = next(peer for peer in seen.peers if peer.me)
         loss = seen.loss_history[-1][1] if seen.loss_history else None
         state = row.role if row.role == "catching up" else seen.state

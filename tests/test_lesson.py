@@ -90,6 +90,14 @@ def test_what_a_peers_code_raises_is_raised_here_without_a_front_end(simulation:
         simulation.play(broken, live=False)
 
 
+@pytest.mark.slow
+def test_who_has_crashed_is_shown_at_the_step_that_it_had(simulation: Simulation) -> None:
+    simulation.play(train, wishes=[Wish(8.0, "crash", ("bob",))], live=False)
+    alice, bob, _ = simulation.snapshot().peers
+    assert bob.state == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
+    assert [fault.name for fault in simulation.network.fired] == ["crash"]
+
+
 def test_when_everybody_has_crashed_time_stands_still_until_the_next_wish(simulation: Simulation) -> None:
     everybody = [Wish(1.0, "crash", (name,)) for name in ("alice", "bob", "carol")]
     lesson = simulation.play(train_for_ever, wishes=everybody, live=False)
