@@ -26,7 +26,15 @@ from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId, Sign
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Role, short
 from colab_swarm.training.settings import Services
-from colab_swarm.trust.contributions import RECORD_S, Amount, Contribution, leaderboard, tally_key, tally_of
+from colab_swarm.trust.contributions import (
+    MAX_AMOUNT,
+    RECORD_S,
+    Amount,
+    Contribution,
+    leaderboard,
+    tally_key,
+    tally_of,
+)
 
 MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
@@ -65,7 +73,7 @@ class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, contribution: Contribution) -> Given:
         """A line of the leaderboard."""
-        return cls(**{kind: getattr(contribution, kind) for kind in cls.__struct_fields__})
+        return cls(**{kind: min(getattr(contribution, kind), MAX_AMOUNT) for kind in cls.__struct_fields__})
 
     def lines(self) -> list[str]:
         """For people; what is nothing is left out."""

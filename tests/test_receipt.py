@@ -19,7 +19,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.receipt import Deeds, Given, Receipt, Voucher, total
-from colab_swarm.trust.contributions import RECORD_S, Row, Tally, tally_key
+from colab_swarm.trust.contributions import MAX_AMOUNT, RECORD_S, Row, Tally, tally_key
 from tests.training.toy import train_freely
 
 NOW, RUN = 1_750_000_000.0, "demo-0badcafe"
@@ -131,6 +131,11 @@ def test_the_card_escapes_names_and_says_what_it_cannot_prove(tmp_path: Path) ->
     assert "<friends>" not in GOOD._repr_html_()
     with pytest.raises(ValueError, match=r"\.json"):
         GOOD.save(tmp_path / "mine.txt")
+
+
+def test_sums_beyond_all_bounds_can_be_kept_and_proven() -> None:
+    found = receipt(tally(BOB, MAX_AMOUNT), tally(CAROL, MAX_AMOUNT))
+    assert Receipt.parse(found.json()).verify().given.samples == MAX_AMOUNT
 
 
 def test_nobody_vouches_for_a_newcomer() -> None:

@@ -244,24 +244,24 @@ class Contributions:
 
     async def read(self) -> tuple[Contribution, ...]:
         """The leaderboard, this peer's newest tally included; the most samples first."""
-        found = await asyncio.gather(*map(self._dht.get, self._keys()))
-        tallies = [self._tally()]
-        for writer, record in (item for records in found for item in records.items()):
-            tally = _tally(record)
-            if tally is not None and writer != self._peers.id and self._counts(tally, record):
-                tallies.append(tally)
-        return leaderboard(tallies)
+        return leaderboard([self._tally(), *(tally for _, tally in await self._others())])
 
     async def vouchers(self) -> list[Record]:
         """The other peers' tallies that credit this peer, as they signed them."""
-        found = await asyncio.gather(*map(self._dht.records, self._keys()))
         me = self._peers.id
+        return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
+
+    async def _others(self) -> list[tuple[Record, Tally]]:
+        """What the other peers say, as they signed it and in clear; of each what lies in its one place."""
+        keys = self._keys()
+        found = await asyncio.gather(*map(self._dht.records, keys))
         return [
-            record
-            for record in (one for records in found for one in records)
-            if record.subkey != me
-            and (tally := tally_of(record)) is not None
-            and any(row.peer == me for row in tally.rows)
+            (record, tally)
+            for key, records in zip(keys, found, strict=True)
+            for record in records
+            if (tally := tally_of(record)) is not None
+            and (writer := id_of(tally.key)) == record.subkey != self._peers.id
+            and key == self._key(writer)
             and self._counts(tally, record)
         ]
 
@@ -275,7 +275,7 @@ class Contributions:
     def _key(self, writer: PeerId) -> str:
         return tally_key(self._run_id, writer)
 
-    def _counts(self, tally: Tally, record: Found | Record) -> bool:
+    def _counts(self, tally: Tally, record: Record) -> bool:
         """Whether a member wrote the tally, or one that was a member when it did."""
         if self._admission is None:
             return True

@@ -213,6 +213,25 @@ def test_only_what_members_wrote_counts() -> None:
     run_virtual(main())
 
 
+def test_who_publishes_its_tally_in_many_places_is_counted_once() -> None:
+    async def main() -> None:
+        _, members = await swarm(3)
+        alice, bob, _ = services = ledgers(members, [None] * 3)
+        bob.ledger.credit(members[0].peers.id, "samples", 5.0)
+        await bob.publish()
+        for shard in range(8):
+            places = [b"again"] if shard == members[1].peers.id[0] % 8 else [b"again", members[1].peers.id]
+            for subkey in places:
+                await members[1].dht.store(
+                    f"{RUN}/credits/{shard}", bob._tally(), subkey=subkey, ttl_s=60, signed=True
+                )
+        assert [record.subkey for record in await alice.vouchers()] == [members[1].peers.id]
+        for service in services:
+            assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
+
+    run_virtual(main())
+
+
 def test_a_stranger_s_record_is_passed_over() -> None:
     async def main() -> None:
         _, members = await swarm(3)
