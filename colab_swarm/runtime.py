@@ -46,7 +46,7 @@ class Runtime:
     def __init__(self) -> None:
         # never asyncio.run or get_event_loop: somebody may have applied nest_asyncio in this kernel
         self._loop = asyncio.new_event_loop()
-        self._meanwhile: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}  # by thread
+        self._meanwhile = threading.local()  # .work of each thread
         self._thread = threading.Thread(target=self._run, name="colab-swarm", daemon=True)
         self._thread.start()
 
@@ -80,7 +80,7 @@ class Runtime:
         future: Future[T] | None = None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            return wait_interruptibly(future, self._meanwhile.get(threading.get_ident()))
+            return wait_interruptibly(future, getattr(self._meanwhile, "work", None))
         except KeyboardInterrupt:
             if future is not None:
                 future.cancel()
@@ -92,7 +92,7 @@ class Runtime:
 
     def while_waiting(self, work: Callable[[], None]) -> None:
         """See `Runs`."""
-        self._meanwhile[threading.get_ident()] = weakref.WeakMethod(work)
+        self._meanwhile.work = weakref.WeakMethod(work)
 
     def close(self) -> None:
         """Stop the loop and join the thread."""

@@ -68,6 +68,25 @@ class Watcher:
 
 
 @pytest.mark.slow
+def test_a_view_is_not_handed_to_a_later_thread_of_the_same_number(runtime: Runtime) -> None:
+    watcher = Watcher()
+    first = threading.Thread(target=runtime.while_waiting, args=(watcher.look,))
+    first.start()
+    number = first.ident
+    first.join()
+
+    def wait() -> None:
+        if threading.get_ident() == number:
+            runtime.call(asyncio.sleep(0.5))
+
+    for _ in range(50):  # the system gives the number anew, sooner or later
+        later = threading.Thread(target=wait)
+        later.start()
+        later.join()
+    assert not watcher.threads
+
+
+@pytest.mark.slow
 def test_a_thread_that_waits_keeps_a_view_live_until_it_is_forgotten(runtime: Runtime) -> None:
     watcher = Watcher()
     runtime.while_waiting(watcher.look)

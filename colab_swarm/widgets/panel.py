@@ -135,7 +135,7 @@ class Panel(Generic[S]):
         )
         self._chooser.style.button_width = "auto"
         self._chooser.observe(self._turn, names="value")
-        live = buttons.play(self._pulse)
+        live = buttons.play(self.tick)  # what it asked while a cell ran may come all at once
         self._pause = buttons.Pause(pause) if pause else None
         self._leave = buttons.Leave(self._views.leave, self._views.who, stop)
         row = [*live]
@@ -148,11 +148,6 @@ class Panel(Generic[S]):
         self.refresh()
         for control in (self._chooser, self._slider):
             buttons.listen(control)
-
-    def _pulse(self) -> None:
-        """The browser asks once a second, but what it asked while a cell ran may come all at once."""
-        if time.monotonic() - self._shown_at >= SHOW_EVERY_S:
-            self.refresh()
 
     def _turn(self, change: Any) -> None:
         """Show another page, from its newest state on."""

@@ -205,6 +205,24 @@ def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.Lo
     ]
 
 
+def test_a_view_that_cannot_be_drawn_fills_no_notebook_with_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("colab_swarm.widgets.panel.SHOW_EVERY_S", 0.0)
+    broken: list[bool] = []
+
+    def read() -> SwarmSnapshot:
+        if broken:
+            raise RuntimeError("no snapshot")
+        return SNAPSHOT
+
+    panel = Panel(read, nothing, live=True)
+    broken.append(True)
+    for _ in range(3):
+        control(panel, "Play").value += 1  # raises nothing
+    assert len(caplog.records) == 1
+
+
 def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
