@@ -133,7 +133,13 @@ class Recorder:
                 self._give_up(f"{self.path} cannot be written ({error}): nothing more is recorded", event.at)
 
     def _record(self, event: Event) -> None:
-        line = b"".join(_encoded(named) for named in self._new_names(event)) + _encoded(event)
+        try:
+            told = _encoded(event)
+        except UnicodeEncodeError:  # a file's name may hold what is no text
+            return
+        if len(told) > MAX_LINE_BYTES:  # nobody could read the file
+            return
+        line = b"".join(_encoded(named) for named in self._new_names(event)) + told
         if self._size + len(line) > self._max_bytes:
             limit = f"its limit of {size(self._max_bytes)}"
             self._give_up(f"{self.path} is at {limit}: nothing more is recorded", event.at)

@@ -19,7 +19,7 @@ from colab_swarm.events import (
     RoundFinished,
     StepFinished,
 )
-from colab_swarm.flight import KINDS, Header, Recorder, read
+from colab_swarm.flight import KINDS, MAX_LINE_BYTES, Header, Recorder, read
 from colab_swarm.widgets.replay import Replay, replay
 
 ALICE, BOB = "a11ce000" * 8, "b0b00000" * 8
@@ -134,6 +134,12 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path: Path) -
     recorder.close()
     (fault,) = log.recent(Fault)
     assert isinstance(fault, Fault) and "cannot be written" in fault.text
+
+
+@pytest.mark.parametrize("text", ["a" * (MAX_LINE_BYTES + 1), "/tmp/\udcff"])
+def test_an_event_that_makes_no_line_is_left_out_and_the_recording_goes_on(tmp_path: Path, text: str) -> None:
+    path = record(tmp_path / "run.jsonl", EVENTS[0], Fault(1.0, "here", text), EVENTS[-1])
+    assert read(path).events == (EVENTS[0], EVENTS[-1])
 
 
 def test_recording_keeps_nobody_waiting(tmp_path: Path) -> None:
