@@ -86,7 +86,8 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
                 "no error", "", "nothing has failed here so far", "go on; or explain one: cs.explain(error)"
             )
     if isinstance(error, type) and issubclass(error, BaseException):
-        error = error.__new__(error)  # never raised: without a text
+        inside = ("", [ValueError()]) if issubclass(error, BaseExceptionGroup) else ()
+        error = error.__new__(error, *inside)  # never raised: without a text
     if not isinstance(error, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): give an error, its class, or nothing for the last one")
     cause, fix = _documented(error) or _known(error) or _unknown(error)
@@ -94,7 +95,10 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
 
 
 def _said(error: BaseException) -> str:
-    return markup.plain(str(error), MAX_SAID_CHARS)
+    try:
+        return markup.plain(str(error), MAX_SAID_CHARS)
+    except Exception:  # an error of somebody's own, which fails to tell what it is
+        return ""
 
 
 def _line(error: BaseException) -> str:
@@ -150,7 +154,7 @@ def _memory(error: BaseException) -> Told | None:
     if (
         "OutOfMemoryError" not in names
         and not isinstance(error, MemoryError)
-        and "out of memory" not in str(error)
+        and "out of memory" not in _said(error)
     ):
         return None
     return (

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -125,6 +126,17 @@ def test_a_ring_of_errors_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert isinstance(explain(first), Explanation)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [Mute(), Mute, ExceptionGroup, ExceptionGroup("both", [Mute()])])
+def test_errors_that_cannot_tell_themselves_are_explained_too(error: Any) -> None:
+    told = explain(error)
+    assert told.kind in str(told) and told.kind in told._repr_html_()
 
 
 def test_modules_are_found_in_the_extras() -> None:
