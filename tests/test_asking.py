@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +149,20 @@ def test_a_question_that_cannot_be_asked_is_answered_in_words() -> None:
     text.value = "no gap here"
     button.click()
     assert "write [MASK]" in said.value  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("question", [[1.0, 2.0], [[1.0], [2.0, 3.0]], "seven"])
+def test_what_is_no_picture_is_refused_in_words(question: Any) -> None:
+    with pytest.raises(ValueError, match="pass 8 x 8 numbers"):
+        Asking().try_model(question, digits_model(), Classes("0123456789", (8, 8), 1.0))
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_model_that_has_diverged_is_told_so(weight: float) -> None:
+    net = digits_model()
+    torch.nn.init.constant_(next(net.parameters()), weight)
+    with pytest.raises(ValueError, match="has diverged"):
+        Asking().try_model(None, net, Classes("0123456789", (8, 8), 1.0))
 
 
 def test_labels_are_escaped() -> None:

@@ -133,15 +133,21 @@ class Classes:
 
     def replies(self, model: nn.Module, question: Any, before: Weights | None) -> list[Reply]:
         """One reply."""
-        thing = torch.as_tensor(question)
-        if self.shape is not None:
-            thing = thing.reshape(self.shape)
+        thing = self._thing(question)
         now = self._name(model, thing, None)
         then = () if before is None else self._name(model, thing, before)
         shown = self._picture(thing)
         return [
             Reply("what is this?" if shown else f"values of shape {tuple(thing.shape)}", shown, then, now)
         ]
+
+    def _thing(self, question: Any) -> Tensor:
+        try:
+            thing = torch.as_tensor(question)
+            return thing if self.shape is None else thing.reshape(self.shape)
+        except (RuntimeError, TypeError, ValueError) as error:
+            wanted = "numbers" if self.shape is None else f"{' x '.join(map(str, self.shape))} numbers"
+            raise ValueError(f"{question!r:.60} cannot be classified: pass {wanted}") from error
 
     def _name(self, model: nn.Module, thing: Tensor, weights: Weights | None) -> tuple[Answer, ...]:
         output = call(model, weights, thing[None])
@@ -155,7 +161,7 @@ class Classes:
         if self.ink is None or thing.dim() < 2:
             return ()
         pixels = thing.reshape(-1, *thing.shape[-2:])[0].float() / self.ink
-        return tuple(tuple(row) for row in pixels.clamp(0, 1).tolist())
+        return tuple(tuple(row) for row in pixels.nan_to_num().clamp(0, 1).tolist())
 
 
 def call(model: nn.Module, weights: Weights | None, *inputs: Tensor, **named: Tensor) -> Any:
@@ -178,8 +184,16 @@ def best(scores: Tensor, label: Any) -> tuple[Answer, ...]:
     Args:
         scores: one for each possible answer.
         label: of an answer, by its index.
+
+    Raises:
+        ValueError: they are no numbers.
     """
     chances, indices = scores.float().softmax(0).topk(min(TOP, len(scores)))
+    if not chances.isfinite().all():
+        raise ValueError(
+            "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
+            "back to an earlier checkpoint, and train on with a lower learning rate"
+        )
     return tuple(Answer(label(i), p) for i, p in zip(indices.tolist(), chances.tolist(), strict=True))
 
 
