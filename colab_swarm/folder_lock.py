@@ -104,7 +104,7 @@ class FolderLock:
             raise StateError(
                 f"{self._path.parent} is in use by process {other.pid} on {other.host}, whose last sign of life is "
                 f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it is "
-                f"gone already, try again in {STALE_S / 60:.0f} minutes"
+                f"gone already, try again in {STALE_S / 60:.0f} minutes, or delete {self._path.name} there"
             )
 
 

@@ -86,6 +86,10 @@ class KeptPeer(msgspec.Struct, frozen=True):
         return f"KeptPeer({self.name} of {self.run})"  # and no secret
 
 
+class _Version(msgspec.Struct):
+    version: int
+
+
 def read_kept(folder: Path) -> KeptPeer | None:
     """The peer that a folder keeps; None if it keeps none.
 
@@ -100,6 +104,8 @@ def read_kept(folder: Path) -> KeptPeer | None:
     except OSError as error:
         raise _unusable(folder, error) from error
     try:
+        if msgspec.json.decode(data, type=_Version).version > VERSION:
+            raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
         kept = msgspec.json.decode(data, type=KeptPeer)
         kept.peer_options  # noqa: B018 - raises for options that are none
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -107,8 +113,6 @@ def read_kept(folder: Path) -> KeptPeer | None:
             f"{path} is damaged: move the folder away and join with an invitation; {folder / 'identity.key'} is "
             "still good as PeerOptions(identity=…)"
         ) from error
-    if kept.version > VERSION:
-        raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
     if not (folder / "identity.key").exists():
         raise StateError(f"{folder} has lost its identity.key: nobody can come back as this peer; join anew")
     return kept

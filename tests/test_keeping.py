@@ -111,7 +111,8 @@ def test_a_folder_that_lost_its_key_says_so(tmp_path: Path) -> None:
 def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
     kept_in(tmp_path).close()
     path = tmp_path / "peer.json"
-    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), "version": 99}))
+    newer = {"version": 99, "options": {"new": 1}, "given": "otherwise"}
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
     with pytest.raises(StateError, match="pip install -U"):
         read_kept(tmp_path)
 
