@@ -138,7 +138,9 @@ def legend(keys: Iterable[tuple[str, str]]) -> str:
 
 def plain(told: str, limit: int = 200) -> str:
     """Of printable characters, which steer no terminal, ``limit`` of them at most."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in told[: limit + 1])
+    printable = told[: limit + 1]
+    if not printable.isprintable():
+        printable = "".join(letter if letter.isprintable() else "?" for letter in printable)
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"
 
 

@@ -196,9 +196,8 @@ class Progress:
     def samples(self, now: float) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""
         mine = self.own.samples if not self.own.syncing else 0.0
-        return mine + sum(
-            self._carried_on(p, r, now) for p, r in self._others.items() if self._on_own_branch(r)
-        )
+        others = list(self._others.items())  # panels ask from another thread, while somebody leaves
+        return mine + sum(self._carried_on(p, r, now) for p, r in others if self._on_own_branch(r))
 
     def _carried_on(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
         age_s = min(max(now - self._news_at.get(peer, now), 0.0), CARRY_ON_S)

@@ -167,3 +167,14 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
     assert newcomer.branch().peers == frozenset()
     newcomer.trust_all()
     assert newcomer.branch().step == 10**9
+
+
+def test_samples_are_counted_while_a_peer_is_lost_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = progress(record(samples=1.0), {BOB: record(samples=2.0), CAROL: record(samples=4.0)})
+
+    def carried_on(peer: PeerId, told: ProgressRecord, now: float) -> float:
+        swarm.on_lost(peer, now=now)  # what the runtime's thread may do between any two looks
+        return told.samples
+
+    monkeypatch.setattr(swarm, "_carried_on", carried_on)
+    assert swarm.samples(0.0) == 7.0
