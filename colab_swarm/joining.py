@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - ends its pools at exit; what registers after it comes before
 import contextlib
-import os
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -286,14 +283,8 @@ async def _start(
     return services, presence
 
 
-_process = os.getpid()
-
-
+@atexit.register
 def _leave_all() -> None:
-    for swarm in list(_open_swarms) if os.getpid() == _process else ():  # a fork ends without a word
+    for swarm in list(_open_swarms):
         with contextlib.suppress(Exception):
             swarm.leave()
-
-
-# leaving needs pools of threads, and Python ends these before atexit (CPython 3.9 and later have such a call)
-getattr(threading, "_register_atexit", atexit.register)(_leave_all)

@@ -12,10 +12,11 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 POLL_S = 0.2
 
@@ -37,6 +38,23 @@ class Runs(Protocol):
         """
 
 
+class Pool(ThreadPoolExecutor):
+    """Threads for what blocks. At the end of the process, when Python takes no more work for threads and peers are
+    leaving, it is done at once."""
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        """See `ThreadPoolExecutor.submit`."""
+        try:
+            return super().submit(work, *args, **named)
+        except RuntimeError:
+            done: Future[T] = Future()
+            try:
+                done.set_result(work(*args, **named))
+            except BaseException as error:
+                done.set_exception(error)
+            return done
+
+
 class Runtime:
     """One daemon thread with its own event loop."""
 
@@ -46,6 +64,7 @@ class Runtime:
     def __init__(self) -> None:
         # never asyncio.run or get_event_loop: somebody may have applied nest_asyncio in this kernel
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(Pool(thread_name_prefix="colab-swarm-pool"))
         self._meanwhile = threading.local()  # .work of each thread
         self._thread = threading.Thread(target=self._run, name="colab-swarm", daemon=True)
         self._thread.start()
