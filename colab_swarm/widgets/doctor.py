@@ -91,7 +91,7 @@ def render_html(checks: Sequence[Check]) -> str:
 def _row(check: Check) -> tuple[str, str, str]:
     light, fix = check.light, f"<br>→ <b>{html.escape(_plain(check.fix))}</b>" if check.fix else ""
     return (
-        f"<b>{html.escape(_plain(check.name))}</b>",
+        f'<b style="white-space:nowrap">{html.escape(_plain(check.name))}</b>',  # ours, and never long
         theme.mark(light.hue, light.symbol, light.word),
         html.escape(_plain(check.text)) + fix,
     )

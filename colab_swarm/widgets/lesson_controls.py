@@ -69,7 +69,7 @@ class LessonControls:
         speeds = [round(peers[0].samples_per_s * factor, 3) for factor in FACTORS]
         one = [
             self._who,
-            self._slider("trains", speeds, speeds[4], self._of_one("speed"), "{:g} samples/s"),
+            self._slider("samples/s", speeds, speeds[4], self._of_one("speed"), "{:g}"),
             self._slider("line slower", SLOWNESS, 1.0, self._of_one("slow"), "× {:g}"),
         ]
         self._kill = buttons.make(
@@ -78,7 +78,7 @@ class LessonControls:
         self._back = buttons.make(
             "Bring it back", "undo", "Bring it back: as a new process of the same name", self._of_one("join")
         )
-        playback = self._slider("playback", PLAYBACK, self._lesson.speed, self._play_at, "{:g} s a second")
+        playback = self._slider("playback", PLAYBACK, self._lesson.speed, self._play_at, "× {:g}")
         step = buttons.make(
             "Step", "step-forward", "Step: while paused, let a second of virtual time pass", self._lesson.step
         )

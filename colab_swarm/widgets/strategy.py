@@ -13,6 +13,8 @@ from colab_swarm.widgets import theme
 from colab_swarm.widgets.environment import has_frontend
 
 MAX_COUNT = 32
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0)
+"""What the sliders offer, in Mbit/s."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,8 @@ class StrategyExplorer:
         rows = []
         for index, kind in enumerate(self._kinds):
             count = ipywidgets.IntSlider(kind.count, 0, MAX_COUNT, description=kind.name)
-            speed = ipywidgets.FloatLogSlider(
-                kind.mbit_s, min=0, max=4, description="Mbit/s", readout_format=".0f"
-            )
+            options = [(f"{speed:g}", speed) for speed in sorted({*SPEEDS, kind.mbit_s})]
+            speed = ipywidgets.SelectionSlider(options=options, value=kind.mbit_s, description="Mbit/s")
             count.observe(lambda change, i=index: self.change(i, count=change["new"]), names="value")
             speed.observe(lambda change, i=index: self.change(i, mbit_s=change["new"]), names="value")
             rows.append(ipywidgets.HBox([count, speed]))

@@ -17,6 +17,10 @@ MAX_PEERS = 32
 WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
+WAY_CHARS = 17
+"""As long as ``via peer-01234567``: a relay seldom trains and tells its name."""
+ABOVE, BELOW = 25, 45
+"""How far a relayed link keeps off this peer, at whose mark and name it is only passing."""
 
 State = tuple[str, str, str]
 """Hue, symbol and word."""
@@ -108,7 +112,7 @@ def _told(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _slower(peer)
     speed = "" if bps is None else bits_per_s(bps)
-    return milliseconds(peer.rtt_s), plain(way, 16) or "no link", speed
+    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", speed
 
 
 def bits_per_s(bps: float) -> str:
@@ -150,14 +154,22 @@ def _thickness(bps: float | None) -> float:
 def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
     if not peer.connected:
         return ""
-    begin, dashed = middle, ""
+    begin, dashed, bend = middle, "", "L"
     if peer.connected.startswith(RELAYED):
         dashed = ' stroke-dasharray="5 4"'
-        begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle)
+        if relay := by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS]):
+            begin, bend = relay, _around(middle, relay, place)
     return (
-        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}{bend}{place[0]:.1f} {place[1]:.1f}" fill="none" '
         f'stroke="currentColor" stroke-width="{_thickness(_slower(peer)):.1f}"{dashed}/>'
     )
+
+
+def _around(middle: Place, begin: Place, end: Place) -> str:
+    """The beginning of a curve, half of whose way is above or below the middle."""
+    x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2
+    half = max(y, middle[1] + BELOW) if y >= middle[1] else min(y, middle[1] - ABOVE)
+    return f"Q{x:.1f} {2 * half - y:.1f} "
 
 
 def _dot(place: Place, state: State, radius: float) -> str:

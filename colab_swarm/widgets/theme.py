@@ -38,8 +38,8 @@ STYLE = (
     ".cs-view .warn{border-left:4px solid var(--amber);padding-left:8px}"
     ".cs-view .row{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
     ".cs-view .row::before,.cs-view .row::after{content:none}"
-    ".cs-view .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(104px,1fr));gap:8px;margin:8px 0}"
     ".cs-view .card{flex:1 1 200px;background:var(--card);border-radius:6px;padding:6px 10px}"
+    ".cs-view .cards .card{flex-basis:84px}"
     ".cs-view .card b{display:block;font-size:15px}.cs-view .card small{display:block;font-size:11px;font-weight:400}"
     ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit;color:inherit;"
     "table-layout:auto}"
@@ -51,7 +51,7 @@ STYLE = (
     ".cs-view .bar{display:block;height:8px;margin:4px 0;border-radius:4px;background:var(--line);overflow:hidden}"
     ".cs-view .bar i{display:block;height:100%;background:currentColor}"
     ".cs-view .key i{display:inline-block;width:10px;height:10px;margin:0 5px 0 0;background:currentColor}"
-    ".cs-view .key span{margin-right:14px}"
+    ".cs-view .key span{display:inline-block;margin-right:14px}"
     ".cs-view svg{display:block;max-width:100%}.cs-view svg text{fill:var(--soft);font:11px system-ui,sans-serif}"
 )
 
@@ -77,7 +77,7 @@ def cards(figures: Mapping[str, str]) -> str:
         f'<div class="card"><span class="soft">{name}</span><b>{value}</b></div>'
         for name, value in figures.items()
     )
-    return f'<div class="cards">{"".join(shown)}</div>'
+    return f'<div class="row cards">{"".join(shown)}</div>'
 
 
 def figure(value: str, unit: str) -> str:

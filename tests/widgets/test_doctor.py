@@ -52,6 +52,11 @@ def test_html_tells_the_same_by_symbol_and_word_and_loads_nothing() -> None:
     assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
 
 
+def test_the_name_of_a_check_stays_on_its_line() -> None:
+    names = [name.attrib["style"] for name in parsed(render_html([GOOD])).iter("b") if name.text == "disk"]
+    assert names == ["white-space:nowrap"]
+
+
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
     lines = render_text([Check("compute", Light.GREEN, "word " * 60)]).splitlines()
     assert len(lines) > 3

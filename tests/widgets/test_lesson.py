@@ -115,7 +115,7 @@ def test_every_control_has_a_name_and_asks_for_its_wish(asked: Asked, made: dict
     made["latency"].value = 4.0
     made["bandwidth"].value = 0.25
     made["lost messages"].value = 0.1
-    made["trains"].value = 2.0
+    made["samples/s"].value = 2.0
     made["line slower"].value = 20.0
     made["playback"].value = 50.0
     made["Step"].click()

@@ -49,5 +49,10 @@ def test_a_slider_draws_the_strategy_again() -> None:
     assert explorer._repr_mimebundle_()[VIEW]["model_id"] == explorer._box.model_id
 
 
+def test_the_sliders_begin_with_what_was_asked_for() -> None:
+    explorer = StrategyExplorer([Kind("odd", 2, 2512), SLOW], megabytes=100, live=True)
+    assert [row.children[1].label for row in explorer._box.children[:2]] == ["2512", "200"]
+
+
 def test_names_are_escaped() -> None:
     assert "<b>x" not in strategy_html(compare([Kind("<b>x", 2, 10)], megabytes=1))

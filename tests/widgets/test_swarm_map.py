@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import xml.etree.ElementTree as ElementTree
 
 from hypothesis import given, settings
@@ -55,7 +56,18 @@ def test_a_link_is_as_wide_as_its_line_is_fast_and_dashed_where_relayed() -> Non
     assert float(direct.attrib["stroke-width"]) < float(relayed.attrib["stroke-width"])
     assert "stroke-dasharray" in relayed.attrib and "stroke-dasharray" not in direct.attrib
     bob = direct.attrib["d"].partition("L")[2]
-    assert relayed.attrib["d"].startswith(f"M{bob}L")  # it begins at the relay
+    assert relayed.attrib["d"].startswith(f"M{bob}Q")  # it begins at the relay
+
+
+def test_a_relayed_link_keeps_off_the_name_in_the_middle() -> None:
+    for number in range(6):  # of peers between carol and her relay
+        between = [dataclasses.replace(LINKED, id=f"{index}0000000") for index in range(number)]
+        page = parsed(render_html(dataclasses.replace(SNAPSHOT, peers=(ALICE, LINKED, *between, CAROL))))
+        *_, curve = (path.attrib["d"] for path in page.iter("path"))
+        begin, bend, end = (float(y) for _, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", curve))
+        name = next(float(text.attrib["y"]) for text in page.iter("text") if text.text == "alice (me)")
+        half_way = (begin + 2 * bend + end) / 4
+        assert half_way < name - 50 or half_way > name + 15
 
 
 def test_what_a_peer_does_is_told_by_symbol_and_word() -> None:
