@@ -26,8 +26,8 @@ NOT_COMPARED = {
     "03_collaborative_albert": 3,  # guesses of a model, a curve
     "04_adaptive_averaging": 0,
     "05_host_experts": 1,  # a panel
-    "06_train_with_experts": 1,  # a curve
-    "07_work_units": 2,  # a panel, accuracies
+    "06_train_with_experts": 2,  # losses, a curve
+    "07_work_units": 3,  # panels, accuracies
     "08_elastic_consistency": 4,  # accuracies and distances, a panel
     "09_when_things_break": 5,  # panels
 }
