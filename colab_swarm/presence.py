@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
-KEEP_S = 60.0
+KEEP_S, LOOK_S = 60.0, 2.0
 RELAY_TTL_S = 180.0
 MAX_RELAYS = 64
 
@@ -115,6 +115,7 @@ class Presence:
         )
         self.trust.contributions.kept = entrance.given
         self.keeping: Keeping | None = None
+        self._kept: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
@@ -188,14 +189,15 @@ class Presence:
         return entries
 
     async def _begin_to_keep(self, keeping: Keeping) -> None:
-        """Write into the folder what this peer needs to come back: now, each minute, and when it leaves."""
+        """Write into the folder what this peer needs to come back: now, each minute, when somebody new is linked, and
+        when it leaves."""
         await self._keep_in(keeping)
         self.keeping = keeping
         self.node.linker.spawn(self._go_on_keeping(keeping))
 
     async def _go_on_keeping(self, keeping: Keeping) -> None:
         while True:
-            await asyncio.sleep(KEEP_S)
+            await self._wait_news()
             try:
                 await self._keep_in(keeping)
             except StateError as error:
@@ -203,12 +205,23 @@ class Presence:
                 now = asyncio.get_running_loop().time()
                 self._services.events.emit(Fault(now, "keeping this peer", str(error)))
 
+    async def _wait_news(self) -> None:
+        """Return after a minute, or soon after somebody was linked: by whom this peer finds back if it is killed."""
+        time = asyncio.get_running_loop().time
+        end = time() + KEEP_S
+        while time() < end and self._dialable() <= self._kept:
+            await asyncio.sleep(LOOK_S)
+
+    def _dialable(self) -> set[PeerId]:
+        return {peer for peer in self.node.linked() if self.node.contact_of(peer).addresses}
+
     async def _keep_in(self, keeping: Keeping) -> None:
-        admission, linked = self.entrance.admission, sorted(self.node.linked())
+        admission = self.entrance.admission
         membership = b"" if admission is None else admission.membership
         tally = self.trust.contributions
         given = newest(tally.kept, tally.ledger.rows())  # the first are not in the second yet
-        contacts = [contact for contact in map(self.node.contact_of, linked) if contact.addresses]
+        self._kept = self._dialable()
+        contacts = [self.node.contact_of(peer) for peer in sorted(self._kept)]
         contacts.sort(key=lambda contact: not contact.direct)
         await asyncio.to_thread(keeping.write, contacts, membership, given)
 

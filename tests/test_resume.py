@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm import presence
 from colab_swarm.errors import JoinError, StateError
 from colab_swarm.events import SessionEnding
 from colab_swarm.invite import Invite
 from colab_swarm.joining import resume
+from colab_swarm.keeping import read_kept
 from colab_swarm.net.membership import SLACK_S
 from colab_swarm.session_clock import SessionClock
 from colab_swarm.swarm import Swarm
@@ -139,6 +141,16 @@ def test_progress_kept_here_is_taken_up_by_a_swarm_that_lost_it(alice: Swarm, tm
         while fresh.global_step < 6:
             fresh.step(samples=0.1)
         torch.testing.assert_close(parameters_of(theirs), parameters_of(net))
+
+
+def test_whoever_joins_is_kept_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "LOOK_S", 0.01)
+    with cs.create("test-run", keep=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
+        deadline = time.monotonic() + 20
+        while (kept := read_kept(tmp_path)) is None or not kept.contacts:
+            assert time.monotonic() < deadline, "one that is killed now would not find back"
+            time.sleep(0.01)
+        assert [contact.id for contact in kept.contacts] == [bob.id]
 
 
 # --- killed ----------------------------------------------------------------------------------------------------------
