@@ -6,11 +6,12 @@ the network, no file. What takes longer is read in the background and shown a mo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.energy import EnergyMeter
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
@@ -19,6 +20,7 @@ from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runs
 from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import Progress, ProgressRecord
+from colab_swarm.training.records import AssistantRecord, read_assistants, read_progress
 from colab_swarm.training.settings import Services
 from colab_swarm.trust.contributions import Contribution
 
@@ -37,10 +39,15 @@ MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 SAME_LOSS_S = 1.0
 """Several parts of this peer may tell that another is gone; within so short a time it is one piece of news."""
 LEADERBOARD_S = 30.0
+MODEL = "model"
+"""What `Swarm.optimizer` calls it unless told otherwise."""
+TRAINERS_S = 3.0
+"""How often a peer that does not train itself reads who does."""
 ENERGY_S = 5.0
 RATE_S = 5.0
 
 T = TypeVar("T")
+Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
 
 class Background(Generic[T]):
@@ -95,6 +102,8 @@ class Overview:
         runtime: runs this peer.
         presence: its place in the network; None in a simulation, which has no leaderboard and uses no energy.
         optimizer: what it trains, if anything; called on any thread.
+
+    Who trains nothing, as an organizer, sees those who train `MODEL`.
     """
 
     def __init__(
@@ -118,8 +127,11 @@ class Overview:
         self._rates = Rates()
         self._one_at_a_time = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
+        self._onlooker: Background[Records] | None = None
         self._energy = None if presence is None else Background(EnergyMeter().read, every_s=ENERGY_S)
         if presence is not None:
+            prefix = f"{presence.entrance.run_id}/{MODEL}"
+            self._onlooker = Background(lambda: runtime.call(_read(services, prefix)), every_s=TRAINERS_S)
             contributions = presence.trust.contributions
             self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
         self._joined_at = self._clock()
@@ -149,13 +161,14 @@ class Overview:
             sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
         optimizer = self._optimizer()
         progress = None if optimizer is None else optimizer.collaboration.progress
+        records = self._records(optimizer, float("-inf") if left else now)
         names = self.names()
         return SwarmSnapshot(
             run=self._run,
             me=self._name,
             reached=reached,
             state="left" if left else "joined" if progress is None else "training",
-            peers=self._rows(optimizer),
+            peers=self._rows(*records),
             step=progress.own.step if progress else 0,
             samples_per_s=progress.samples_per_s() if progress else 0.0,
             target_batch_size=progress.round_samples if progress else 0.0,
@@ -180,30 +193,36 @@ class Overview:
 
     def names(self) -> Mapping[str, str]:
         """What peers call themselves, by short id; those that are gone among them."""
-        if (optimizer := self._optimizer()) is not None:
-            collaboration = optimizer.collaboration
-            told = {
-                short(peer): plain(record.name, MAX_NAME_CHARS)
-                for records in (dict(collaboration.assistants.records), collaboration.progress.records)
-                for peer, record in records.items()
-            }
-            self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **told}
+        told = {
+            short(peer): plain(record.name, MAX_NAME_CHARS)
+            for records in reversed(self._records(self._optimizer(), float("-inf")))
+            for peer, record in records.items()
+        }
+        self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **told}
         return self._names
 
     # --- who is there -------------------------------------------------------------------------------------------
 
-    def _rows(self, optimizer: SwarmOptimizer | None) -> tuple[PeerRow, ...]:
+    def _records(self, optimizer: SwarmOptimizer | None, now: float) -> Records:
+        """Of trainers and assistants."""
+        if optimizer is not None:
+            collaboration = optimizer.collaboration
+            return dict(collaboration.progress.records), dict(collaboration.assistants.records)
+        seen = None if self._onlooker is None else self._onlooker.look(now)
+        return seen or ({}, {})
+
+    def _rows(
+        self, trainers: Mapping[PeerId, ProgressRecord], helpers: Mapping[PeerId, AssistantRecord]
+    ) -> tuple[PeerRow, ...]:
         """Trainers, assistants, and this peer and those it is linked to where they are neither."""
         peers = self._services.peers
-        trainers = dict(optimizer.collaboration.progress.records) if optimizer is not None else {}
-        helpers = dict(optimizer.collaboration.assistants.records) if optimizer is not None else {}
         rows = [self._trainer(peer, record) for peer, record in sorted(trainers.items())]
         rows += [
             self._row(peer, record.name, "assistant", reachable=True)
             for peer, record in sorted(helpers.items())
             if peer not in trainers
         ]
-        if peers.id not in trainers:
+        if peers.id not in {*trainers, *helpers}:
             rows.append(self._row(peers.id, self._name, "peer", reachable=bool(peers.contact.addresses)))
         others = sorted(peers.linked() - trainers.keys() - helpers.keys())
         rows += [self._row(peer, f"peer-{short(peer)}", "peer", reachable=None) for peer in others]
@@ -280,6 +299,12 @@ class Overview:
                 line = line.replace(id, name)
             lines.append(line)
         return lines
+
+
+async def _read(services: Services, prefix: str) -> Records:
+    """What trainers and assistants of a collaboration tell of themselves."""
+    dht, peers = services.dht, services.peers
+    return await asyncio.gather(read_progress(dht, peers, prefix), read_assistants(dht, peers, prefix))
 
 
 def _news(events: Iterable[Event]) -> list[Event]:

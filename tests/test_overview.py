@@ -86,6 +86,23 @@ TRAINER = """
 
 
 @pytest.mark.slow
+def test_who_only_assists_sees_who_trains() -> None:
+    with cs.create("test-run", peer_name="alice") as alice:
+        alice.assist()
+        with cs.join(alice.invite(), peer_name="bob", options=cs.PeerOptions(lan=False)) as bob:
+            net = model()
+            optimizer = join_training(bob, net, target_batch_size=4)
+            rows: dict[str, tuple[str, int]] = {}
+            deadline = time.monotonic() + 30.0
+            while rows.get("bob", ("", 0))[1] == 0:
+                assert time.monotonic() < deadline, rows
+                loss_of(net, optimizer.global_step).backward()
+                optimizer.step(samples=1)
+                rows = {row.name: (row.role, row.step) for row in alice.snapshot().peers}
+        assert rows["bob"][0] == "trainer" and rows["alice"][0] == "assistant"
+
+
+@pytest.mark.slow
 def test_a_killed_process_shows_within_five_seconds_why_it_is_gone() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
         command = [sys.executable, "-c", textwrap.dedent(TRAINER), alice.invite()]

@@ -13,12 +13,11 @@ from colab_swarm.diagnosis.predict import Line
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.net.speed import Speed, measure
+from colab_swarm.overview import MODEL
 from colab_swarm.swarm import Swarm
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.settings import Services
 
-MODEL = "model"
-"""What `Swarm.optimizer` calls it unless told otherwise."""
 TESTS = 3
 """Peers that are asked for a speed test."""
 SIZE_BYTES = 4 << 20
