@@ -18,7 +18,7 @@ from tests.browser.lab import CELL, FINISHED, Lab
 QUIET_S = 2.0
 """Longer silence wants a reason."""
 LONGEST_SILENCE = f"""i => new Promise(tell => {{
-    const output = () => document.querySelectorAll('{CELL}')[i].querySelector('.jp-OutputArea').innerHTML
+    const output = () => Array.from(document.querySelectorAll('.jp-OutputArea'), one => one.innerHTML).join()
     let shown = output(), since = performance.now(), longest = 0
     const look = setInterval(() => {{
         const over = ({FINISHED})(i), now = performance.now()
@@ -38,7 +38,7 @@ class CellRun:
     Attributes:
         source: its code.
         output: what stood under it at the end, as text.
-        silence_s: the longest time without any change there.
+        silence_s: the longest time without any change there or under another cell, such as that of a live panel.
     """
 
     source: str

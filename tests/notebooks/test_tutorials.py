@@ -21,9 +21,9 @@ VOLATILE = {
 """What differs between machines and days, by its name."""
 
 NOT_COMPARED = {
-    "01_first_swarm": 2,  # panels
+    "01_first_swarm": 4,  # panels, and what is printed where there are none
     "02_joining": 2,  # a map, the doctor
-    "03_collaborative_albert": 3,  # guesses of a model, a curve
+    "03_collaborative_albert": 5,  # guesses of a model, a panel, a curve
     "04_adaptive_averaging": 0,
     "05_host_experts": 1,  # a panel
     "06_train_with_experts": 2,  # losses, a curve
