@@ -228,6 +228,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _vouched(self) -> str:
         others = len(self.vouchers)
+        if not others:
+            return "nobody vouches for it yet"
         return f"{count(others, 'other peer')} {'vouches' if others == 1 else 'vouch'} for it"
 
     def svg(self) -> str:
@@ -251,7 +253,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             told=told,
             rule=height - 68,
             vouched_y=height - 44,
-            vouched=self._vouched(),
+            vouched="✓ " * bool(self.vouchers) + self._vouched(),
             caveat_y=height - 24,
             caveat=CAVEAT,
         )
@@ -271,7 +273,7 @@ CARD = (
     '<text x="568" y="84" text-anchor="end" font-family="monospace" fill="#57606a">{id}</text>'
     '<text x="32" y="136" font-size="34" font-weight="700" fill="#0069a8">{first}</text>{told}'
     '<path d="M32 {rule}H568" stroke="#d0d7de"/>'
-    '<text x="32" y="{vouched_y}" font-weight="600" fill="#00735a">✓ {vouched}</text>'
+    '<text x="32" y="{vouched_y}" font-weight="600" fill="#00735a">{vouched}</text>'
     '<text x="32" y="{caveat_y}" font-size="12" fill="#57606a">{caveat}</text></svg>'
 )
 

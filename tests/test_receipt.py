@@ -141,6 +141,7 @@ def test_sums_beyond_all_bounds_can_be_kept_and_proven() -> None:
 def test_nobody_vouches_for_a_newcomer() -> None:
     fresh = receipt()
     assert fresh.verify().vouchers == 0 and "nothing yet" in repr(fresh)
+    assert "nobody vouches for it yet" in fresh.svg() and "✓" not in fresh.svg()
 
 
 @pytest.mark.slow

@@ -90,6 +90,10 @@ def html_of(one: Any) -> str:
     return str(one._repr_html_())
 
 
+def test_an_empty_leaderboard_says_so() -> None:
+    assert "nothing yet" in html_of(Leaderboard((), {}, ALICE)) and "nothing yet" not in html_of(GIVEN)
+
+
 def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
     cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
     shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]

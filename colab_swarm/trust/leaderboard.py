@@ -53,4 +53,5 @@ class Leaderboard(tuple[Contribution, ...]):
         return f"Leaderboard({peers}, {sum(one.samples for one in self):,.0f} samples)"
 
     def _repr_html_(self) -> str:
-        return facts("Leaderboard: what others saw each peer give", {}, COLUMNS, self.rows())
+        nothing = "" if self else ": nothing yet"
+        return facts(f"Leaderboard: what others saw each peer give{nothing}", {}, COLUMNS, self.rows())
