@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -176,6 +176,7 @@ class Replica:
                     self.rule.optimizer.load_state_dict(state["local"])
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
+                _require_options(self._optimizer, before[0])
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # it may be a stranger's
                 self._optimizer.load_state_dict(before[0])
                 self.rule.optimizer.load_state_dict(before[1])
@@ -210,6 +211,13 @@ class Replica:
         _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
+
+
+def _require_options(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
+    """Torch takes the options of any optimizer, and would fail in the next step."""
+    for mine, loaded in zip(before["param_groups"], optimizer.param_groups, strict=True):
+        if missing := mine.keys() - loaded.keys():
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from colab_swarm.errors import StateError
+from colab_swarm.training.lamb import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -61,3 +62,14 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
     setting("lr", torch.tensor(0.01))(donor)
     newcomer.load_snapshot(donor.snapshot())
     assert torch.equal(parameters_of(net), torch.cat([p.detach().flatten() for p in donor.parameters]))
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() -> None:
+    kept = Replica(UpdateRule(Lamb((net := model()).parameters(), lr=0.01)))
+    mine = Replica(UpdateRule(torch.optim.SGD((other := model(seed=1)).parameters(), lr=0.5)))
+    before = parameters_of(other).clone()
+    with pytest.raises(StateError, match=r"another optimizer: it has no .*momentum"):
+        mine.load(kept.state())
+    assert mine.rule.optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(parameters_of(other), before)
+    loss_of(net, 0).backward()
+    mine.rule.optimizer.step()
