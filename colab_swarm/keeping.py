@@ -201,6 +201,10 @@ class Keeping:
 
     def _save(self, data: bytes) -> None:
         try:
+            if (
+                not self.key_file.exists()
+            ):  # saving a checkpoint makes the folder anew, where nobody looks for it
+                raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
             self._lock.refresh()
             if data != self._written:
                 write_aside(self.folder / "peer.json", data)

@@ -71,6 +71,15 @@ def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path
     assert kept.contacts[:2] == (contact(200), contact(2))
 
 
+def test_a_folder_that_vanished_and_was_made_anew_is_noticed(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path / "drive")
+    (tmp_path / "drive").rename(tmp_path / "unmounted")
+    keeping.checkpoints("model").mkdir(parents=True)
+    with pytest.raises(StateError, match="was a drive unmounted"):
+        keeping.write([contact(1)], b"", ())
+    assert not (tmp_path / "drive" / "in-use.json").exists()
+
+
 def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
     keeping = kept_in(tmp_path)
     keeping.close()
