@@ -20,6 +20,8 @@ from colab_swarm.errors import StateError
 
 STALE_S = 180.0
 """Three missed signs of life."""
+SETTLE_S = 0.1
+"""How long several processes that find the folder left behind at the same moment may take to settle who has it."""
 
 
 class Occupant(msgspec.Struct, frozen=True):
@@ -66,17 +68,23 @@ class FolderLock:
         """
         if self._path in self._here:
             raise StateError(f"{self._path.parent} is in use by a swarm of this process: leave it first")
-        while True:
-            try:
-                with os.fdopen(
-                    os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-                ) as file:
-                    file.write(msgspec.json.encode(Occupant.here()))
-                self._here.add(self._path)
-                return
-            except FileExistsError:
-                self._require_free()
-                self._path.unlink(missing_ok=True)
+        while not self._create():
+            self._require_free()
+            self._path.unlink(missing_ok=True)
+        time.sleep(
+            SETTLE_S
+        )  # others may have found it left behind too, and taken this one's away: the last one stands
+        self._require_free()
+        self._here.add(self._path)
+
+    def _create(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(Occupant.here()))
+        return True
 
     def refresh(self) -> None:
         """Give a sign of life.

@@ -179,6 +179,18 @@ def test_a_living_process_is_not_robbed_and_a_dead_one_is(tmp_path: Path) -> Non
     FolderLock(tmp_path).take()
 
 
+def test_of_two_who_find_a_folder_left_behind_the_last_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in-use.json"
+    left_behind, rival = Occupant("elsewhere", 1, "1", 0.0), Occupant("elsewhere", 2, "2", time.time())
+    path.write_bytes(msgspec.json.encode(left_behind))
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_bytes(msgspec.json.encode(rival)))
+    with pytest.raises(StateError, match="in use by process 2 on elsewhere"):
+        FolderLock(tmp_path).take()
+    assert msgspec.json.decode(path.read_bytes(), type=Occupant) == rival
+
+
 def test_a_later_process_of_the_same_number_is_not_the_one_that_has_it(tmp_path: Path) -> None:
     occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
     FolderLock(tmp_path).take()
