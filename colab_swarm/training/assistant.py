@@ -241,6 +241,7 @@ class _Part:
         else:
             self._tally.rounds += 1
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
+            self._services.events.emit(result.event(began_at=began_at, now=_now()))
             self._memory.on_round(AssistedRound(self._prefix, began_at, formed_at, result))
         finally:
             del self._rounds[terms.step, terms.lineage]

@@ -70,11 +70,13 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
         results = sim.run(lambda swarm: train_halves(swarm, 10))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
         assistance = sim.swarms["alice"].assistance
+        helped = sim.swarms["alice"].events.recent(RoundFinished)
     assert len(lineages(results)) == 1
     for name in HALVES:
         torch.testing.assert_close(results[name][0], joint_reference(10), rtol=0, atol=1e-5)
     assert all(e.group_size == 3 and len(e.contributors) == 2 for e in rounds)
-    assert assistance.snapshot().rounds >= 9
+    assert assistance.snapshot().rounds == len(helped) >= 9
+    assert all(e.samples == 10 and e.members and e.seconds >= e.averaging_s for e in helped)
 
 
 @pytest.mark.slow
