@@ -71,7 +71,9 @@ class SessionPeer(Collaborator, ABC):
         self._tell_paused()
 
     def _tell_paused(self) -> None:
-        for optimizer in self._optimizers.values() if not self.left else ():
+        for optimizer in (
+            list(self._optimizers.values()) if not self.left else ()
+        ):  # buttons call on other threads
             self._runtime.call(optimizer.collaboration.heed_gate())
 
     # --- the session's end ----------------------------------------------------------------------------------------
