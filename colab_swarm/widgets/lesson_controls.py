@@ -16,6 +16,8 @@ PLAYBACK = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 SLIDER_PEERS = min(16, MAX_PEERS)
 DESCRIBED = {"description_width": "initial"}
 WIDE = {"width": "310px"}
+BESIDE = {"width": "300px", "margin": "2px 12px 2px 2px"}
+"""As wide in all, for a box that has no margin of its own at the right."""
 
 
 class Playable(Protocol):
@@ -65,7 +67,7 @@ class LessonControls:
             self._slider("bandwidth", FACTORS, 1.0, lambda factor: wish("bandwidth", factor), "× {:g}"),
             self._slider("lost messages", losses, self._loss, lambda rate: wish("lose", rate), "{:.1%}"),
         ]
-        self._who = ipywidgets.Dropdown(description="this peer:", style=DESCRIBED, layout=WIDE)
+        self._who = ipywidgets.Dropdown(description="this peer:", style=DESCRIBED, layout=BESIDE)
         speeds = [round(peers[0].samples_per_s * factor, 3) for factor in FACTORS]
         one = [
             self._who,
