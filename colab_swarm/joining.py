@@ -69,7 +69,7 @@ def create(
         OSError: the port cannot be listened on.
     """
     require_terms(i_have_read_the_terms)
-    if (swarm := _open_in(keep)) is not None and swarm.run == name:
+    if (swarm := _open_in(keep)) is not None and swarm.run == name and swarm.began_it:
         return swarm
     with _taken(keep) as keeping:
         kept = None if keeping is None else keeping.found
@@ -270,8 +270,18 @@ async def _start(
     keeping: Keeping | None = None,
 ) -> tuple[Services, Presence]:
     events = EventLog()
-    settings = options.node_settings(entrance.run_id)
-    node = await Node.start(identity, settings, events, admission=entrance.admission)
+    settings, last = options.node_settings(entrance.run_id), keeping.found if keeping is not None else None
+    node = None
+    if last is not None and options.listen and not options.port:
+        with contextlib.suppress(
+            OSError
+        ):  # somebody else has its port now; invitations of before are dead then
+            again = replace(settings, port=last.port)
+            node = await Node.start(identity, again, events, admission=entrance.admission)
+    if node is None:
+        node = await Node.start(identity, settings, events, admission=entrance.admission)
+    if keeping is not None:
+        keeping.on_port(node.port or 0)
     try:
         services = assemble(node, events, random.Random(identity.id))
         presence = await Presence.open(node, entrance, options, services, keeping)

@@ -48,6 +48,7 @@ class KeptPeer(msgspec.Struct, frozen=True):
         contacts: peers that could be dialled when this was written, or a while before.
         membership: that it held.
         given: what it saw others give.
+        port: on which it listened; its invitations name it. 0 if it did not.
     """
 
     version: int
@@ -60,6 +61,7 @@ class KeptPeer(msgspec.Struct, frozen=True):
     contacts: tuple[Contact, ...] = ()
     membership: bytes = b""
     given: tuple[Row, ...] = ()
+    port: int = 0
 
     @classmethod
     def new(cls, entrance: Entrance, name: str, options: PeerOptions) -> KeptPeer:
@@ -172,8 +174,15 @@ class Keeping:
 
     def begin(self, peer: KeptPeer) -> None:
         """This is the peer to keep; contacts and the like come with `write`."""
-        before = () if self.found is None else self.found.contacts
-        self._peer = msgspec.structs.replace(peer, contacts=before)
+        if self.found is not None:
+            peer = msgspec.structs.replace(peer, contacts=self.found.contacts, port=self.found.port)
+        self._peer = peer
+
+    def on_port(self, port: int) -> None:
+        """It listens there; the next `write` says so."""
+        with self._writing:
+            if self._peer is not None:
+                self._peer = msgspec.structs.replace(self._peer, port=port)
 
     def write(self, contacts: Sequence[Contact], membership: bytes, given: tuple[Row, ...]) -> None:
         """Keep these from now on, and give a sign of life.

@@ -51,6 +51,11 @@ class Member:
         return self.run_id.rpartition("-")[0]
 
     @property
+    def began_it(self) -> bool:
+        """Whether this peer created the run, and did not join it."""
+        return self._presence is not None and self._presence.entrance.invitation is None
+
+    @property
     def reachability(self) -> Reachability:
         """How others reach this peer, and why not better: ``print(swarm.reachability.explain())``."""
         if self._presence is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -81,6 +82,31 @@ def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_
             assert bob.id in alice._services.peers.linked()
             with cs.join(alice.invite(), peer_name="carol") as carol:
                 assert carol.run_id == began.run_id
+
+
+def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path: Path) -> None:
+    began = cs.create("test-run", keep=tmp_path / "alice")
+    invitation = began.invite()
+    began.leave()
+    with resume(tmp_path / "alice") as alice, cs.join(invitation, peer_name="bob") as bob:
+        assert alice.id in bob._services.peers.linked()
+
+
+def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: Path) -> None:
+    began = cs.create("test-run", keep=tmp_path / "alice")
+    port = began._require_real().node.port
+    began.leave()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", port))
+        other.listen()
+        with resume(tmp_path / "alice") as alice:
+            assert alice.contact.addresses and alice._require_real().node.port != port
+
+
+def test_a_folder_of_a_member_does_not_begin_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
+    with cs.join(alice.invite(), keep=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
+        cs.create("test-run", keep=tmp_path / "bob")
 
 
 @pytest.mark.slow
