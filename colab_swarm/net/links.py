@@ -31,7 +31,9 @@ class LinkTable:
         self._by_peer: dict[PeerId, list[Link]] = {}
 
     def __iter__(self) -> Iterator[Link]:
-        return iter([link for links in list(self._by_peer.values()) for link in links])  # seen from other threads
+        return iter(
+            [link for links in list(self._by_peer.values()) for link in links]
+        )  # seen from other threads
 
     def __len__(self) -> int:
         return sum(len(links) for links in self._by_peer.values())
