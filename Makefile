@@ -16,10 +16,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/colab-swarm demo
 
-# Two workers, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
+# More workers than cores, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -r fEs $(NBVAL) tests tutorials
+	$(BIN)/python -m pytest -n 3 --dist loadfile -r fEs $(NBVAL) tests tutorials
 
 # Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
 $(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed
