@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 # More workers than cores, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile -r fEs $(NBVAL) tests tutorials
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs $(NBVAL) tests tutorials
 
 # Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
 $(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed
