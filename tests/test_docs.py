@@ -79,7 +79,7 @@ def test_commands_of_the_readme_are_there(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_ci_runs_what_the_readme_tells() -> None:
-    assert re.search(r"make .*\bcheck\b.*\btest\b", (ROOT / ".ci/run").read_text())
+    assert {"make check", "make test"} <= set((ROOT / ".ci/run").read_text().splitlines())
     assert "`make test`" in README and "`make check`" in README
 
 
