@@ -4,6 +4,8 @@ VENV := .venv
 CLASSIC := .venv-classic
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test classic binder check docs bench clean
 .NOTPARALLEL:
