@@ -191,9 +191,12 @@ def _invitation(invite: str | LanSwarm, *, came_before: bool) -> Invite:
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:
-    """The swarm of this process that is kept there."""
-    kept = (swarm for swarm in _open_swarms if not swarm.left and swarm.folder is not None)
-    return None if folder is None else next((one for one in kept if one.folder == folder_of(folder)), None)
+    """The swarm of this process that is kept there; one that is just leaving is waited for."""
+    for swarm in () if folder is None else [one for one in _open_swarms if one.folder == folder_of(folder)]:
+        if not swarm.left:
+            return swarm
+        swarm.leave()  # returns when the thread that leaves has done so
+    return None
 
 
 @contextlib.contextmanager

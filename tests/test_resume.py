@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -277,6 +278,31 @@ def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
         optimizer.step(samples=BATCH)
     with resume(tmp_path / "alice") as again:
         assert join_training(again, model()).global_step == optimizer.global_step
+
+
+def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
+    alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    leave, close = alice.leave, alice._averages.close
+
+    async def close_late() -> None:
+        reached.set()
+        await asyncio.to_thread(go_on.wait)
+        await close()
+
+    def leave_too() -> None:
+        go_on.set()
+        leave()
+
+    monkeypatch.setattr(alice._averages, "close", close_late)
+    monkeypatch.setattr(alice, "leave", leave_too)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert reached.wait(20) and alice.left and not go_on.is_set()
+    with resume(tmp_path / "alice") as again:
+        assert again is not alice and again.id == alice.id
+    leaving.join()
 
 
 def test_a_kernel_that_nobody_uses_leaves_too(alice: Swarm) -> None:
