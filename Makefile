@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test classic binder check docs bench clean
+.PHONY: demo test ordeal classic binder check docs bench clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -23,7 +23,11 @@ demo: $(VENV)/installed
 # More workers than cores, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs --durations=40 $(NBVAL) tests tutorials
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs -m "not ordeal" --durations=150 $(NBVAL) tests tutorials
+
+# Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
+ordeal: $(VENV)/installed
+	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
 # Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
 $(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed

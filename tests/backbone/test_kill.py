@@ -131,6 +131,7 @@ def scene(folder: Path) -> Iterator[Scene]:
             process.kill()
 
 
+@pytest.mark.ordeal
 def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -> None:
     with scene(tmp_path) as run:
         backbone, before = run.backbone()

@@ -6,6 +6,7 @@ from colab_swarm.bench import averaging
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = {row.key: row.value for row in averaging.run(quick=True).rows}
     assert figures["averaging.success"] == 1

@@ -15,6 +15,7 @@ def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_the_quick_benchmark_gives_all_figures() -> None:
     figures = {row.key: row.value for row in dht.run(quick=True).rows}
     assert figures["dht.found_10k"] >= 0.98 and figures["dht.hops_10k"] <= 6.6

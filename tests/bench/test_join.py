@@ -31,6 +31,7 @@ def test_a_form_is_filled_in_line_by_line() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_newcomer_is_counted_within_fifteen_seconds_of_pasting_the_line() -> None:
     figures = {row.key.removeprefix("join."): row.value for row in join.run(quick=True).rows}
     assert figures["counted_s"] < 15 * 2  # the goal is for a machine that does nothing else

@@ -8,6 +8,7 @@ from colab_swarm.bench import overhead, soak
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_the_overhead_benchmark_runs_and_tells_every_figure() -> None:
     figures = {row.key: row.value for row in overhead.run(quick=True).rows}
     assert figures.keys() >= {"overhead.throughput_ratio", "overhead.memory_mib", "join.first_sample_s"}
@@ -16,6 +17,7 @@ def test_the_overhead_benchmark_runs_and_tells_every_figure() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_two_virtual_hours_of_churn_leave_nobody_stuck() -> None:
     figures = {row.key: row.value for row in soak.run(quick=True).rows}
     assert figures["soak.stuck_peers"] == 0 and figures["soak.caught_up"] > 0

@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_watching_costs_little_and_leaves_nothing_behind() -> None:
     pytest.importorskip("nbclient")
     from colab_swarm.bench import panel

@@ -30,6 +30,7 @@ def test_updates_are_timed_and_absent_programs_told(
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
     figures = {row.key: row.value for row in parameter_store.run(quick=True).rows}

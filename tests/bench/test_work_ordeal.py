@@ -10,6 +10,7 @@ from colab_swarm.bench.work_ordeal import ordeal
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_every_unit_is_assimilated_exactly_once_whoever_is_killed(tmp_path: Path) -> None:
     endured = ordeal(tmp_path, kills=3, epochs=3)
     assert endured.coordinator_kills == 3

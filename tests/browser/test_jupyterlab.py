@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
@@ -33,6 +34,7 @@ def kernels(lab: Lab) -> set[psutil.Process]:
     return set(psutil.Process(lab.process.pid).children(recursive=True))
 
 
+@pytest.mark.ordeal
 def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, artifacts: Path) -> None:
     alice = lab.open(window, "alice", ALICE)
     invite = alice.run(0).strip()

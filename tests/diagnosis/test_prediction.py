@@ -138,6 +138,7 @@ def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) 
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_two_peers_train_as_fast_as_the_doctor_predicted() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a core for each of the two

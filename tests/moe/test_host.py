@@ -256,6 +256,7 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_path: Path) -> None:
     """Every 10 s for two minutes a random host dies and another comes; experts are taken over before the next dies."""
 

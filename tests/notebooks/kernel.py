@@ -14,7 +14,7 @@ from colab_swarm.bench.join import code_cells, filled_in
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-CELL_TIMEOUT_S = 120
+CELL_TIMEOUT_S = 300
 
 
 class CellFailed(AssertionError):

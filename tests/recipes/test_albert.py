@@ -59,6 +59,7 @@ def test_another_seed_gives_another_model_and_other_randomness_is_untouched(
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_tiny_albert_learns_the_python_documentation(tokenizer: PreTrainedTokenizerFast) -> None:
     model, batches = albert("tiny", tokenizer=tokenizer, batch_size=32)
     optimizer = Lamb(parameter_groups(model), lr=1e-2)

@@ -212,6 +212,7 @@ BUDGET = Budget(mbit_s=2.5)
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_peer_within_its_budget_costs_the_swarm_less_than_one_that_reduces_nothing() -> None:
     free, _ = play()
     thrifty, mbit_s = play(budget=BUDGET)

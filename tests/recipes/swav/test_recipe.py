@@ -36,6 +36,7 @@ def parameters_of(model: Swav) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_tiny_swav_learns_to_tell_digits_that_it_was_never_told() -> None:
     from sklearn.datasets import load_digits
     from sklearn.neighbors import KNeighborsClassifier
