@@ -5,11 +5,12 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 - Two peers hold equal parameters exactly when their *lineages* are equal: the lineage is a digest chained over the
   initial parameters and every averaged gradient applied since.
 - The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that
-  step the lineage held by most of them (ties: the smaller digest). A peer that is not on the branch catches up by
-  downloading the state; so one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be
-  dialled have no vote while others can: among themselves they could neither form a round nor give their state.
-  Peers that could not give the state of the step that they claim have no vote for `DISTRUST_S`. Peers that are paused
-  have none either: they stay where they are, which must not hold the others back.
+  step the lineage held by most of them (ties: that of the smallest peer id; digests depend on how a processor rounds,
+  and a simulation goes the same way on all). A peer that is not on the branch catches up by downloading the state; so
+  one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be dialled have no vote while
+  others can: among themselves they could neither form a round nor give their state. Peers that could not give the
+  state of the step that they claim have no vote for `DISTRUST_S`. Peers that are paused have none either: they stay
+  where they are, which must not hold the others back.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
   at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
   their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
@@ -246,13 +247,14 @@ def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
     trainers = {peer: record for peer, record in records.items() if not record.syncing}
     if not trainers:
         return None
-    awake = [record for record in trainers.values() if not record.paused] or list(trainers.values())
+    ordered = [trainers[peer] for peer in sorted(trainers)]
+    awake = [record for record in ordered if not record.paused] or ordered
     voters = [record for record in awake if record.reduces] or awake
     for step in sorted({record.step for record in voters}, reverse=True):
         if 2 * sum(record.step >= step for record in voters) >= len(voters):
             break
     votes = Counter(record.lineage for record in voters if record.step == step)
-    lineage = min(votes, key=lambda digest: (-votes[digest], digest))
+    lineage = votes.most_common(1)[0][0]  # of equals the first
     there = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
     return Branch(step, lineage, frozenset(there))
 

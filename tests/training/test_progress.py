@@ -39,11 +39,18 @@ def test_half_the_peers_ahead_move_the_swarm_and_the_rest_is_behind() -> None:
     assert swarm.branch().peers == {BOB, DAVE} and swarm.behind
 
 
-def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smaller_digest() -> None:
+def test_the_lineage_of_most_peers_wins_and_ties_go_to_the_smallest_peer_id() -> None:
     most = progress(record(5, b"b"), {BOB: record(5, b"b"), CAROL: record(5, b"a")})
     assert most.branch().lineage == b"b"
-    tie = progress(record(5, b"b"), {BOB: record(5, b"a")})
-    assert tie.branch().lineage == b"a" and tie.behind
+    tie = progress(record(5, b"b"), {DAVE: record(5, b"a"), CAROL: record(5, b"b"), BOB: record(5, b"a")})
+    assert tie.branch().lineage == b"b" and not tie.behind
+
+
+@pytest.mark.parametrize("lineages", [(b"a", b"b", b"c"), (b"c", b"b", b"a"), (b"b", b"c", b"a")])
+def test_digests_which_differ_between_processors_do_not_decide_a_tie(lineages: tuple[bytes, ...]) -> None:
+    own, *others = (record(5, lineage, reduces=False) for lineage in lineages)
+    alone = progress(own, dict(zip((CAROL, BOB), others, strict=True)))
+    assert alone.branch().peers == {ALICE} and not alone.behind
 
 
 def test_one_step_ahead_on_the_same_path_waits_for_the_branch_to_follow() -> None:
