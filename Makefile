@@ -23,7 +23,7 @@ demo: $(VENV)/installed
 # More workers than cores, for most tests wait for peers and clocks; what is in a file stays together, as a notebook's cells must.
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs -m "not ordeal" --durations=150 $(NBVAL) tests tutorials
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs -m "not ordeal" --durations=40 $(NBVAL) tests tutorials
 
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
 ordeal: $(VENV)/installed

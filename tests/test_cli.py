@@ -51,6 +51,7 @@ def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_the_demo_trains_while_one_peer_is_killed_and_another_joins() -> None:
     done = run("demo", "--steps", "16")
     assert done.returncode == 0, done.stdout + done.stderr

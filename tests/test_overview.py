@@ -103,6 +103,7 @@ def test_who_only_assists_sees_who_trains() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_killed_process_shows_within_five_seconds_why_it_is_gone() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
         command = [sys.executable, "-c", textwrap.dedent(TRAINER), alice.invite()]

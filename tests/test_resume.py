@@ -222,6 +222,7 @@ def kernel(*arguments: str) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swarm, tmp_path: Path) -> None:
     optimizer = join_training(alice, net := model())
     stop = threading.Event()

@@ -118,6 +118,7 @@ def test_a_peer_of_little_use_leaves_the_computing_to_others_where_averaging_is_
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_who_computes_is_nearly_as_good_as_the_best_of_all_subsets() -> None:
     reached: list[float] = []
     for seed in range(200):
@@ -211,6 +212,7 @@ def test_who_is_not_the_bottleneck_is_not_kept_waiting_by_who_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_64_peers_are_planned_in_50_ms() -> None:
     took: list[float] = []
     for seed in range(15):

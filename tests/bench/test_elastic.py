@@ -38,6 +38,7 @@ def test_what_goes_over_a_slow_link_and_back_takes_twice_its_delay() -> None:
 
 @needs_root
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
     report = Report("elastic", True)
     add_speed(report, Plan(seeds=1, steps=35))

@@ -37,6 +37,7 @@ def test_the_model_can_be_a_residual_network() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_every_measured_distance_is_within_its_bound() -> None:
     report = Report("elastic", True)
     ratios(report, Images(), steps=10, peers=3)
@@ -47,6 +48,7 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_error_feedback_saves_topk_and_nothing_else_does() -> None:
     report = Report("elastic", True)
     compressions(report, Images(), COMPRESSED, seeds=1)

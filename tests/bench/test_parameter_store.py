@@ -15,6 +15,7 @@ def absent() -> AbstractContextManager[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_updates_are_timed_and_absent_programs_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from tests.workunits.digits import digits_job
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_run_depends_on_its_seeds_alone_and_learns() -> None:
     job = digits_job(rows=160, subsets=8, max_epochs=3, alpha=0.5, local_epochs=4, batch_size=8)
     first, again, other = (train_by_volunteers(job, seed=seed) for seed in (0, 0, 1))
@@ -21,6 +22,7 @@ def test_a_run_depends_on_its_seeds_alone_and_learns() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_larger_alpha_learns_later_and_scatters_less() -> None:
     runs = {
         alpha: train_by_volunteers(
@@ -32,6 +34,7 @@ def test_a_larger_alpha_learns_later_and_scatters_less() -> None:
     assert vc_asgd._spread([runs[0.5]]) > vc_asgd._spread([runs[0.95]])
 
 
+@pytest.mark.ordeal
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     epochs = [Epoch(0.5, 0.4, 0.6, 1.0), Epoch(0.7, 0.6, 0.8, 2.0)]
     plot(Curves("vc-asgd", True, epochs={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png")

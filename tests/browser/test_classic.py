@@ -57,6 +57,7 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 
+@pytest.mark.ordeal
 def test_the_first_tutorial_runs_there_too(classic: Classic, window: Window, artifacts: Path) -> None:
     cells = code_cells(TUTORIALS[0])
     first_part = cells[: next(number for number, cell in enumerate(cells) if PART_TWO in cell)]

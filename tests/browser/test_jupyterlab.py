@@ -71,6 +71,7 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 
+@pytest.mark.ordeal
 def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
     lab: Lab, window: Window, artifacts: Path
 ) -> None:

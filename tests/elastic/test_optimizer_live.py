@@ -32,6 +32,7 @@ def start(invite: str, dies_at: int) -> subprocess.Popen[str]:
     return subprocess.Popen(words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.ordeal
 def test_when_a_peer_is_killed_in_mid_step_the_others_go_on_within_two_seconds_and_inside_the_bound() -> None:
     with cs.create("elastic", peer_name="alice", options=OPTIONS) as alice:
         others = [start(str(alice.invite()), dies_at) for dies_at in (DIES_AT, STEPS)]

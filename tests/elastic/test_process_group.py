@@ -45,6 +45,7 @@ def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_pa
     torch.testing.assert_close(elastic[0], torch.load(tmp_path / "ddp 0"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.ordeal
 def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
     assert run_ranks("late", tmp_path) == [0, 0]
     for rank in range(RANKS):
@@ -52,11 +53,13 @@ def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
         assert (late - reference(STEPS)).abs().max() < 0.2
 
 
+@pytest.mark.ordeal
 def test_a_rank_that_dies_is_lost_and_the_other_goes_on(tmp_path: Path) -> None:
     assert run_ranks("die", tmp_path) == [0, -signal.SIGKILL]
     assert (tmp_path / "lost").read_text() == f"{2 * DIES_AT - 1} (1,)"
 
 
+@pytest.mark.ordeal
 def test_ranks_with_different_settings_are_told(tmp_path: Path) -> None:
     assert run_ranks("differ", tmp_path) == [0, 0]
     for rank in range(RANKS):

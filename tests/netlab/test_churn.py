@@ -37,6 +37,7 @@ def open_files(peer: LabPeer) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_everybody_reaches_everybody_while_peers_come_and_go_and_the_relays_keep_nothing_of_them() -> None:
     rng = Random(1)
     with Lab(*(Site(host, nat=nat) for host, nat in HOSTS.items()), public=("pub", "pub2")) as lab:

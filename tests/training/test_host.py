@@ -78,6 +78,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
     assert (tmp_path / "0.checkpoint").exists() and not (tmp_path / "1.checkpoint").exists()
 
 
+@pytest.mark.ordeal
 def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
     assert run_ranks("equal", tmp_path) == [0, 0]
     for rank in range(RANKS):
@@ -91,13 +92,16 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
     )
 
 
+@pytest.mark.ordeal
 def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
     assert run_ranks("delay", tmp_path) == [0, 0]
     seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
     assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
 
 
-@pytest.mark.parametrize("victim", range(RANKS))
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(rank, marks=pytest.mark.ordeal) for rank in range(1, RANKS))]
+)
 def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / f"victim {victim}"
     folder.mkdir()
@@ -107,6 +111,7 @@ def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: i
     assert f"at rank {1 - victim} a rank was missed that has died" in told
 
 
+@pytest.mark.ordeal
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     assert run_ranks("hang", tmp_path) == [0, 0]
     told = (tmp_path / "error 0").read_text()

@@ -152,6 +152,7 @@ def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
     budget = Budget(gb_per_hour=0.01)
 

@@ -212,6 +212,7 @@ def test_a_peer_with_another_model_is_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_two_halves_of_a_broken_network_grow_together_again() -> None:
     with simulation(4) as sim:
         sim.network.at(4.0).partition({"alice", "bob"}, {"carol", "dave"})
