@@ -135,6 +135,7 @@ def test_liars_neither_choose_the_groups_nor_spoil_the_mean() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_failures_make_the_survivors_vote_for_smaller_groups() -> None:
     calm, rough = play(Town(16)), play(Town(16, doomed=some(0.3, 1)), passes=2)
     assert len(rough.fired) >= 4

@@ -125,7 +125,7 @@ def test_a_view_can_be_read_on_narrow_pages_in_both_themes(
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
 
 
-@pytest.fixture(params=["Light", "Dark"])
+@pytest.fixture(params=["Light", pytest.param("Dark", marks=pytest.mark.ordeal)])
 def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """JupyterLab in one of its themes."""
     lab.choose("apputils-extension:themes", {"theme": f"JupyterLab {request.param}"})

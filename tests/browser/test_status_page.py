@@ -38,7 +38,7 @@ def site() -> Iterator[Site[JobStatus]]:
     site.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ordeal)])
 def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
     site: Site[JobStatus], browser: Any, artifacts: Path, scheme: str
 ) -> None:

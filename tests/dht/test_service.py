@@ -234,6 +234,7 @@ def test_a_key_of_a_wrong_length_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_records_follow_the_peers_that_come_and_go() -> None:
     async def main() -> tuple[Any, int]:
         network, members = await swarm(6)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.notebooks.kernel import Kernel, opened
 
-SECONDS, TRIES = 5, 8
+SECONDS, TRIES = 5, 24
 
 
 def come_in(kernel: Kernel, **form: object) -> str:

@@ -99,9 +99,8 @@ def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tm
     assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
 
 
-@pytest.mark.parametrize(
-    "victim", [0, *(pytest.param(rank, marks=pytest.mark.ordeal) for rank in range(1, RANKS))]
-)
+@pytest.mark.ordeal
+@pytest.mark.parametrize("victim", range(RANKS))
 def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / f"victim {victim}"
     folder.mkdir()

@@ -172,6 +172,7 @@ def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
     async def main() -> None:
         job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
