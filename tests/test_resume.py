@@ -222,7 +222,6 @@ def kernel(*arguments: str) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-@pytest.mark.ordeal
 def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swarm, tmp_path: Path) -> None:
     optimizer = join_training(alice, net := model())
     stop = threading.Event()
@@ -301,9 +300,12 @@ def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
     leaving = threading.Thread(target=leave)
     leaving.start()
     assert reached.wait(20) and alice.left and not go_on.is_set()
-    with resume(tmp_path / "alice") as again:
-        assert again is not alice and again.id == alice.id
-    leaving.join()
+    try:
+        with resume(tmp_path / "alice") as again:
+            assert again is not alice and again.id == alice.id
+    finally:
+        go_on.set()
+        leaving.join()
 
 
 def test_a_kernel_that_nobody_uses_leaves_too(alice: Swarm) -> None:

@@ -83,7 +83,7 @@ def run(quick: bool) -> Report:
         report.add(f"albert.{name}_s", step.delayed_s, "s", note)
         report.add(f"albert.{name}_sequential_s", step.sequential_s, "s", "without delayed updates")
     _gains(report, steps)
-    _scaling(report, vector, batch_s, (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64))
+    _scaling(report, vector, batch_s, (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
     _whole_peers(report, batch_s, scale=16 if quick else 4)
     return report
 

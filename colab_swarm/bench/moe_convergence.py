@@ -313,7 +313,7 @@ def scenes(like: Scene, most_experts: int) -> Iterator[tuple[str, Scene]]:
 def run(quick: bool = False, faithful: bool = False) -> Curves:
     """All scenes, several seeds each."""
     report = Curves("moe-convergence", quick)
-    seeds, batches, evaluations = (1, 120, 6) if quick else (3, 1600, 20)
+    seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
     threads, digits = torch.get_num_threads(), Digits()
     torch.set_num_threads(1)  # tensors are tiny

@@ -77,7 +77,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
-    epochs, subsets = (4, 10) if quick else (EPOCHS, SUBSETS)
+    epochs, subsets = (8, 20) if quick else (EPOCHS, SUBSETS)
     plan = WorkPlan(
         subsets=subsets,
         max_epochs=epochs,

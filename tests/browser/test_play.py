@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
 
@@ -36,7 +34,6 @@ Asking().try_model(None, model, Classes("0123456789", shape=(1, 8, 8), ink=1.0))
 ]
 
 
-@pytest.mark.ordeal
 def test_a_peer_is_killed_and_brought_back_between_two_cells(
     lab: Lab, window: Window, artifacts: Path
 ) -> None:

@@ -37,7 +37,6 @@ def run_ranks(scenario: str, folder: Path) -> list[int]:
             rank.wait()
 
 
-@pytest.mark.ordeal
 def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_path: Path) -> None:
     assert run_ranks("equal", tmp_path) == [0, 0]
     elastic = [torch.load(tmp_path / f"elastic {rank}") for rank in range(RANKS)]

@@ -20,12 +20,13 @@ def wait_told(program: Program, event: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 @pytest.mark.parametrize(
     ("flags", "reached"),
     [
-        pytest.param((), "punched", marks=pytest.mark.ordeal),
-        pytest.param(("--no-punch",), "relayed by", marks=pytest.mark.ordeal),
-        pytest.param(("--no-listen", "--no-relays", "--no-punch"), "outgoing only", marks=pytest.mark.ordeal),
+        ((), "punched"),
+        (("--no-punch",), "relayed by"),
+        (("--no-listen", "--no-relays", "--no-punch"), "outgoing only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

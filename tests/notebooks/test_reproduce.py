@@ -14,7 +14,7 @@ HOLDS = {
     "albert": [
         "1.2 < figures['load_balancing_gain'] < figures['auxiliary_gain'] < 1.9",
         "figures['part_time_share'] > 0.65",  # coarser chunks than at full size
-        "figures['scaling_high_bandwidth_16_s'] < figures['scaling_high_bandwidth_4_s'] / 3.5",
+        "figures['scaling_high_bandwidth_64_s'] < figures['scaling_high_bandwidth_8_s'] / 7",
         "figures['whole_peers_s'] < figures['whole_peers_sequential_s']",
     ],
     "strategy": [
