@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -80,6 +81,12 @@ def is_local(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether this is an address of the machine itself."""
     return host == "::1" or host.removeprefix("::ffff:").startswith("127.")
+
+
+def only_local(contacts: Iterable[Contact]) -> bool:
+    """Return True if there are addresses and all are private: nobody outside this network can dial one."""
+    hosts = [host_of(address) for contact in contacts for address in contact.addresses]
+    return bool(hosts) and all(map(is_local, hosts))
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:

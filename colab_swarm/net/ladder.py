@@ -46,6 +46,8 @@ class Reachability:
     def __str__(self) -> str:
         if self.rung is Rung.TUNNEL:
             return f"tunnel {self.via}"
+        if self.rung is Rung.UNVERIFIED and self.addresses and all(map(_is_local, self.addresses)):
+            return "listening in the local network, nobody has tried yet"
         return f"{self.rung.value} by {self.via}" if self.via else self.rung.value
 
     def explain(self) -> str:
@@ -152,8 +154,8 @@ class Ladder:
         """Public and private addresses that somebody has dialled, and whether somebody outside has tried."""
         worked = {one for report in self._reports.values() for one, fault in report.outcomes if not fault}
         known = [address for address in self.listening if address in worked]
-        public = [address for address in known if not is_local(host_of(address))]
-        local = [address for address in known if is_local(host_of(address))]
+        public = [address for address in known if not _is_local(address)]
+        local = [address for address in known if _is_local(address)]
         return public, local, any(report.outside for report in self._reports.values())
 
     def _why_not(self, *, local: bool) -> str:
@@ -163,12 +165,16 @@ class Ladder:
             one: fault
             for report in self._reports.values()
             for one, fault in report.outcomes
-            if fault and is_local(host_of(one)) == local
+            if fault and _is_local(one) == local
         }
         if tried:
             address, fault = next(iter(tried.items()))
             return f"dialled back at {address}, {fault}; a NAT or firewall keeps it out"
         kind = "private" if local else "public"
-        if not any(is_local(host_of(address)) == local for address in self.listening):
+        if not any(_is_local(address) == local for address in self.listening):
             return f"this machine has no {kind} address"
         return "nobody has tried" if not self._reports else "no peer outside this network has tried"
+
+
+def _is_local(address: str) -> bool:
+    return is_local(host_of(address))

@@ -73,3 +73,8 @@ def test_a_changed_network_voids_the_evidence() -> None:
 def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
     one = Ladder(("ws://swarm.example:4500",), trusted=True)
     assert one.decide().rung is Rung.DIRECT and one.decide().addresses == ("ws://swarm.example:4500",)
+
+
+def test_private_addresses_that_nobody_tried_are_called_so() -> None:
+    assert str(ladder().decide()) == "listening in the local network, nobody has tried yet"
+    assert str(ladder(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
