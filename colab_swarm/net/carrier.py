@@ -39,6 +39,12 @@ class Path:
     remote: HostPort | None = None
     address: str = ""
 
+    @property
+    def seen_host(self) -> str:
+        """IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
+        hidden = self.remote is None or self.way in (Way.RELAYED, Way.TUNNEL)
+        return "" if hidden or self.remote is None else self.remote[0]
+
     def __str__(self) -> str:
         return self.way.value if self.relay is None else f"{self.way.value} by {short(self.relay)}"
 

@@ -15,11 +15,11 @@ from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import Fault
 from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
+from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import Way
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.reachability import _may_try
 from colab_swarm.net.relay import (
     Accepted,
     Books,
@@ -251,16 +251,29 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
     [
         ("ws://198.51.100.7:22", "198.51.100.7", True),
         ("ws://198.51.100.7:22", "203.0.113.9", False),
-        ("ws://[2001:db8::1]:22", "203.0.113.9", True),
-        ("ws://198.51.100.7:22", "192.168.1.2", True),
+        ("ws://[2001:db8::1]:22", "203.0.113.9", False),
+        ("ws://198.51.100.7:22", "2001:db8::1", False),
+        ("ws://[2001:db8::1]:22", "2001:db8:0::1", True),
+        ("ws://198.51.100.7:22", "::ffff:198.51.100.7", True),
+        ("ws://198.51.100.7:22", "192.168.1.2", False),
+        ("ws://198.51.100.7:22/relay/" + "0" * 64, "198.51.100.7", False),
         ("ws://metadata.internal:80", "203.0.113.9", False),
+        ("ws://192.168.1.1:80", "192.168.1.2", False),
+        ("ws://192.168.1.2:80", "192.168.1.2", True),
+        ("ws://169.254.169.254:80", "192.168.1.2", False),
+        ("ws://169.254.169.254:80", "127.0.0.1", False),
         ("ws://192.168.1.1:80", "", False),
         ("ws://127.0.0.1:80", "", False),
-        ("ws://198.51.100.7:22", "", True),
+        ("ws://127.0.0.1:80", "192.168.1.2", False),
+        ("ws://[::1]:80", "127.0.0.1", True),
+        ("ws://127.evil.example:80", "127.0.0.1", False),
+        ("ws://2130706433:80", "127.0.0.1", False),
+        ("ws://198.51.100.7:22", "", False),
+        ("ws://198.51.100.7:22", "no address", False),
     ],
 )
 def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
-    assert _may_try(address, seen) is may
+    assert may_dial_back(address, seen) is may
 
 
 @pytest.mark.parametrize(("remote", "way"), [("203.0.113.9", Way.DIRECT), ("127.0.0.1", Way.TUNNEL)])
