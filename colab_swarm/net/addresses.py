@@ -71,6 +71,12 @@ def is_local(host: str) -> bool:
     return ip is not None and any(ip in network for network in _LOCAL)
 
 
+def is_public(host: str) -> bool:
+    """Return True if this is an IP address of one machine on the internet."""
+    ip = _ip(host)
+    return ip is not None and ip.is_global and not ip.is_multicast
+
+
 def is_loopback(host: str) -> bool:
     """Whether this is an address of the machine itself."""
     ip = _ip(host)

@@ -31,6 +31,7 @@ class Path:
         relay: who relays, if it is relayed.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
         address: the dial address that worked, empty where this end did not dial.
+        caller_host: IP address at which the relay says it sees the caller, empty if it does not say.
     """
 
     way: Way = Way.DIRECT
@@ -38,6 +39,7 @@ class Path:
     local: HostPort | None = None
     remote: HostPort | None = None
     address: str = ""
+    caller_host: str = ""
 
     @property
     def seen_host(self) -> str:
