@@ -207,8 +207,8 @@ def _keep(options: argparse.Namespace) -> None:
 
     file = read_run_file(options.run)
     with serve(file, i_have_read_the_terms=options.i_have_read_the_terms) as served:
-        facts = {"invite": served.invite, "dashboard": served.dashboard}
-        _stay(served.swarm, options, {kind: fact for kind, fact in facts.items() if fact})
+        dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
+        _stay(served.swarm, options, served.invite.facts | dashboard)
 
 
 def _found(options: argparse.Namespace) -> None:
@@ -222,7 +222,7 @@ def _found(options: argparse.Namespace) -> None:
         i_have_read_the_terms=options.i_have_read_the_terms,
     ) as swarm:
         swarm.assist()
-        _stay(swarm, options, {"invite": str(swarm.invite(hours=options.hours))})
+        _stay(swarm, options, swarm.invite(hours=options.hours).facts)
 
 
 def _relay(options: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from colab_swarm.errors import InviteError
+from colab_swarm.net.addresses import only_local
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, in_words
 from colab_swarm.net.peers import UNDECODABLE, Contact, Role
@@ -32,6 +33,11 @@ MAX_CHARACTERS = 8192
 MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
+LOCAL_ONLY = (
+    "Only peers in the same local network can use this invitation, because all its addresses are private: to let in "
+    "others, open a tunnel (cs.PeerOptions(tunnel='ngrok')), begin the run on a machine with a public address "
+    "(colab-swarm backbone), or let a peer of this network that has one relay (colab-swarm relay)."
+)
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 
 Access: TypeAlias = Literal["open", "invite", "allowlist"]
@@ -93,6 +99,11 @@ class Invite(Signed, frozen=True):
     def name(self) -> str:
         """The run's name for people."""
         return self.run_id.rpartition("-")[0]
+
+    @property
+    def warning(self) -> str:
+        """One sentence if only some peers can use the invitation, with the ways out; else empty."""
+        return LOCAL_ONLY if only_local(self.entries) else ""
 
     @property
     def key(self) -> Identity:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import overload
 
 from colab_swarm.access import Entrance
-from colab_swarm.credentials import find_secret, require_secret
+from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
@@ -20,7 +20,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role, short
-from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.net.tunnels import settings_of
 from colab_swarm.presence import DEFAULT_OPTIONS, PeerOptions, Presence, assemble
 from colab_swarm.runtime import Runtime
 from colab_swarm.session_clock import SessionClock, session_age_s
@@ -256,12 +256,8 @@ def _open(
 
 def _with_tunnel(options: PeerOptions) -> PeerOptions:
     """The options with the tunnel's token, which is asked for on the user's thread."""
-    if options.tunnel == "ngrok":
-        where = "get one at https://dashboard.ngrok.com/get-started/your-authtoken"
-        token = require_secret("NGROK_AUTHTOKEN", help=where)
-        return replace(options, tunnel=TunnelSettings("ngrok", auth_token=token))
     if isinstance(options.tunnel, str):
-        return replace(options, tunnel=TunnelSettings(options.tunnel))
+        return replace(options, tunnel=settings_of(options.tunnel))
     return options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
@@ -13,7 +14,10 @@ from colab_swarm.runtime import Runs
 from colab_swarm.training.settings import Services
 from colab_swarm.trust.contributions import Contribution
 from colab_swarm.trust.service import Trust
+from colab_swarm.widgets.environment import in_notebook
 from colab_swarm.widgets.invitation import Invitation
+
+logger = logging.getLogger(__name__)
 
 
 class Who(TypedDict):
@@ -82,6 +86,8 @@ class Member:
             uses: how many peers may; any number by default. The authority counts, so it has to be there then.
             settings: suggestions for training, such as ``{"target_batch_size": 4096}``.
 
+        If only peers in the same local network can use it, its ``warning`` says so, and notebooks show that.
+
         Raises:
             JoinError: nobody could use it: no known peer accepts connections.
             PermissionError: only the authority can make such an invitation.
@@ -91,12 +97,15 @@ class Member:
         invite = self._runtime.call(_invite(presence, role, hours, uses))
         if settings is not None:
             invite = invite.with_settings(settings)
+        if invite.warning and not in_notebook():  # notebooks show it with the invitation
+            logger.warning(invite.warning)
         return Invitation(
             str(invite),
             run=self.run,
             role=invite.role.name.lower(),
             expires_at=invite.expires_at,
             uses=invite.uses or None,
+            warning=invite.warning,
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,7 @@ TRAINERS_S = 3.0
 """How often a peer that does not train itself reads who does."""
 ENERGY_S = 5.0
 RATE_S = 5.0
+_SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
@@ -294,10 +296,8 @@ class Overview:
         lines = []
         events = sorted([*_news(self._rare), *self._routine], key=lambda event: event.at)
         for event in events[-LOG_LINES:]:
-            line = describe(event)
-            for id, name in self._names.items():
-                line = line.replace(id, name)
-            lines.append(line)
+            # in one pass: peers choose their names, and one may choose another's id
+            lines.append(_SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event)))
         return lines
 
 

@@ -17,7 +17,9 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerLeft
+from colab_swarm.invite import LOCAL_ONLY
 from colab_swarm.markup import settings
+from colab_swarm.net.addresses import only_local
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -314,9 +316,10 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
         for one in tries:
             one.cancel()
         await asyncio.gather(*tries, return_exceptions=True)
-    told = "; ".join(dict.fromkeys(reasons))
+    told, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
     raise JoinError(
-        f"no peer of this invitation could be reached: {told}. Are they still running? Ask for a new invitation"
+        f"no peer of this invitation could be reached: {told}.{hint} Are they still running? "
+        "Ask for a new invitation"
     )
 
 

@@ -35,6 +35,17 @@ def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
     assert told["event"] == "invite" and told["invite"].split("#")[1].startswith("test-run.")
 
 
+def test_a_backbone_warns_of_an_invitation_that_only_its_own_network_can_use() -> None:
+    command = [*COMMAND, "backbone", "test-run", "--json-lines", "--no-lan"]
+    command += ["--announce", "ws://192.168.1.5:4500"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+    assert [one["event"] for one in told] == ["invite", "warning"]
+    assert "same local network" in told[1]["warning"]
+
+
 @pytest.mark.slow
 def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
     with cs.create("cli-experts", options=cs.PeerOptions(lan=False)) as swarm:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -43,9 +45,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def colab(monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
     """As if on Colab."""
-    for name in ("google", "google.colab"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["google.colab"], "userdata", store(answer), raising=False)
+    module = module_from_spec(ModuleSpec("google.colab", None))
+    monkeypatch.setattr(module, "userdata", store(answer), raising=False)
+    monkeypatch.setitem(sys.modules, "google.colab", module)
 
 
 def kaggle(monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
@@ -133,3 +135,8 @@ def test_a_secret_does_not_show_itself() -> None:
     secret = find_secret(NAME, "hush")
     assert isinstance(secret, Secret) and secret == "hush"
     assert "hush" not in repr(secret) + repr([secret]) + repr({"token": secret})
+
+
+def test_the_stand_in_for_colab_is_found_as_an_installed_module_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    colab(monkeypatch, "hush")
+    assert find_spec("google.colab")  # accelerate, which transformers imports, looks for it

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import InviteError
-from colab_swarm.invite import PROJECT_URL, VERSION, Invite, _check, role_named
+from colab_swarm.invite import LOCAL_ONLY, PROJECT_URL, VERSION, Invite, _check, role_named
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, MembershipAdmission
 from colab_swarm.net.membership import Membership as Member
@@ -192,3 +192,24 @@ def test_any_text_gives_an_invitation_or_one_clear_sentence(text: str) -> None:
 def test_a_whole_page_pasted_is_refused() -> None:
     with pytest.raises(InviteError, match="no invitation"):
         Invite.parse("x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "local"),
+    [
+        (("ws://127.0.0.1:1", "ws://192.168.1.5:1"), True),
+        (("ws://172.28.0.12:1",), True),
+        (("ws://[fd00::1]:1",), True),
+        ((f"ws://10.0.0.7:1/relay/{'0' * 64}",), True),
+        (("ws://192.168.1.5:1", "ws://203.0.113.7:1"), False),
+        (("wss://words.ngrok.app",), False),
+        ((f"ws://203.0.113.7:1/relay/{'0' * 64}",), False),
+        (("ws://[2001:db8::1]:1",), False),
+    ],
+)
+def test_an_invitation_warns_if_all_its_addresses_are_private(
+    addresses: tuple[str, ...], local: bool
+) -> None:
+    invite = OPEN.with_entries([Contact(ENTRY.id, addresses)])
+    assert invite.warning == (LOCAL_ONLY if local else "")
+    assert LOCAL_ONLY.count(". ") == 0 and all(way in LOCAL_ONLY for way in ("tunnel", "backbone", "relay"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -102,3 +103,11 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
         await _close(services, presence)
 
     run(main())
+
+
+def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.ngrok.find_spec", lambda name: None)
+    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
+        cs.create("my-run", options=PeerOptions(lan=False, tunnel="ngrok"))

@@ -17,7 +17,7 @@ from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
-BOB = "b0b00000" * 8
+ALICE, BOB, EVE = "a11ce000" * 8, "b0b00000" * 8, "e5e00000" * 8
 
 
 def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
@@ -202,3 +202,17 @@ def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
             alice.events.emit(StepFinished(1.0 + step, step, 12.0, 1.0))
         first, *_, last = alice.snapshot().log
         assert first == "b0b00000 is gone: it was killed" and last == "step 49: 12 samples"
+
+
+def test_a_name_that_is_another_peers_id_does_not_rename_that_peer() -> None:
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        overview = alice._overview
+        overview._names = {EVE[:8]: BOB[:8], BOB[:8]: "bob", "c0ffee00": "carol"}
+        for at, peer in enumerate((EVE, BOB, ALICE)):
+            alice.events.emit(PeerLeft(float(at), peer, "it left (c0ffee00)"))
+        assert list(overview._log()) == [
+            "b0b00000 is gone: it left (carol)",  # eve's name, and no one else's
+            "bob is gone: it left (carol)",
+            "a11ce000 is gone: it left (carol)",
+        ]

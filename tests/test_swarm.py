@@ -21,7 +21,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.errors import InviteError, JoinError
 from colab_swarm.events import PeerJoined, RoundFinished, StateReceived
-from colab_swarm.invite import Invite
+from colab_swarm.invite import LOCAL_ONLY, Invite
+from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.presence import PeerOptions
 from colab_swarm.swarm import Swarm
@@ -75,7 +76,9 @@ def test_a_name_that_cannot_be_one_raises_at_once() -> None:
 def test_an_invitation_nobody_answers_says_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ws://127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(JoinError, match=f"{address}.*Ask for a new invitation"):
+    with pytest.raises(
+        JoinError, match=f"{address}.*Only peers in the same local network.*Ask for a new invitation"
+    ):
         cs.join(invite_to(address))
 
 
@@ -150,6 +153,17 @@ def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
     join_training(alice, model())
     with pytest.raises(RuntimeError, match="has left"):
         former.step(samples=1)
+
+
+def test_an_invitation_with_private_addresses_alone_says_who_can_use_it(alice: Swarm) -> None:
+    invitation = alice.invite()
+    local = all(is_local(host_of(address)) for address in alice.contact.addresses)
+    assert invitation.warning == (LOCAL_ONLY if local else "")
+    shown = invitation._repr_mimebundle_()
+    assert (
+        ("same local network" in shown["text/html"]) is ("same local network" in shown["text/plain"]) is local
+    )
+    assert Invite.parse(shown["text/plain"]) == Invite.parse(invitation)
 
 
 def test_an_invitation_says_how_often_it_can_be_used(alice: Swarm) -> None:

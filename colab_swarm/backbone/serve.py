@@ -11,6 +11,7 @@ from colab_swarm.backbone.config import RunFile
 from colab_swarm.credentials import find_secret
 from colab_swarm.joining import create
 from colab_swarm.swarm import Swarm
+from colab_swarm.widgets.invitation import Invitation
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Served:
     """A backbone at work: its place in the run, the invitation for others, and where its page is (may be empty)."""
 
     swarm: Swarm
-    invite: str
+    invite: Invitation
     dashboard: str
 
 
@@ -42,7 +43,7 @@ def serve(file: RunFile, *, i_have_read_the_terms: bool = False) -> Iterator[Ser
         token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
         backbone = swarm._runtime.call(_start(swarm, file, token))
         try:
-            yield Served(swarm, str(swarm.invite(hours=file.invitation_hours)), backbone.dashboard.url)
+            yield Served(swarm, swarm.invite(hours=file.invitation_hours), backbone.dashboard.url)
         finally:
             swarm._runtime.call(backbone.stop())
 

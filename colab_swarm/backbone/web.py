@@ -13,10 +13,11 @@ from colab_swarm.backbone.page import render_live, render_page
 from colab_swarm.backbone.prometheus import render_prometheus
 from colab_swarm.backbone.view import View
 from colab_swarm.markup import content_security_policy
+from colab_swarm.net.visitors import VisitLimit, source_of
 
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Of all browsers together; who comes too often is told so."""
+"""For one visitor; who comes too often is told so. See `colab_swarm.net.visitors`."""
 HEADERS = {
     "Content-Security-Policy": content_security_policy(),
     "X-Content-Type-Options": "nosniff",
@@ -47,7 +48,7 @@ class DashboardServer:
         self._view: View | None = None
         self._viewed_at = float("-inf")
         self._answers: dict[str, bytes] = {}  # made of `_view`
-        self._count = 0
+        self._visits = VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -82,9 +83,7 @@ class DashboardServer:
         if self._view is None or now - self._viewed_at >= FRESH_S:
             self._view, self._viewed_at = self._look(), now
             self._answers.clear()
-            self._count = 0
-        self._count += 1
-        if self._count > ANSWERS_PER_S * FRESH_S:
+        if not self._visits.admit(source_of(request), now):
             return web.Response(
                 status=429, text="too often: try again in a second", headers={"Retry-After": "1"}
             )

@@ -12,8 +12,9 @@ import itertools
 import json
 import sys
 import time
-import types
 from contextlib import redirect_stdout
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +62,9 @@ def filled_in(cell: str, **form: object) -> str:
 
 def stand_in_for_colab(**secrets: str) -> None:
     """From now on this process takes itself for Colab, where the user keeps these secrets."""
-    colab, userdata = types.ModuleType("google.colab"), types.ModuleType("google.colab.userdata")
+    # with specs, as installed modules have: transformers looks for modules by them
+    colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
+    userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
     vars(userdata)["get"] = secrets.get
     vars(colab)["userdata"] = userdata
     sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}

@@ -97,6 +97,9 @@ class _Forming:
             reduces=bool(services.peers.contact.addresses),
         )
         self._present: set[PeerId] = set()
+        self._callers: set[PeerId] = (
+            set()
+        )  # since the records were last asked for: theirs may be missing there
         self._others: dict[PeerId, float] = {}  # with other terms: when their records expire
         self._called = asyncio.Event()
         self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
@@ -194,6 +197,7 @@ class _Forming:
         if terms.lineage != self._ticket.lineage:
             return None
         self._present.add(caller)
+        self._callers.add(caller)
         self._called.set()
         return 0.0
 
@@ -210,8 +214,9 @@ class _Forming:
             await self._services.dht.store(self._key, self._record, subkey=me, ttl_s=ttl_s, signed=True)
 
     async def _look(self) -> None:
-        """Who waits now, besides this peer."""
-        self._present.clear()
+        """Read which other peers wait now; until the answer is complete, those known before are expected."""
+        self._callers.clear()
+        present: set[PeerId] = set()
         for subkey, found in (await self._services.dht.get(self._key)).items():
             peer = PeerId(subkey)
             try:
@@ -225,7 +230,8 @@ class _Forming:
                 self._on_other_terms(peer, record.terms, found.expires_at)
                 continue
             self._services.peers.learn(contact)
-            self._present.add(peer)
+            present.add(peer)
+        self._present = present | self._callers
 
     def _on_other_terms(self, peer: PeerId, terms: str, expires_at: float) -> None:
         """A record that is renewed is no leftover."""

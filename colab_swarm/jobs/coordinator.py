@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from colab_swarm.access import Entrance
-from colab_swarm.credentials import require_secret
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access
 from colab_swarm.jobs.link import WorkLink
@@ -24,7 +23,7 @@ from colab_swarm.jobs.view import render_html, render_text, summary
 from colab_swarm.net.addresses import reachable_addresses
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MembershipAdmission
-from colab_swarm.net.tunnels import Tunnel, TunnelSettings
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.runtime import Runtime
 from colab_swarm.widgets.environment import require_terms
 from colab_swarm.widgets.invitation import Invitation
@@ -292,12 +291,7 @@ def open_coordinator(job: Job, seat: Seat, options: CoordinatorOptions) -> Coord
     for other in _coordinators:
         if other._office.folder == folder:
             return other
-    tunnel = None
-    if options.get("tunnel") == "ngrok":
-        where = "get one at https://dashboard.ngrok.com/get-started/your-authtoken"
-        tunnel = TunnelSettings("ngrok", auth_token=require_secret("NGROK_AUTHTOKEN", help=where))
-    elif "tunnel" in options:
-        tunnel = TunnelSettings(options["tunnel"])
+    tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
     runtime = Runtime.shared()
     with contextlib.ExitStack() as taken:

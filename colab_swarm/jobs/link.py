@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from colab_swarm.access import Entrance
 from colab_swarm.errors import InviteError
 from colab_swarm.invite import PROJECT_URL, Invite
+from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.authority import AuthoritySettings
 from colab_swarm.widgets.invitation import Invitation
 from colab_swarm.workunits.tokens import Signs, Token
+
+LOCAL_ONLY = (
+    "Only volunteers in the same local network can use this link, because the coordinator's address is private: "
+    "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,14 @@ class WorkLink:
     def shown(self) -> Invitation:
         """As people meet it."""
         name, expires_at = self.invite.name, self.invite.expires_at
-        return Invitation(str(self), run=name, role="volunteer", expires_at=expires_at, purpose="volunteer")
+        return Invitation(
+            str(self),
+            run=name,
+            role="volunteer",
+            expires_at=expires_at,
+            purpose="volunteer",
+            warning=LOCAL_ONLY if is_local(host_of(self.url)) else "",
+        )
 
     def __str__(self) -> str:
         return f"{self.url}#{str(self.invite).partition('#')[2]}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import ifaddr
@@ -17,6 +18,7 @@ MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LOCAL = [
     ipaddress.ip_network(network)
     for network in (
@@ -60,26 +62,52 @@ def host_of(address: str) -> str:
 
 def is_ip(host: str) -> bool:
     """Whether this is an IP address, which names no other host than it says."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return _ip(host) is not None
 
 
 def is_local(host: str) -> bool:
     """Whether this is an IP address of the machine itself, a home or office network, or a carrier's NAT."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    ip = getattr(ip, "ipv4_mapped", None) or ip
-    return any(ip in network for network in _LOCAL)
+    ip = _ip(host)
+    return ip is not None and any(ip in network for network in _LOCAL)
+
+
+def is_public(host: str) -> bool:
+    """Return True if this is an IP address of one machine on the internet."""
+    ip = _ip(host)
+    return ip is not None and ip.is_global and not ip.is_multicast
 
 
 def is_loopback(host: str) -> bool:
     """Whether this is an address of the machine itself."""
-    return host == "::1" or host.removeprefix("::ffff:").startswith("127.")
+    ip = _ip(host)
+    return ip is not None and ip.is_loopback
+
+
+def same_host(host: str, other: str) -> bool:
+    """Return True if both IP addresses are one machine's: they are equal, or both are this machine's own."""
+    one, two = _ip(host), _ip(other)
+    if one is None or two is None:
+        return False
+    own = _own_ips()
+    return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
+
+
+def may_dial_back(address: str, seen: str) -> bool:
+    """Return True if a peer that is seen at ``seen`` may have us dial ``address``: only where it is seen itself.
+
+    Otherwise it could have us knock at machines of other people, or at those of our own network (SSRF).
+
+    Args:
+        address: what the peer says of itself.
+        seen: its IP address as we see it; "" behind a relay or a tunnel, where nothing may be dialled.
+    """
+    return is_address(address) and Circuit.parse(address) is None and same_host(host_of(address), seen)
+
+
+def only_local(contacts: Iterable[Contact]) -> bool:
+    """Return True if there are addresses and all are private: nobody outside this network can dial one."""
+    hosts = [host_of(address) for contact in contacts for address in contact.addresses]
+    return bool(hosts) and all(map(is_local, hosts))
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
@@ -90,8 +118,7 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
-    found = [ipaddress.ip_address(_text(ip)) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    usable = {ip for ip in found if not ip.is_link_local and not ip.is_loopback}
+    usable = {ip for ip in _own_ips() if not ip.is_link_local and not ip.is_loopback}
     if host == "0.0.0.0":
         usable = {ip for ip in usable if ip.version == 4}
     ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))
@@ -99,8 +126,23 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     return tuple(f"ws://{one}:{port}" for one in hosts[:MAX_ADDRESSES])
 
 
-def _text(ip: ifaddr.IP) -> str:
-    return ip.ip if isinstance(ip.ip, str) else ip.ip[0]
+def _own_ips() -> set[IP]:
+    """Of this machine's interfaces."""
+    texts = [
+        ip.ip if isinstance(ip.ip, str) else ip.ip[0]
+        for adapter in ifaddr.get_adapters()
+        for ip in adapter.ips
+    ]
+    return {ipaddress.ip_address(text) for text in texts}
+
+
+def _ip(host: str) -> IP | None:
+    """The IP address, of which there is one spelling; None if this is a name."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 class AddressBook:

@@ -31,6 +31,7 @@ class Path:
         relay: who relays, if it is relayed.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
         address: the dial address that worked, empty where this end did not dial.
+        caller_host: IP address at which the relay says it sees the caller, empty if it does not say.
     """
 
     way: Way = Way.DIRECT
@@ -38,6 +39,13 @@ class Path:
     local: HostPort | None = None
     remote: HostPort | None = None
     address: str = ""
+    caller_host: str = ""
+
+    @property
+    def seen_host(self) -> str:
+        """IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
+        hidden = self.remote is None or self.way in (Way.RELAYED, Way.TUNNEL)
+        return "" if hidden or self.remote is None else self.remote[0]
 
     def __str__(self) -> str:
         return self.way.value if self.relay is None else f"{self.way.value} by {short(self.relay)}"

@@ -179,7 +179,7 @@ class Circuits:
         return Accepted()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
-        path = Path(Way.RELAYED, relay=relay)
+        path = Path(Way.RELAYED, relay=relay, caller_host=offer.seen_host)
         try:
             await self._node.linker.greet(
                 lambda receiver: self._show(relay, offer.token, receiver), expected=None, path=path

@@ -1,9 +1,10 @@
 """How others reach this peer: the ladder of ways, tried from the top. Free of I/O.
 
-Evidence comes in by the ``on_…`` verbs; `Ladder.decide` says on which rung this peer stands, why not higher, and
-which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody could
-try. An address of a private network that a neighbour reaches is no use to peers outside: once one of these has tried
-in vain, this peer counts as behind a NAT.
+Evidence comes in by the ``on_…`` verbs; `Ladder.decide` says on which rung this peer stands, why not higher,
+and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
+could try: a peer that sees this one through a relay or a tunnel cannot, since it dials back only where it sees
+the caller. An address of a private network that a neighbour reaches is no use to peers outside: once one of
+these has tried in vain, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Reachability:
     def __str__(self) -> str:
         if self.rung is Rung.TUNNEL:
             return f"tunnel {self.via}"
+        if self.rung is Rung.UNVERIFIED and self.addresses and all(map(_is_local, self.addresses)):
+            return "listening in the local network, nobody has tried yet"
         return f"{self.rung.value} by {self.via}" if self.via else self.rung.value
 
     def explain(self) -> str:
@@ -120,7 +123,8 @@ class Ladder:
     @property
     def dialable(self) -> bool:
         """Whether others reach this peer without a relay or a tunnel."""
-        return self.decide().rung in (Rung.DIRECT, Rung.LAN, Rung.UNVERIFIED)
+        rung = self.decide().rung
+        return rung in (Rung.DIRECT, Rung.LAN) or (rung is Rung.UNVERIFIED and not self._reports)
 
     def decide(self) -> Reachability:
         """Where this peer stands."""
@@ -135,7 +139,8 @@ class Ladder:
         if self.listening and not self._reports and not self._circuits and not self._tunnel:
             return Reachability(Rung.UNVERIFIED, addresses=self.listening, reasons=tuple(reasons))
         reasons.append((Rung.LAN, self._why_not(local=True)))
-        addresses = (*self._circuits, *((self._tunnel,) if self._tunnel else ()))
+        untried = self._untried()
+        addresses = (*self._circuits, *((self._tunnel,) if self._tunnel else ()), *untried)
         relays = ", ".join(map(short, self._relays))
         if self._circuits and self._punched:
             return Reachability(Rung.PUNCHED, addresses=addresses, reasons=tuple(reasons))
@@ -146,15 +151,23 @@ class Ladder:
         if self._tunnel:
             return Reachability(Rung.TUNNEL, self._tunnel, addresses, tuple(reasons))
         reasons.append((Rung.TUNNEL, self._no_tunnel))
+        if untried:
+            return Reachability(Rung.UNVERIFIED, addresses=(*untried, *local), reasons=tuple(reasons))
         return Reachability(Rung.OUTGOING, addresses=tuple(local), reasons=tuple(reasons))
 
     def _verified(self) -> tuple[list[str], list[str], bool]:
         """Public and private addresses that somebody has dialled, and whether somebody outside has tried."""
         worked = {one for report in self._reports.values() for one, fault in report.outcomes if not fault}
         known = [address for address in self.listening if address in worked]
-        public = [address for address in known if not is_local(host_of(address))]
-        local = [address for address in known if is_local(host_of(address))]
+        public = [address for address in known if not _is_local(address)]
+        local = [address for address in known if _is_local(address)]
         return public, local, any(report.outside for report in self._reports.values())
+
+    def _untried(self) -> tuple[str, ...]:
+        """Public addresses of this peer, while all who were asked see it through a relay or a tunnel."""
+        if not self._reports or any(report.seen_host for report in self._reports.values()):
+            return ()
+        return tuple(address for address in self.listening if not _is_local(address))
 
     def _why_not(self, *, local: bool) -> str:
         if not self.listening:
@@ -163,12 +176,18 @@ class Ladder:
             one: fault
             for report in self._reports.values()
             for one, fault in report.outcomes
-            if fault and is_local(host_of(one)) == local
+            if fault and _is_local(one) == local
         }
         if tried:
             address, fault = next(iter(tried.items()))
             return f"dialled back at {address}, {fault}; a NAT or firewall keeps it out"
         kind = "private" if local else "public"
-        if not any(is_local(host_of(address)) == local for address in self.listening):
+        if not any(_is_local(address) == local for address in self.listening):
             return f"this machine has no {kind} address"
+        if not local and self._untried():
+            return "the peers that were asked see this one through a relay or a tunnel, and dial nothing back there"
         return "nobody has tried" if not self._reports else "no peer outside this network has tried"
+
+
+def _is_local(address: str) -> bool:
+    return is_local(host_of(address))

@@ -250,7 +250,7 @@ class Linker:
         contact, (local, remote) = introduced.contact, carrier.ends
         self.book.replace(contact)
         self.clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
-        path = Path(path.way, path.relay, local, remote, path.address)
+        path = Path(path.way, path.relay, local, remote, path.address, path.caller_host)
         link = self._make_link(
             Remote(contact, introduced.public_key, introduced.membership, introduced.role, path),
             carrier,

@@ -80,6 +80,12 @@ def explain(text: str) -> str:
     return f"{NO_INTERNET} ({text[:300]})" if _OFFLINE.search(text) else f"ngrok: {text[:300]}"
 
 
+def require_pyngrok() -> None:
+    """Raise `TunnelError` if pyngrok is not installed."""
+    if find_spec("pyngrok") is None:
+        raise TunnelError("tunnel='ngrok' needs pyngrok: pip install \"colab-swarm[notebook]\"")
+
+
 class NgrokAgent:
     """A running agent. Make it with `open`; ``address`` is where it can be reached."""
 
@@ -103,10 +109,9 @@ class NgrokAgent:
         Raises:
             TunnelError: the text says why and what to do.
         """
+        require_pyngrok()
         if not auth_token:
             raise TunnelError(explain("ERR_NGROK_4018"))
-        if find_spec("pyngrok") is None:
-            raise TunnelError("tunnel='ngrok' needs pyngrok: pip install pyngrok")
         if binary is not None and not os.path.exists(binary):
             raise TunnelError(f"there is no ngrok agent at {binary}: leave it out to have one downloaded")
         agent = cls(port, auth_token, binary)

@@ -12,16 +12,7 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import (
-    MAX_ADDRESS_CHARS,
-    Circuit,
-    host_of,
-    is_address,
-    is_ip,
-    is_local,
-    is_loopback,
-)
-from colab_swarm.net.carrier import Path, Way
+from colab_swarm.net.addresses import MAX_ADDRESS_CHARS, is_local, may_dial_back
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.ladder import Ladder, Reachability, Report
 from colab_swarm.net.node import Node
@@ -172,8 +163,8 @@ class ReachabilityWatch:
             raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
         self._dialled_back_at = {one: at for one, at in self._dialled_back_at.items() if now - at < 60.0}
         self._dialled_back_at[peer] = now
-        seen = _seen(path)
-        tried = [address for address in ask.addresses if _may_try(address, seen)][:MAX_PROBED]
+        seen = path.seen_host
+        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
         return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
 
@@ -246,26 +237,3 @@ class ReachabilityWatch:
                 await self.verify()
             if self.circuits is not None:
                 (self.circuits.stop if self._ladder.dialable else self.circuits.start)()
-
-
-def _seen(path: Path) -> str:
-    """The IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
-    if path.remote is None or path.way in (Way.RELAYED, Way.TUNNEL):
-        return ""
-    return path.remote[0]
-
-
-def _may_try(address: str, seen: str) -> bool:
-    """Whether the address can be the caller's, who is seen at an IP address, or "" if there is no telling.
-
-    A private one of another network is not; nor is a public one of somebody else's, whom the caller could have all
-    peers of the run knock at.
-    """
-    host = host_of(address)
-    if not is_address(address) or Circuit.parse(address) is not None:
-        return False
-    if is_loopback(host):
-        return is_loopback(seen)
-    if is_local(host) or is_local(seen):
-        return is_local(seen) and is_ip(host)
-    return host == seen or (is_ip(host) and (not seen or (":" in host) != (":" in seen)))

@@ -76,10 +76,11 @@ class CircuitTicket(Message, frozen=True):
 
 
 class CircuitOffer(Message, frozen=True):
-    """``peer`` wants to reach you: show this ticket at my port."""
+    """``peer``, which I see at ``seen_host``, wants to reach you: show this ticket at my port."""
 
     peer: Id
     token: Token
+    seen_host: Host = ""
 
 
 class Accepted(Message, frozen=True):
@@ -247,7 +248,9 @@ class Relay:
         await self._require_reachable(called)
         circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
+        path = self._node.path_to(peer)
+        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
+        self._node.linker.spawn(self._offer(circuit, called, offer))
         return CircuitTicket(mine, *self._seen(peer))
 
     async def _require_reachable(self, called: PeerId) -> None:

@@ -14,11 +14,12 @@ from typing import Literal, Protocol
 
 import aiohttp
 
+from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
 from colab_swarm.net.cloudflared import CloudflaredAgent
-from colab_swarm.net.ngrok import NgrokAgent, explain
+from colab_swarm.net.ngrok import NgrokAgent, explain, require_pyngrok
 
 logger = logging.getLogger(__name__)
 WARN_AT = (0.5, 0.8, 0.95)
@@ -52,6 +53,22 @@ class TunnelSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("ngrok", "cloudflared"):
             raise ValueError(f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'")
+
+
+def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
+    """Return the settings of the tunnel that the user named.
+
+    Call it on the user's thread, which may be asked for a token. The library is looked for first.
+
+    Raises:
+        TunnelError: the library that the tunnel needs is not installed.
+        SecretError: the token is nowhere.
+    """
+    if kind != "ngrok":
+        return TunnelSettings(kind)
+    require_pyngrok()
+    where = "get one at https://dashboard.ngrok.com/get-started/your-authtoken"
+    return TunnelSettings(kind, auth_token=require_secret("NGROK_AUTHTOKEN", help=where))
 
 
 class Agent(Protocol):

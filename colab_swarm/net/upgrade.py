@@ -12,6 +12,9 @@ Endpoints are those of each end's own connection to the relay: as the relay sees
 the peer's own network, for two peers behind one NAT. The asking end shakes hands first on every connection that
 comes up. An end that punches with another peer already says that it is busy, and is asked again. The link table
 prefers the new link, and both ends leave the relayed one when its streams are over.
+
+The asked end dials only addresses of the host at which the relay sees the asking end; if the relay cannot tell,
+public ones. So a relayed peer cannot have it knock at machines in its own network.
 """
 
 from __future__ import annotations
@@ -28,7 +31,16 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable
-from colab_swarm.net.addresses import Circuit, is_address
+from colab_swarm.net.addresses import (
+    Circuit,
+    host_of,
+    is_address,
+    is_ip,
+    is_local,
+    is_loopback,
+    is_public,
+    may_dial_back,
+)
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
 from colab_swarm.net.dialling import dial_any
 from colab_swarm.net.link import Link
@@ -188,7 +200,7 @@ class Upgrades:
     async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
         port, endpoints = self._endpoints(link)
         async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-            if await self._dial_back(stream.peer, opening.addresses):
+            if await self._dial_back(stream.peer, opening.addresses, self._seen(link.remote.path)):
                 endpoints = ()
             asked_at = self._loop.time()
             await stream.send(Ready(endpoints))
@@ -198,10 +210,23 @@ class Upgrades:
             await stream.receive(Ready)
             await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
 
-    async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...]) -> bool:
-        direct = [one for one in addresses if is_address(one) and Circuit.parse(one) is None]
+    def _seen(self, path: Path) -> str:
+        """The host at which the relay sees the other end, "" if it does not say.
+
+        A relay may say anything: it is believed to see a private network only if this peer sees it in one.
+        """
+        to_relay = None if path.relay is None else self._node.path_to(path.relay)
+        relay_host, host = "" if to_relay is None else to_relay.seen_host, path.caller_host
+        if (is_local(host) and not is_local(relay_host)) or (
+            is_loopback(host) and not is_loopback(relay_host)
+        ):
+            return ""
+        return host
+
+    async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...], seen: str) -> bool:
         try:
             async with asyncio.timeout(DIAL_BACK_S):
+                direct = [one for one in addresses if await _may_dial(one, seen)]
                 await dial_any(direct, lambda address: self._node.linker.dial_direct(peer, address))
         except (PeerError, TimeoutError) as error:
             logger.info("no way back to %s: %s", short(peer), error)
@@ -259,6 +284,24 @@ class Upgrades:
     def _relayed(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
         return path is None or path.way is Way.RELAYED
+
+
+async def _may_dial(address: str, seen: str) -> bool:
+    """Return True if a peer that its relay sees at ``seen`` may have us dial the address.
+
+    Of names only a tunnel's may be: its host has to show the certificate of that name before anything is sent.
+    """
+    if not is_address(address) or Circuit.parse(address) is not None:
+        return False
+    if is_ip(host_of(address)):
+        return may_dial_back(address, seen) or (not seen and is_public(host_of(address)))
+    if not address.startswith("wss://"):
+        return False
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host_of(address), 443, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(is_public(str(end[0])) for *_, end in found)
 
 
 class _Busy(PeerError):

@@ -37,6 +37,7 @@ class Invitation(str):
         expires_at: seconds since the epoch.
         uses: how many peers may join by it; None for any number.
         purpose: of `NOTEBOOKS`: which of them the badges open.
+        warning: one sentence if not everybody can use it, which is shown with it; else empty.
     """
 
     run: str
@@ -44,6 +45,7 @@ class Invitation(str):
     expires_at: float
     uses: int | None
     purpose: str
+    warning: str
 
     def __new__(
         cls,
@@ -54,11 +56,12 @@ class Invitation(str):
         expires_at: float,
         uses: int | None = None,
         purpose: str = "join",
+        warning: str = "",
     ) -> Self:
         invitation = super().__new__(cls, text)
         invitation.run, invitation.role = run, role
         invitation.expires_at, invitation.uses = expires_at, uses
-        invitation.purpose = purpose
+        invitation.purpose, invitation.warning = purpose, warning
         return invitation
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
@@ -72,6 +75,11 @@ class Invitation(str):
             "any number of times" if self.uses is None else "once" if self.uses == 1 else f"{self.uses} times"
         )
         return f"join {self.run} as {self.role}, {uses}, until {until}"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The line as ``invite`` and, if there is one, the ``warning``: what a program tells its user."""
+        return {"invite": str(self), **({"warning": self.warning} if self.warning else {})}
 
     def qr_text(self) -> str:
         """The QR code in block characters, for ``print`` in a terminal; a sentence if there can be none."""
@@ -93,9 +101,10 @@ class Invitation(str):
 
     def _repr_html_(self) -> str:
         colab, kaggle = NOTEBOOKS[self.purpose]
+        warning = f'<p class="warn">{html.escape(self.warning)}</p>' if self.warning else ""
         badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
         return theme.wrap(
-            f"{theme.heading(html.escape(self.described()))}{self._qr_html()}"
+            f"{theme.heading(html.escape(self.described()))}{warning}{self._qr_html()}"
             f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
             'background:var(--card);color:inherit;user-select:all" title="one click selects all of it">'
             f"{html.escape(self)}</code></p>"
@@ -104,7 +113,9 @@ class Invitation(str):
         )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self._repr_html_()}
+        # the line comes last: whoever copies all of the text can still join by it
+        told = f"{self.warning}\n{self}" if self.warning else str(self)
+        return {"text/plain": told, "text/html": self._repr_html_()}
 
 
 def _badge(url: str, notebook: str, text: str) -> str:

@@ -24,6 +24,7 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
+from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
 from colab_swarm.workunits.entries import Unit
 from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem
@@ -53,7 +54,7 @@ FAREWELL_S = 2.0
 """For taking in what is not wanted before the line is cut, and for ending what goes on when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Pages for all browsers together."""
+"""Pages for one visitor; see `colab_swarm.net.visitors`."""
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -100,7 +101,7 @@ class CoordinatorServer:
         self.running = {"upload": 0, "download": 0}
         self._each: Counter[tuple[str, PeerId]] = Counter()  # of them, by volunteer
         self._pages: dict[str, bytes] = {}
-        self._paged_at, self._paged = float("-inf"), 0
+        self._paged_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -318,9 +319,8 @@ class CoordinatorServer:
         now = asyncio.get_running_loop().time()
         if now - self._paged_at >= FRESH_S:
             self._pages.clear()
-            self._paged_at, self._paged = now, 0
-        self._paged += 1
-        if self._paged > ANSWERS_PER_S * FRESH_S:
+            self._paged_at = now
+        if not self._visits.admit(source_of(request), now):
             text = "too often: try again in a second"
             return web.Response(status=429, text=text, headers={"Retry-After": "1"})
         kind, render = PAGES[request.path]

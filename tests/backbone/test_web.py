@@ -94,6 +94,21 @@ def test_many_browsers_cost_one_look_a_second_and_too_many_are_told_so() -> None
     asyncio.run(main())
 
 
+def test_a_visitor_who_asks_without_end_shuts_out_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
+
+    async def main() -> None:
+        async with served() as scene:
+            for _ in range(ANSWERS_PER_S + 1):
+                headers = {"X-Forwarded-For": "198.51.100.7"}
+                async with scene.browser.get(scene.server.url, headers=headers) as answer:
+                    last = answer.status
+            assert last == 429
+            assert (await scene.get("metrics")).status == 200
+
+    asyncio.run(main())
+
+
 def test_a_port_that_is_taken_is_an_error() -> None:
     async def main() -> None:
         async with served() as scene:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,10 @@ def test_a_newcomer_is_counted_within_fifteen_seconds_of_pasting_the_line() -> N
     figures = {row.key.removeprefix("join."): row.value for row in join.run(quick=True).rows}
     assert figures["counted_s"] < 15 * 2  # the goal is for a machine that does nothing else
     assert figures.keys() == {"counted_s", "imports_s", *(f"{cell}_s" for cell in join.CELLS)}
+
+
+def test_the_stand_in_for_colab_is_found_as_an_installed_module_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("google.colab", "google.colab.userdata"):
+        monkeypatch.setitem(sys.modules, name, None)  # and is put back at the end
+    join.stand_in_for_colab(HF_TOKEN="hush")
+    assert importlib.util.find_spec("google.colab") and importlib.util.find_spec("google.colab.userdata")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.elastic.group import _Forming
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.settings import ElasticSettings
 from colab_swarm.errors import StateError
+from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm import Swarm
 from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
@@ -124,6 +130,40 @@ def test_a_member_that_crashes_while_the_group_is_formed_is_named() -> None:
         results = sim.run(begin)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
     assert results.keys() == {"alice"}
+
+
+class Answers:
+    """A DHT that knows no record and runs ``during`` while it is read."""
+
+    def __init__(self, during: Any) -> None:
+        self.during = during
+
+    async def get(self, key: str) -> dict[bytes, Any]:
+        await self.during()
+        return {}
+
+
+def test_while_the_waiting_peers_are_read_again_the_known_ones_are_expected() -> None:
+    bob, carol = PeerId(b"b" * 32), PeerId(b"c" * 32)
+    replica: Any = SimpleNamespace(flat=SimpleNamespace(numel=1), schema=b"")
+    expected = []
+
+    async def main(swarm: Swarm) -> None:
+        async def during() -> None:
+            expected.append(await forming._expected(0, b""))
+            forming._on_called(forming._ticket, carol)
+
+        dht: Any = Answers(during)
+        services = dataclasses.replace(swarm._services, dht=dht)
+        forming = _Forming(services, ElasticSettings("run/elastic/model", 2), "terms", replica)
+        forming._present.add(bob)
+        await forming._look()
+        expected.append(await forming._expected(0, b""))
+
+    with cs.simulate(1) as sim:
+        swarm = sim.swarms["alice"]
+        swarm._runtime.call(main(swarm))
+    assert expected == [[bob], [carol]]  # carol called meanwhile, bob's record has expired
 
 
 @pytest.mark.parametrize("peers", [1, 17])

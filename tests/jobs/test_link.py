@@ -79,3 +79,18 @@ def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
         for _ in range(2)
     }
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://172.28.0.12:8000/", True),
+        ("http://[::1]:80/", True),
+        (URL, False),
+        ("https://a.example/", False),
+    ],
+)
+def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
+    entrance = Entrance.found("digits", organizer, access="open", allow=None, key_file=None)
+    shown = WorkLink.issue(url, entrance, organizer, hours=1.0).shown()
+    assert ("same local network" in shown.warning and "tunnel=" in shown.warning) is local

@@ -15,11 +15,11 @@ from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import Fault
 from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
-from colab_swarm.net.carrier import Way
+from colab_swarm.net.addresses import may_dial_back
+from colab_swarm.net.carrier import Path, Way
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.listener import TICKET
 from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.reachability import _may_try
 from colab_swarm.net.relay import (
     Accepted,
     Books,
@@ -212,8 +212,90 @@ def test_an_upgrade_calls_no_web_server_s_api(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(alice.linker, "dial_direct", dial)
             upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
             evil = ("ws://127.0.0.1:1/api?delete=all", "ws://127.0.0.1:2", "://x", "s://10.0.0.1/admin")
-            assert not await upgrades._dial_back(bob.id, evil)
+            assert not await upgrades._dial_back(bob.id, evil, "127.0.0.1")
             assert dialled == ["ws://127.0.0.1:2"]
+            upgrades.close()
+
+    run(main())
+
+
+EVIL = (
+    "ws://10.0.0.1:22",
+    "ws://169.254.169.254:80",
+    "ws://203.0.113.9:22",
+    "ws://localhost:2",
+    "wss://localhost:2",
+)
+
+
+def test_a_relayed_peer_has_nobody_dialled_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
+
+    async def main() -> None:
+        async with relayed() as (alice, bob, _):
+            dialled: list[str] = []
+
+            async def dial(peer: PeerId, address: str) -> Any:
+                dialled.append(address)
+                raise PeerError(address)
+
+            monkeypatch.setattr(bob.linker, "dial_direct", dial)
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            stream = await alice.stream(bob.id, Upgrade((*EVIL, "ws://127.0.0.1:2"), ()), timeout_s=5)
+            await stream.receive(Ready)
+            assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
+            await stream.end()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "seen", "may"),
+    [
+        ("ws://203.0.113.9:22", "203.0.113.9", True),
+        ("ws://9.9.9.9:22", "203.0.113.9", False),
+        ("ws://9.9.9.9:22", "", True),
+        ("wss://9.9.9.9:22", "", True),
+        ("ws://192.168.1.5:22", "192.168.1.5", True),
+        ("ws://192.168.1.1:80", "192.168.1.5", False),
+        ("ws://192.168.1.1:80", "", False),
+        ("ws://127.0.0.1:80", "", False),
+        ("ws://[::ffff:127.0.0.1]:80", "", False),
+        ("ws://0.0.0.0:80", "", False),
+        ("ws://[::]:80", "", False),
+        ("ws://169.254.169.254:80", "", False),
+        ("ws://[fd00::1]:80", "", False),
+        ("ws://2130706433:80", "", False),
+        ("ws://localhost:80", "127.0.0.1", False),
+        ("wss://localhost:80", "", False),
+        ("wss://no-such-name.invalid", "", False),
+        (f"ws://9.9.9.9:22/relay/{'0' * 64}", "", False),
+    ],
+)
+def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, seen: str, may: bool) -> None:
+    assert asyncio.run(upgrade._may_dial(address, seen)) is may
+
+
+@pytest.mark.parametrize(
+    ("relay_at", "told", "believed"),
+    [
+        ("203.0.113.1", "203.0.113.9", "203.0.113.9"),
+        ("192.168.1.2", "203.0.113.9", "203.0.113.9"),
+        ("192.168.1.2", "192.168.1.5", "192.168.1.5"),
+        ("203.0.113.1", "192.168.1.5", ""),
+        ("203.0.113.1", "127.0.0.1", ""),
+        ("192.168.1.2", "127.0.0.1", ""),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
+    relay_at: str, told: str, believed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with peers("alice") as (alice,):
+            upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
+            monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
+            assert upgrades._seen(Path(Way.RELAYED, relay=CAROL, caller_host=told)) == believed
             upgrades.close()
 
     run(main())
@@ -251,16 +333,29 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
     [
         ("ws://198.51.100.7:22", "198.51.100.7", True),
         ("ws://198.51.100.7:22", "203.0.113.9", False),
-        ("ws://[2001:db8::1]:22", "203.0.113.9", True),
-        ("ws://198.51.100.7:22", "192.168.1.2", True),
+        ("ws://[2001:db8::1]:22", "203.0.113.9", False),
+        ("ws://198.51.100.7:22", "2001:db8::1", False),
+        ("ws://[2001:db8::1]:22", "2001:db8:0::1", True),
+        ("ws://198.51.100.7:22", "::ffff:198.51.100.7", True),
+        ("ws://198.51.100.7:22", "192.168.1.2", False),
+        ("ws://198.51.100.7:22/relay/" + "0" * 64, "198.51.100.7", False),
         ("ws://metadata.internal:80", "203.0.113.9", False),
+        ("ws://192.168.1.1:80", "192.168.1.2", False),
+        ("ws://192.168.1.2:80", "192.168.1.2", True),
+        ("ws://169.254.169.254:80", "192.168.1.2", False),
+        ("ws://169.254.169.254:80", "127.0.0.1", False),
         ("ws://192.168.1.1:80", "", False),
         ("ws://127.0.0.1:80", "", False),
-        ("ws://198.51.100.7:22", "", True),
+        ("ws://127.0.0.1:80", "192.168.1.2", False),
+        ("ws://[::1]:80", "127.0.0.1", True),
+        ("ws://127.evil.example:80", "127.0.0.1", False),
+        ("ws://2130706433:80", "127.0.0.1", False),
+        ("ws://198.51.100.7:22", "", False),
+        ("ws://198.51.100.7:22", "no address", False),
     ],
 )
 def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
-    assert _may_try(address, seen) is may
+    assert may_dial_back(address, seen) is may
 
 
 @pytest.mark.parametrize(("remote", "way"), [("203.0.113.9", Way.DIRECT), ("127.0.0.1", Way.TUNNEL)])

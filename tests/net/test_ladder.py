@@ -73,3 +73,22 @@ def test_a_changed_network_voids_the_evidence() -> None:
 def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
     one = Ladder(("ws://swarm.example:4500",), trusted=True)
     assert one.decide().rung is Rung.DIRECT and one.decide().addresses == ("ws://swarm.example:4500",)
+
+
+def test_private_addresses_that_nobody_tried_are_called_so() -> None:
+    assert str(ladder().decide()) == "listening in the local network, nobody has tried yet"
+    assert str(ladder(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+
+
+def test_a_public_address_stays_told_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
+    one = ladder(PUBLIC, PRIVATE)
+    one.on_report(ALICE, Report("", ()))
+    decided = one.decide()
+    assert decided.rung is Rung.UNVERIFIED and decided.addresses == (PUBLIC,)
+    assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
+    one.on_places((RELAY,), (CIRCUIT,))
+    assert one.decide().rung is Rung.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
+    one.on_report(BOB, Report("198.51.100.7", ()))
+    assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
+    one.on_report(BOB, Report("203.0.113.7", ((PUBLIC, ""),)))
+    assert one.decide().rung is Rung.DIRECT

@@ -12,10 +12,11 @@ import pytest
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
+from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.ladder import Rung
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
-from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch, _may_try
+from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.net.relay import Relay
 from tests.net.swarm import Echo, peers, run, until
 
@@ -81,12 +82,15 @@ def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> No
 
 
 def test_private_addresses_of_other_networks_are_not_tried() -> None:
-    assert _may_try("ws://203.0.113.7:1", "203.0.113.7")
-    assert _may_try("ws://192.168.1.5:1", "192.168.1.9") and _may_try("ws://127.0.0.1:1", "127.0.0.1")
-    assert not _may_try("ws://192.168.1.5:1", "203.0.113.7")
-    assert not _may_try("ws://127.0.0.1:1", "192.168.1.9")
-    assert not _may_try("ws://203.0.113.7:1/admin", "203.0.113.7")
-    assert not _may_try(f"ws://203.0.113.7:1/relay/{'0' * 64}", "203.0.113.7")
+    assert may_dial_back("ws://203.0.113.7:1", "203.0.113.7")
+    assert may_dial_back("ws://192.168.1.9:1", "192.168.1.9") and may_dial_back(
+        "ws://127.0.0.1:1", "127.0.0.1"
+    )
+    assert not may_dial_back("ws://192.168.1.5:1", "203.0.113.7")
+    assert not may_dial_back("ws://192.168.1.5:1", "192.168.1.9")
+    assert not may_dial_back("ws://127.0.0.1:1", "192.168.1.9")
+    assert not may_dial_back("ws://203.0.113.7:1/admin", "203.0.113.7")
+    assert not may_dial_back(f"ws://203.0.113.7:1/relay/{'0' * 64}", "203.0.113.7")
 
 
 def test_nobody_is_dialled_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

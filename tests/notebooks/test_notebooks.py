@@ -41,7 +41,7 @@ def test_its_cells_stay_short(notebook: Any) -> None:
 
 def test_it_installs_nothing_but_the_package(notebook: Any) -> None:
     (install,) = re.findall(r"%pip .*", "\n".join(code(notebook)))
-    assert install == '%pip install -q "colab-swarm @ git+https://github.com/OWNER/colab_swarm"'
+    assert install == '%pip install -q "colab-swarm[notebook] @ git+https://github.com/OWNER/colab_swarm"'
 
 
 def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:

@@ -52,6 +52,14 @@ def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
     assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge
 
 
+def test_a_warning_is_shown_with_the_line_but_is_no_part_of_it() -> None:
+    warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
+    assert str(warned) == LINE
+    assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
+    assert '<p class="warn">Only &lt;here&gt;.</p>' in warned._repr_html_()
+    assert 'class="warn"' not in invitation()._repr_html_()
+
+
 def test_a_terminal_gets_the_code_as_text() -> None:
     lines = invitation().qr_text().splitlines()
     assert len(lines) > 20

@@ -246,3 +246,19 @@ def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> No
             assert sum(answer.status == 200 for answer in answers) >= ANSWERS_PER_S
 
     run(main)
+
+
+def test_a_visitor_who_asks_without_end_shuts_out_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
+
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            flood = [scene.alice.send("GET", "/live", X_Forwarded_For="198.51.100.7") for _ in range(150)]
+            statuses = [answer.status for answer in await asyncio.gather(*flood)]
+            assert (statuses.count(200), statuses.count(429)) == (ANSWERS_PER_S, 150 - ANSWERS_PER_S)
+            assert (await scene.alice.send("GET", "/metrics")).status == 200
+            assert (await scene.alice.send("GET", "/", X_Forwarded_For="198.51.100.8")).status == 200
+
+    run(main)
