@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import time
 from importlib.util import find_spec
 from typing import Any, Self
@@ -72,15 +71,6 @@ class Invitation(str):
             "any number of times" if self.uses is None else "once" if self.uses == 1 else f"{self.uses} times"
         )
         return f"join {self.run} as {self.role}, {uses}, until {until}"
-
-    def qr_text(self) -> str:
-        """The QR code in block characters, for ``print`` in a terminal; a sentence if there can be none."""
-        code = _code(self)
-        if isinstance(code, str):
-            return code
-        drawn = io.StringIO()
-        code.terminal(drawn, border=2, compact=True)
-        return drawn.getvalue()
 
     def _qr_html(self) -> str:
         code = _code(self)

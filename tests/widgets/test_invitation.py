@@ -52,19 +52,12 @@ def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
     assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge
 
 
-def test_a_terminal_gets_the_code_as_text() -> None:
-    lines = invitation().qr_text().splitlines()
-    assert len(lines) > 20
-    assert all(len(line) < 200 for line in lines)
-
-
 def test_without_segno_or_for_a_long_line_words_stand_in_for_the_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1)).qr_text()
+    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
     monkeypatch.setitem(sys.modules, "segno", None)
     monkeypatch.setattr("colab_swarm.widgets.invitation.find_spec", lambda name: None)
-    assert "pip install segno" in invitation().qr_text()
     assert "pip install segno" in invitation()._repr_html_()
 
 
