@@ -285,7 +285,7 @@ class SimPeers:
             return
         try:
             await handler(opening, stream)
-            await stream.end()
+            await stream.leave()
         except asyncio.CancelledError:
             stream.reset("its handler was cancelled")
             raise

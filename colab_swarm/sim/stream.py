@@ -67,7 +67,7 @@ class SimStream:
         self._link, self._end, self._peer = link, end, peer
         self._inbox: deque[tuple[bytes, bytes]] = deque()
         self._error: PeerError | None = None
-        self._ended = self._peer_ended = False
+        self._ended = self._peer_ended = self._discarding = False
         self._unread_bytes = 0  # what items not yet known to be read take from our credit
         self._read_bytes = 0  # the same of those that we read, not yet told
         self._waiting: list[asyncio.Future[None]] = []
@@ -129,6 +129,13 @@ class SimStream:
             self._link.carry(self._end, 0, self.twin._on_end)
             self._leave_if_over()
 
+    async def leave(self) -> None:
+        """End our side; what still comes is thrown away, so that the peer does not wait for credit."""
+        self._discarding = True
+        while self._inbox:
+            self._give_credit(item_cost(*self._inbox.popleft()))
+        await self.end()
+
     def reset(self, reason: str = "") -> None:
         """Drop the stream both ways."""
         self.refuse(PeerLost(f"{self._end.name} reset the stream: {reason}"))
@@ -154,12 +161,14 @@ class SimStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            await self.end()
+            await self.leave()
         else:
             self.reset(kind.__name__)
 
     def _on_item(self, body: bytes, data: bytes) -> None:
-        if self._error is None:
+        if self._discarding:
+            self._give_credit(item_cost(body, data))
+        elif self._error is None:
             self._inbox.append((body, data))
             self._wake()
 

@@ -176,3 +176,17 @@ def test_a_stream_to_oneself_works() -> None:
             return (await stream.receive(Tell))[0]
 
     assert run_virtual(main()) == Tell(4)
+
+
+def test_who_leaves_a_stream_unread_does_not_hold_its_sender_up() -> None:
+    async def look_away(opening: Ask, stream: Stream) -> None:
+        pass
+
+    async def main() -> None:
+        _, alice, bob = pair()
+        bob.serve_stream(Ask, look_away)
+        async with await alice.stream(bob.id, Ask(0), timeout_s=5) as stream:
+            for _ in range(4 * STREAM_WINDOW_BYTES // len(CHUNK)):
+                await stream.send(Tell(0), CHUNK)
+
+    run_virtual(main())
