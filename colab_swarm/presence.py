@@ -328,8 +328,8 @@ def assemble(
 ) -> Services:
     """A peer's services on a network, real or simulated."""
     SpeedTests(peers)
-    averager = Averager(peers, events=events)
-    return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), averager, events, rng, pace)
+    dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
+    return Services(peers, Rooms(peers), dht, averager, events, rng, pace)
 
 
 async def find_others(services: Services, entries: Sequence[Contact]) -> None:

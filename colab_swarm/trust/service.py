@@ -79,7 +79,7 @@ class Trust:
     ) -> None:
         admission = closed.admission if closed else None
         self.contributions = Contributions(
-            peers, dht, run_id, admission, links.relayed_bytes if links else dict
+            peers, dht, run_id, admission, links.relayed_bytes if links else dict, events
         )
         self.authority: Authority | None = None
         self._member: Member | None = None
