@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -227,7 +227,9 @@ class Presence:
 
     async def leave(self) -> None:
         """Be found and reached no more, and end all services; the node's links stay."""
-        async with contextlib.AsyncExitStack() as ends:  # the last first; an interrupt skips none of them
+        async with (
+            contextlib.AsyncExitStack() as ends
+        ):  # the last first; no failure or interrupt skips another
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
                 ends.callback(self.relay.close)
@@ -236,12 +238,11 @@ class Presence:
             ends.push_async_callback(self._services.averager.close)
             if self.keeping is not None:
                 ends.callback(self.keeping.close)
+            ends.push_async_callback(_stop, self._services.dht.stop)
+            ends.push_async_callback(_stop, self.trust.stop)
+            if self.keeping is not None:
                 with contextlib.suppress(StateError):
                     await self._keep_in(self.keeping)
-            with contextlib.suppress(PeerError):
-                await self.trust.stop()
-            with contextlib.suppress(PeerError):
-                await self._services.dht.stop()
 
     def _on_round(self, result: RoundResult) -> None:
         ledger = self.trust.contributions.ledger
@@ -293,6 +294,12 @@ class Presence:
                         self._relays_key, contact.addresses, subkey=contact.id, ttl_s=RELAY_TTL_S, signed=True
                     )
             await asyncio.sleep(PUBLISH_EVERY_S if contact.direct else 1.0)
+
+
+async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
+    """Stop a service that may say farewell to peers which are gone."""
+    with contextlib.suppress(PeerError):
+        await stop()
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
