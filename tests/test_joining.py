@@ -11,7 +11,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.access import Entrance
-from colab_swarm.errors import JoinError, TunnelError
+from colab_swarm.errors import JoinError, StateError, TunnelError
 from colab_swarm.invite import Invite
 from colab_swarm.joining import _start
 from colab_swarm.net.node import Node
@@ -102,3 +102,20 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
         await _close(services, presence)
 
     run(main())
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
+    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
+    with cs.create("test-run", options=options if began else ALONE) as alice:
+        invitation = alice.invite()
+
+        def come(**how: object) -> cs.Swarm:
+            return cs.create("test-run", **how) if began else cs.join(invitation, peer_name="bob", **how)
+
+        with come(options=options) as unkept:
+            with pytest.raises(StateError, match="is open already and is not kept there: leave it first"):
+                come(keep=tmp_path)
+            assert not (tmp_path / "in-use.json").exists()
+        with come(keep=tmp_path) as kept:
+            assert kept.id == unkept.id and kept.folder == tmp_path
