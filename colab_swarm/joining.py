@@ -63,7 +63,7 @@ def create(
 
     Raises:
         ValueError: the name is not usable, the list is missing, or the folder keeps a peer of another run.
-        StateError: the folder is in use, damaged, or cannot be written.
+        StateError: the folder is in use, damaged, or cannot be written, or its peer is open without being kept.
         TermsError: the platform's terms have not been read.
         TunnelError, SecretError: the tunnel cannot be opened.
         OSError: the port cannot be listened on.
@@ -78,9 +78,8 @@ def create(
         options = _with_key(options, keeping)
         identity = _identity(options)
         entrance = Entrance.found(name, identity, access=access, allow=allow, key_file=options.identity)
-        for swarm in _open_swarms:
-            if (swarm.run_id, swarm.id) == (entrance.run_id, identity.id) and not swarm.left:
-                return swarm
+        if (swarm := _open_as(identity, entrance.run_id, keep)) is not None:
+            return swarm
         return _open(entrance, identity, peer_name, options, keeping)
 
 
@@ -114,7 +113,7 @@ def join(
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not let in.
         ValueError: the folder keeps a peer of another run.
-        StateError: the folder is in use, damaged, or cannot be written.
+        StateError: the folder is in use, damaged, or cannot be written, or its peer is open without being kept.
         TermsError: the platform's terms have not been read.
         TunnelError, SecretError: the tunnel cannot be opened, or a token is missing.
     """
@@ -138,6 +137,8 @@ def join(
             require_terms(i_have_read_the_terms)
         options = _with_key(options, keeping)
         identity = _identity(options)
+        if keep is not None:
+            _open_as(identity, invitation.run_id, keep)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if kept is None else kept.membership
         entrance = Entrance.by(invitation, identity, token=str(token or ""), membership=membership)
@@ -196,6 +197,23 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
         if not swarm.left:
             return swarm
         swarm.leave()  # returns when the thread that leaves has done so
+    return None
+
+
+def _open_as(identity: Identity, run_id: str, keep: str | Path | None) -> Swarm | None:
+    """The swarm of this process that has this key in this run.
+
+    Raises:
+        StateError: there is one, and it is to be kept: it is not, or it is kept elsewhere.
+    """
+    for swarm in _open_swarms:
+        if (swarm.run_id, swarm.id) == (run_id, identity.id) and not swarm.left:
+            if keep is not None:
+                raise StateError(
+                    f"the peer of {keep} is open already and is not kept there: leave it first ({swarm!r}), then "
+                    "run this again"
+                )
+            return swarm
     return None
 
 

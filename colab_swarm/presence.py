@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -229,7 +229,9 @@ class Presence:
 
     async def leave(self) -> None:
         """Be found and reached no more, and end all services; the node's links stay."""
-        async with contextlib.AsyncExitStack() as ends:  # the last first; an interrupt skips none of them
+        async with (
+            contextlib.AsyncExitStack() as ends
+        ):  # the last first; no failure or interrupt skips another
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
                 ends.callback(self.relay.close)
@@ -238,12 +240,11 @@ class Presence:
             ends.push_async_callback(self._services.averager.close)
             if self.keeping is not None:
                 ends.callback(self.keeping.close)
+            ends.push_async_callback(_stop, self._services.dht.stop)
+            ends.push_async_callback(_stop, self.trust.stop)
+            if self.keeping is not None:
                 with contextlib.suppress(StateError):
                     await self._keep_in(self.keeping)
-            with contextlib.suppress(PeerError):
-                await self.trust.stop()
-            with contextlib.suppress(PeerError):
-                await self._services.dht.stop()
 
     def _on_round(self, result: RoundResult) -> None:
         ledger = self.trust.contributions.ledger
@@ -297,6 +298,12 @@ class Presence:
             await asyncio.sleep(PUBLISH_EVERY_S if contact.direct else 1.0)
 
 
+async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
+    """Stop a service that may say farewell to peers which are gone."""
+    with contextlib.suppress(PeerError):
+        await stop()
+
+
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
     """Link to the first entry that answers.
 
@@ -331,8 +338,8 @@ def assemble(
 ) -> Services:
     """A peer's services on a network, real or simulated."""
     SpeedTests(peers)
-    averager = Averager(peers, events=events)
-    return Services(peers, Rooms(peers), DHT(peers, DHTSettings(), rng), averager, events, rng, pace)
+    dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
+    return Services(peers, Rooms(peers), dht, averager, events, rng, pace)
 
 
 async def find_others(services: Services, entries: Sequence[Contact]) -> None:

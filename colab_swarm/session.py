@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -104,16 +105,19 @@ class SessionPeer(Collaborator, ABC):
         self._stops.append(stop)
 
     def _end_session(self, clock: SessionClock) -> None:
-        """On a thread of its own: let the trainer hand over, give work back, leave."""
-        try:
-            most_s = clock.leave_before_s / 4
-            self._let_trainers_leave(clock, min(PATIENCE_S, most_s), min(HAND_OVER_S, most_s))
-            for stop in self._stops:
-                stop()
-            self.leave()
-        except Exception as error:
-            logger.exception("leaving at the session's end failed")
-            self.events.emit(Fault(self._runtime.time(), "leaving at the session's end", str(error)))
+        """On a thread of its own: let the trainer hand over, give work back, leave; a failure skips none of these."""
+        most_s = clock.leave_before_s / 4
+        hand_over = partial(
+            self._let_trainers_leave, clock, min(PATIENCE_S, most_s), min(HAND_OVER_S, most_s)
+        )
+        parts: list[Callable[[], None]] = [hand_over, *self._stops, self.leave]
+        for end in parts:
+            try:
+                end()
+            except Exception as error:
+                logger.exception("leaving at the session's end failed")
+                text = f"{type(error).__name__}: {error}"
+                self.events.emit(Fault(self._runtime.time(), "leaving at the session's end", text))
 
     def _let_trainers_leave(self, clock: SessionClock, patience_s: float, hand_over_s: float) -> None:
         again = "join again in a new one"

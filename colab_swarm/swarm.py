@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -211,7 +212,7 @@ class Swarm(NotebookFace):
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
-        """Leave the run and close all links. Idempotent.
+        """Leave the run and close all links, whatever fails on the way; the failure is raised then. Idempotent.
 
         Args:
             hand_over_s: how long to wait for a last round, so that gradients accumulated here are not lost.
@@ -219,19 +220,31 @@ class Swarm(NotebookFace):
         with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
             if self.left:
                 return
-            for optimizer in self._optimizers.values():
-                optimizer.close(hand_over_s=hand_over_s)
-            for elastic in self._elastic.values():
-                elastic.close()
-            if self._experts is not None:
-                self._experts.close()
-            self.left = True
-            self._services.gate.release()  # a paused trainer would wait for ever
-            if self.assistance is not None:
-                self.assistance.stop()
-            self._runtime.call(self._averages.close())
-            self._runtime.call(_close(self._services, self._presence))
-            self._end_recording()
+            with contextlib.ExitStack() as parts:  # it closes what came last first
+                for close in reversed(self._closings(hand_over_s)):
+                    parts.callback(close)
+
+    def _closings(self, hand_over_s: float) -> list[Callable[[], object]]:
+        """What closes this peer's parts, in this order."""
+        call = self._runtime.call
+        closings: list[Callable[[], object]] = []
+        for optimizer in self._optimizers.values():
+            closings.append(partial(optimizer.close, hand_over_s=hand_over_s))
+        closings += [elastic.close for elastic in self._elastic.values()]
+        if self._experts is not None:
+            closings.append(self._experts.close)
+        closings.append(self._turn_away)
+        if self.assistance is not None:
+            closings.append(self.assistance.stop)
+        closings.append(lambda: call(self._averages.close()))
+        closings.append(lambda: call(_close(self._services, self._presence)))
+        closings.append(self._end_recording)
+        return closings
+
+    def _turn_away(self) -> None:
+        """Let nobody use this peer any more."""
+        self.left = True
+        self._services.gate.release()  # a paused trainer would wait for ever
 
     def vanish(self) -> None:
         """End like a process that is killed: no farewell. For simulated crashes, on the runtime's loop."""

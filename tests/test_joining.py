@@ -12,7 +12,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.access import Entrance
-from colab_swarm.errors import JoinError, TunnelError
+from colab_swarm.errors import JoinError, StateError, TunnelError
 from colab_swarm.invite import Invite
 from colab_swarm.joining import _start
 from colab_swarm.net.node import Node
@@ -105,9 +105,27 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
     run(main())
 
 
+<<<<<<< HEAD
 def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.ngrok.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
         cs.create("my-run", options=PeerOptions(lan=False, tunnel="ngrok"))
+=======
+@pytest.mark.parametrize("began", [True, False])
+def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
+    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
+    with cs.create("test-run", options=options if began else ALONE) as alice:
+        invitation = alice.invite()
+
+        def come(**how: object) -> cs.Swarm:
+            return cs.create("test-run", **how) if began else cs.join(invitation, peer_name="bob", **how)
+
+        with come(options=options) as unkept:
+            with pytest.raises(StateError, match="is open already and is not kept there: leave it first"):
+                come(keep=tmp_path)
+            assert not (tmp_path / "in-use.json").exists()
+        with come(keep=tmp_path) as kept:
+            assert kept.id == unkept.id and kept.folder == tmp_path
+>>>>>>> d1

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.dht.messages import FindPeers
+from colab_swarm.events import Fault
 from colab_swarm.keeping import Keeping
 from colab_swarm.session_clock import SessionClock
 from colab_swarm.training import optimizer as optimizer_module
+from colab_swarm.trust.contributions import Contributions
+from colab_swarm.trust.messages import PresentMembership, ShareRevoked
 from tests.test_swarm import interrupt_after
 from tests.training.toy import join_training, loss_of, model
 
@@ -69,6 +73,54 @@ def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pyt
         alice.begin_session(SessionClock("Binder", alice._runtime.time(), 2.0, leave_before_s=1.9))
         with pytest.raises(RuntimeError, match="before its session ends"):
             optimizer.wait_step(timeout_s=20.0)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leaving() -> None:
+    alice, stopped = cs.create("test-run"), threading.Event()
+    alice.at_session_end(fail)
+    alice.at_session_end(stopped.set)
+    alice._end_session(SessionClock("Binder", alice._runtime.time(), 2.0, leave_before_s=1.9))
+    assert stopped.is_set() and alice.left
+    faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault) if isinstance(fault, Fault)]
+    assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]
+
+
+def test_a_part_that_cannot_be_closed_leaves_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = cs.create("test-run", keep=tmp_path)
+    first, second = join_training(alice, model(), name="first"), join_training(alice, model(), name="second")
+    close = first.close
+
+    def close_and_fail(**options: float) -> None:
+        close(**options)
+        fail()
+
+    monkeypatch.setattr(first, "close", close_and_fail)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        alice.leave()
+    assert alice.left and second.turn.closed.is_set() and not (tmp_path / "in-use.json").exists()
+    assert alice._presence is not None and alice._presence.node.linker.closed
+    alice.leave()
+
+
+def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail_to_publish(*_: object) -> None:
+        fail()
+
+    alice = cs.create("test-run")
+    monkeypatch.setattr(Contributions, "publish", fail_to_publish)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        alice.leave()
+    stop_serving = {FindPeers.__name__, ShareRevoked.__name__, PresentMembership.__name__}
+    assert alice._presence is not None and alice._presence.node.linker.closed
+    assert not stop_serving & set(alice._presence.node.linker.services[0]._by_name)
 
 
 def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:

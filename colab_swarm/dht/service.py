@@ -42,6 +42,7 @@ from colab_swarm.dht.search import Searcher, is_sound
 from colab_swarm.dht.settings import DHTSettings
 from colab_swarm.dht.storage import Storage
 from colab_swarm.errors import PeerError
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId, Peers, Refusal, Role, short
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading"]
@@ -81,8 +82,11 @@ class Reading:
 class DHT:
     """One peer's part in the distributed hash table."""
 
-    def __init__(self, peers: Peers, settings: DHTSettings, rng: random.Random) -> None:
+    def __init__(
+        self, peers: Peers, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
+    ) -> None:
         self.settings = settings
+        self._events = events or EventLog()
         self.skews: dict[PeerId, float] = {}
         self._peers = peers
         self._rng = rng
@@ -379,8 +383,10 @@ class DHT:
             await asyncio.sleep(period_s * self._rng.uniform(0.5, 1.5))
             try:
                 await work()
-            except Exception:
+            except Exception as error:
                 logger.exception("upkeep of the DHT failed")
+                text = f"{type(error).__name__}: {error}"
+                self._events.emit(Fault(self._loop.time(), "upkeep of the DHT", text))
 
 
 def _remember(known: dict[K, V], key: K, value: V) -> None:

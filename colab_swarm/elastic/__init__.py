@@ -89,7 +89,7 @@ Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 
 | section | module |
 |---|---|
-| definition 1, Table 1, lemmas 12 to 18 | `colab_swarm.elastic.bounds`, `meter` |
+| definition 1, Table 1, lemmas 13 to 16 and 18 | `colab_swarm.elastic.bounds`, `meter` |
 | 4.1: relaxations (crashes, staleness, compression) | `colab_swarm.elastic.schedulers` |
 | 5, equation 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `schedulers`, `steps` |
 | 5.2: error feedback | `colab_swarm.tensors.feedback` |

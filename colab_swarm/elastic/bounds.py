@@ -38,19 +38,9 @@ def bounded_staleness(peers: int, tau: int, m: float) -> float:
     return (peers - 1) * tau * m / peers
 
 
-def shared_memory(dimension: int, tau: int, m: float) -> float:
-    """``sqrt(d) tau M``: shared memory, tau-bounded asynchrony (Lemma 17)."""
-    return math.sqrt(dimension) * tau * m
-
-
 def faults(peers: int, f: int, m: float) -> float:
     """``f M / p``: synchronous, at most f crashes, or f messages that have not come (Lemmas 13 and 14)."""
     return f * m / peers
-
-
-def faults_with_stand_ins(peers: int, f: int, sigma: float) -> float:
-    """``3 f sigma / p``: the same where one's own gradient stands in for what is missing (Lemma 12)."""
-    return 3 * f * sigma / peers
 
 
 def variance_bounded(sigma: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -10,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
-from colab_swarm.events import EventLog, PeerJoined, PeerLeft
+from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, Circuit, is_loopback
 from colab_swarm.net.admission import Admission
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Path, Receiver, Remote, Traffic, Way
@@ -30,6 +31,7 @@ from colab_swarm.net.services import Services
 from colab_swarm.net.settings import NodeSettings
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
+logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 MISSED_KEEP_ALIVES = 3
 DIALS = 3
@@ -123,20 +125,30 @@ class Linker:
 
     def _await_link(self, peer: PeerId) -> asyncio.Future[None]:
         if peer not in self._awaited:
-            self._awaited[peer] = self._loop.create_future()
-            self.spawn(self._dial(peer))
+            awaited = self._awaited[peer] = self._loop.create_future()
+            self.spawn(self._dial(peer, awaited))
         return self._awaited[peer]
 
-    async def _dial(self, peer: PeerId) -> None:
+    async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
+        """Dial the peer; however that ends, ``awaited`` is done afterwards (`_add_link` tells it of a new link)."""
         addresses = self.book.find(peer).addresses
+        failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
         try:
             if not addresses:
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
             await dial_any(addresses, lambda one: self._dial_address(peer, one), self._detours)
         except PeerError as error:
-            awaited = self._awaited.pop(peer, None)
-            if awaited is not None and not awaited.done():
-                awaited.set_exception(error)
+            failure = error
+        except Exception as error:
+            logger.exception("dialling %s failed", short(peer))
+            text = f"{type(error).__name__}: {error}"
+            self._events.emit(Fault(self._loop.time(), f"dialling {short(peer)}", text))
+            failure = PeerUnreachable(f"dialling {short(peer)} failed: {text}")
+        finally:
+            if self._awaited.get(peer) is awaited:
+                del self._awaited[peer]
+            if not awaited.done():
+                awaited.set_exception(failure)
                 awaited.exception()  # the waiters may all have given up
 
     def _detours(self) -> list[str]:

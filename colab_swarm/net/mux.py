@@ -72,7 +72,7 @@ class Mux:
 
     Args:
         initiator: whether this end dialled.
-        max_streams: streams the peer may have open; more are reset as ``busy``.
+        max_streams: streams of the peer that may be open; more are reset as ``busy``.
         max_calls: calls of the peer that may be pending; more are refused as ``busy``.
     """
 
@@ -227,7 +227,7 @@ class Mux:
 
     def _on_opening(self, frame: Frame) -> bool:
         id = frame.id
-        if id <= self._last_theirs or (id - self._next_id) % 2 == 0:
+        if id <= self._last_theirs or self._is_ours(id):
             raise ProtocolError(f"{frame.kind.name} with number {id} after {self._last_theirs}")
         self._last_theirs = id
         if frame.kind is Kind.CALL:
@@ -236,7 +236,7 @@ class Mux:
                 self._queue.append(encode(Kind.ERROR, id, _failure("busy", text)))
                 return False
             self._serving.add(id)
-        elif len(self._streams) >= self._max_streams:
+        elif sum(not self._is_ours(open_id) for open_id in self._streams) >= self._max_streams:
             text = f"{self._max_streams} streams are open on this link"
             self._queue.append(encode(Kind.RESET, id, _failure("busy", text)))
             return False
@@ -289,9 +289,12 @@ class Mux:
         return False
 
     def _require_known(self, id: int) -> None:
-        ours = (id - self._next_id) % 2 == 0
-        if not 0 < id <= (self._next_id - 1 if ours else self._last_theirs):
+        if not 0 < id <= (self._next_id - 1 if self._is_ours(id) else self._last_theirs):
             raise ProtocolError(f"a frame names call or stream {id}, which never was")
+
+    def _is_ours(self, id: int) -> bool:
+        """Whether this end numbers calls and streams so: one end takes the odd numbers, the other the even."""
+        return (id - self._next_id) % 2 == 0
 
     def _forget_if_over(self, id: int, flow: Flow) -> None:
         if flow.sent_end and flow.got_end:

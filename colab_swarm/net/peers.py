@@ -118,7 +118,7 @@ class Stream(Protocol):
 
         Raises:
             PeerLost: the link broke or the peer reset the stream.
-            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`.
+            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side was ended before.
         """
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:

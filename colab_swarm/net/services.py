@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from colab_swarm.net.mux import Opening
-from colab_swarm.net.peers import UNDECODABLE, Message, Role
+from colab_swarm.net.peers import UNDECODABLE, Buffer, Message, Role
+from colab_swarm.net.stream import decoder_of
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
@@ -50,7 +51,7 @@ class Services:
         """
         if kind.__name__ in self._by_name:
             raise ValueError(f"{kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = Service(msgspec.msgpack.Decoder(kind), handler, role)
+        self._by_name[kind.__name__] = Service(decoder_of(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
@@ -64,14 +65,23 @@ class Services:
         """
         try:
             opening = _opening_decoder.decode(encoded)
-            service = self._by_name.get(opening.name)
-            if service is None:
-                raise Unserved("unknown", f"{opening.name[:100]} is not served here")
-            if role < service.role:
-                needed = f"{opening.name} needs the role {service.role.name.lower()}"
-                raise Unserved(
-                    "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
-                )
-            return service.handler, service.decoder.decode(opening.body)
+        except UNDECODABLE as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error
+        return self.find_named(opening.name, opening.body, role)
+
+    def find_named(self, name: str, body: Buffer, role: Role) -> tuple[Handler, Any]:
+        """Like `find`, for the two parts of an opening.
+
+        Raises:
+            Unserved: see `find`.
+        """
+        service = self._by_name.get(name)
+        if service is None:
+            raise Unserved("unknown", f"{name[:100]} is not served here")
+        if role < service.role:
+            needed = f"{name} needs the role {service.role.name.lower()}"
+            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
+        try:
+            return service.handler, service.decoder.decode(body)
         except UNDECODABLE as error:
             raise Unserved("invalid", f"undecodable message: {error}") from error

@@ -29,6 +29,7 @@ At any moment exactly one thread runs: the loop's, or one peer's. So a run depen
 | each peer's upload and download, first in, first out | the bytes of frames, handshakes, encryption |
 | latency of each pair, jitter, loss as retransmission | routers, relays, tunnels (`tests/netlab` has these, for real) |
 | wall clocks that are off | other processes on the machine |
+| roles: a peer made with ``role=`` is refused what a link refuses it | admission: nobody is turned away |
 | compute time: ``samples_per_s`` of each peer | the speed of your machine: gradients are real, their time is made up |
 | crash, partition, slow line, churn | Byzantine peers: script them in your training function |
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim.faults import ComingFault, FiredFault, Script, Trap
 from colab_swarm.sim.link import Connection, Link
 from colab_swarm.sim.peer import SimPeers
@@ -58,12 +58,20 @@ class SimNetwork:
         self._groups: tuple[frozenset[str], ...] = ()
         self._traps: list[Trap] = []
 
-    def peer(self, name: str, *, listen: bool = True, host_profile: HostProfile | None = None) -> SimPeers:
+    def peer(
+        self,
+        name: str,
+        *,
+        listen: bool = True,
+        host_profile: HostProfile | None = None,
+        role: Role = Role.WORKER,
+    ) -> SimPeers:
         """Add a peer; a name whose peer crashed or left gets a new process with the same identity.
 
         Args:
             listen: whether others can dial it; without, it is in client mode.
             host_profile: its bandwidth, if not the next of the network's profile.
+            role: what the others let it do; in an open run everybody is a worker.
 
         Raises:
             ValueError: that peer is up.
@@ -72,7 +80,7 @@ class SimNetwork:
             raise ValueError(f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self._names) % len(self.profile.hosts)]
         identity = Identity(hashlib.sha256(f"{self._seed} {name}".encode()).digest())
-        peer = SimPeers(self, name, identity=identity, listen=listen, host=host)
+        peer = SimPeers(self, name, identity=identity, listen=listen, host=host, role=role)
         peer.connection.widen(self._width)
         self._names[name] = self._ids[peer.id] = peer
         return peer

@@ -15,11 +15,11 @@ from colab_swarm.errors import (
     PeerLost,
     PeerTimeout,
     PeerUnreachable,
-    ProtocolError,
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
+from colab_swarm.net.services import Services, Unserved
 from colab_swarm.sim.link import Connection, Link
 from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.sim.stream import SimStream, decode, encode
@@ -63,21 +63,32 @@ class _Question:
 
 
 class SimPeers:
-    """What one simulated peer sees of the network. Made by `SimNetwork.peer`."""
+    """What one simulated peer sees of the network. Made by `SimNetwork.peer`.
+
+    Attributes:
+        role: what the others let it do, as its membership would tell them.
+    """
 
     def __init__(
-        self, network: SimNetwork, name: str, *, identity: Identity, listen: bool, host: HostProfile
+        self,
+        network: SimNetwork,
+        name: str,
+        *,
+        identity: Identity,
+        listen: bool,
+        host: HostProfile,
+        role: Role = Role.WORKER,
     ) -> None:
         self.name = name
         self.listen = listen
+        self.role = role
         self.up = True
         self.connection = Connection(name, host)
         self._network = network
         self._identity = identity
         self._links: dict[PeerId, Link] = {}
         self._contacts: dict[PeerId, Contact] = {}
-        self._calls: dict[str, tuple[type[Any], Callable[[PeerId, Any], Awaitable[Message]]]] = {}
-        self._streams: dict[str, tuple[type[Any], Callable[[Any, Stream], Awaitable[None]]]] = {}
+        self._calls, self._streams = Services(), Services()
         self._listeners: list[Callable[[PeerId], None]] = []
         self._mourners: list[Callable[[], None]] = []
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set would cancel them in any order
@@ -156,23 +167,27 @@ class SimPeers:
         *,
         role: Role = Role.VIEWER,
     ) -> None:
-        """Answer calls of type ``kind``."""
-        self._calls[kind.__name__] = kind, handler
+        """Answer calls of type ``kind``; unlike at a `Node`, a handler may take another's place."""
+        self._calls.remove(kind)
+        self._calls.add(kind, handler, role)
 
     def serve_stream(
         self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
     ) -> None:
-        """Run the handler for each stream opened with ``kind``."""
-        self._streams[kind.__name__] = kind, handler
+        """Run the handler for each stream opened with ``kind``; it may take another's place."""
+        self._streams.remove(kind)
+        self._streams.add(kind, handler, role)
 
     def role_of(self, peer: PeerId) -> Role:
-        """A simulated run is open: everybody is a worker."""
-        return Role.WORKER
+        """What the peer may do."""
+        if peer == self.id:
+            return Role.AUTHORITY
+        return self._network.peer_of(peer).role if peer in self._links else Role.GUEST
 
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
-        self._calls.pop(kind.__name__, None)
-        self._streams.pop(kind.__name__, None)
+        self._calls.remove(kind)
+        self._streams.remove(kind)
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
         """Call ``listener(peer)`` when the link to a peer is gone."""
@@ -233,13 +248,10 @@ class SimPeers:
 
     async def _handle(self, caller: PeerId, name: str, body: bytes) -> tuple[Message, bytes]:
         """Run the handler and encode its reply; whatever goes wrong becomes `CallRefused`."""
-        if name not in self._calls:
-            raise CallRefused("unknown", f"{self.name} does not serve {name}")
-        kind, handler = self._calls[name]
         try:
-            message = decode(body, kind)
-        except ProtocolError as error:
-            raise CallRefused("invalid", str(error)) from error
+            handler, message = self._calls.find_named(name, body, self.role_of(caller))
+        except Unserved as error:
+            raise CallRefused(error.code, str(error)) from error
         try:
             reply = await handler(caller, message)
             return reply, encode(reply)
@@ -274,18 +286,14 @@ class SimPeers:
 
     async def _converse(self, stream: SimStream, name: str, body: bytes) -> None:
         """Run the stream's handler; its fault refuses the stream."""
-        if name not in self._streams:
-            stream.refuse(CallRefused("unknown", f"{self.name} does not serve {name}"))
-            return
-        kind, handler = self._streams[name]
         try:
-            opening = decode(body, kind)
-        except ProtocolError as error:
-            stream.refuse(CallRefused("invalid", str(error)))
+            handler, opening = self._streams.find_named(name, body, self.role_of(stream.peer))
+        except Unserved as error:
+            stream.refuse(CallRefused(error.code, str(error)))
             return
         try:
             await handler(opening, stream)
-            await stream.end()
+            await stream.leave()
         except asyncio.CancelledError:
             stream.reset("its handler was cancelled")
             raise

@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, ProtocolError
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, item_cost
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -22,11 +23,6 @@ from colab_swarm.net.peers import (
     StreamEnded,
 )
 from colab_swarm.sim.link import Connection, Link
-
-WINDOW_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""Bytes a sender may be ahead of the receiver's reading."""
-CREDIT_BYTES = WINDOW_BYTES // 4
-"""The receiver tells how much it read after each such amount."""
 
 BACKLOG_BYTES = 1 << 18
 """What a stream may queue at its sender's connection: a socket's buffers are as small."""
@@ -71,9 +67,9 @@ class SimStream:
         self._link, self._end, self._peer = link, end, peer
         self._inbox: deque[tuple[bytes, bytes]] = deque()
         self._error: PeerError | None = None
-        self._ended = self._peer_ended = False
-        self._unread_bytes = 0  # sent by us and not yet known to be read
-        self._read_bytes = 0  # read by us and not yet told
+        self._ended = self._peer_ended = self._discarding = False
+        self._unread_bytes = 0  # what items not yet known to be read take from our credit
+        self._read_bytes = 0  # the same of those that we read, not yet told
         self._waiting: list[asyncio.Future[None]] = []
         self._leaving: deque[tuple[float, int]] = deque()  # when its last bit leaves, size_bytes
         self._leaving_bytes = 0
@@ -85,18 +81,18 @@ class SimStream:
         return self._peer
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send one item; waits while the receiver has much to read, or the connection much to carry."""
+        """See `Stream.send`; waits while the receiver has much to read, or the connection much to carry."""
         body, data = encode(message), bytes(payload)
         if len(data) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"payload of {len(data)} bytes, limit {MAX_PAYLOAD_BYTES}")
-        if self._ended:
-            raise RuntimeError("send() after end()")
-        size_bytes = len(body) + len(data)
-        while self._error is None and self._unread_bytes + size_bytes > WINDOW_BYTES:
+        self._check_sending()
+        while self._unread_bytes >= STREAM_WINDOW_BYTES:
             await self._wait()
+            self._check_sending()
         await self._wait_ready()
-        self._check()
-        self._unread_bytes += size_bytes
+        self._check_sending()
+        self._unread_bytes += item_cost(body, data)
+        size_bytes = len(body) + len(data)
         on_item = partial(self.twin._on_item, body, data)
         left_at = self._link.carry(self._end, size_bytes, on_item, message=message)
         self._leaving.append((left_at, size_bytes))
@@ -119,7 +115,7 @@ class SimStream:
                 raise StreamEnded(f"{self._link.other(self._end).name} ended the stream")
             await self._wait()
         body, data = self._inbox.popleft()
-        self._give_credit(len(body) + len(data))
+        self._give_credit(item_cost(body, data))
         try:
             return decode(body, kind), memoryview(data)
         except ProtocolError as error:
@@ -132,6 +128,13 @@ class SimStream:
             self._ended = True
             self._link.carry(self._end, 0, self.twin._on_end)
             self._leave_if_over()
+
+    async def leave(self) -> None:
+        """End our side; what still comes is thrown away, so that the peer does not wait for credit."""
+        self._discarding = True
+        while self._inbox:
+            self._give_credit(item_cost(*self._inbox.popleft()))
+        await self.end()
 
     def reset(self, reason: str = "") -> None:
         """Drop the stream both ways."""
@@ -158,12 +161,14 @@ class SimStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            await self.end()
+            await self.leave()
         else:
             self.reset(kind.__name__)
 
     def _on_item(self, body: bytes, data: bytes) -> None:
-        if self._error is None:
+        if self._discarding:
+            self._give_credit(item_cost(body, data))
+        elif self._error is None:
             self._inbox.append((body, data))
             self._wake()
 
@@ -178,13 +183,19 @@ class SimStream:
 
     def _give_credit(self, read_bytes: int) -> None:
         self._read_bytes += read_bytes
-        if self._read_bytes >= CREDIT_BYTES and self._link.alive:
+        if self._read_bytes >= STREAM_WINDOW_BYTES // 2 and self._link.alive:
             self._link.carry(self._end, 0, partial(self.twin._on_credit, self._read_bytes))
             self._read_bytes = 0
 
     def _leave_if_over(self) -> None:
         if self._ended and self._peer_ended:
             self._link.guests.pop(self, None)
+
+    def _check_sending(self) -> None:
+        if self._ended:
+            raise ValueError("send after end")
+        if self._error is not None:
+            raise PeerLost(str(self._error)) from self._error
 
     def _check(self) -> None:
         if self._error is not None:

@@ -30,6 +30,7 @@ from colab_swarm.averaging.partition import Span
 from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.errors import NotAdmitted
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key, MembershipAdmission
@@ -184,6 +185,7 @@ class Contributions:
         run_id: the run.
         admission: says whose tallies count: those of reducers and above; None in an open run, where all do.
         relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
+        events: gets a `Fault` when the tally cannot be found or published.
     """
 
     def __init__(
@@ -193,9 +195,10 @@ class Contributions:
         run_id: str,
         admission: MembershipAdmission | None = None,
         relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict,
+        events: EventLog | None = None,
     ) -> None:
         self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
-        self._relayed_bytes = relayed_bytes
+        self._relayed_bytes, self._events = relayed_bytes, events or EventLog()
         self._published: tuple[Row, ...] = ()
         self._published_at = float("-inf")
         self._loop = asyncio.get_running_loop()
@@ -217,14 +220,18 @@ class Contributions:
     async def _keep(self) -> None:
         try:
             await self.resume()
-        except Exception:
-            logger.exception("finding this peer's last tally failed")
+        except Exception as error:
+            self._report("finding this peer's last tally", error)
         while True:
             await asyncio.sleep(PUBLISH_S)
             try:
                 await self.publish()
-            except Exception:
-                logger.exception("publishing the contributions failed")
+            except Exception as error:
+                self._report("publishing the contributions", error)
+
+    def _report(self, where: str, error: Exception) -> None:
+        logger.exception("%s failed", where)
+        self._events.emit(Fault(self._loop.time(), where, f"{type(error).__name__}: {error}"))
 
     async def resume(self) -> None:
         """Go on from the tally that this peer published, or kept on disk, before it was restarted."""

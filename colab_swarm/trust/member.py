@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError
-from colab_swarm.events import ClockSkewed, EventLog, MembershipEnding, MembershipRenewed
+from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
@@ -74,7 +74,7 @@ class Member:
         peers: the network.
         dht: finds the authority.
         admission: of this peer; its `membership` is kept fresh.
-        events: gets `MembershipRenewed`, `MembershipEnding` and `ClockSkewed`.
+        events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when keeping it fails.
         credentials: what lets it in; None for the authority, and in an open run.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
         behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
@@ -145,8 +145,10 @@ class Member:
         while True:
             try:
                 await self.tick()
-            except Exception:
+            except Exception as error:
                 logger.exception("keeping the membership failed")
+                text = f"{type(error).__name__}: {error}"
+                self._events.emit(Fault(self._loop.time(), "keeping the membership", text))
             await asyncio.sleep(TICK_S)
 
     async def tick(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, ProtocolError
-from colab_swarm.events import EventLog, PeersRevoked
+from colab_swarm.events import EventLog, Fault, PeersRevoked
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId, Peers, short
@@ -34,7 +34,7 @@ class RevocationWatch:
         peers: the network.
         dht: where the list is found.
         admission: learns the list.
-        events: gets `PeersRevoked`.
+        events: gets `PeersRevoked`, and a `Fault` when looking for revocations fails.
         rng: chooses moments and peers.
         recheck: called when the list has changed; closes the links of the revoked, see `Linker.recheck`.
     """
@@ -85,8 +85,10 @@ class RevocationWatch:
         while True:
             try:
                 await self.poll()
-            except Exception:
+            except Exception as error:
                 logger.exception("looking for revocations failed")
+                text = f"{type(error).__name__}: {error}"
+                self._events.emit(Fault(self._loop.time(), "looking for revocations", text))
             await asyncio.sleep(PERIOD_S * self._rng.uniform(0.5, 1.0))
 
     async def poll(self) -> None:

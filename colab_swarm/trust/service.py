@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Trust:
     ) -> None:
         admission = closed.admission if closed else None
         self.contributions = Contributions(
-            peers, dht, run_id, admission, links.relayed_bytes if links else dict
+            peers, dht, run_id, admission, links.relayed_bytes if links else dict, events
         )
         self.authority: Authority | None = None
         self._member: Member | None = None
@@ -111,12 +112,13 @@ class Trust:
 
     async def stop(self) -> None:
         """End the background work; while the DHT still runs."""
-        await self.contributions.stop()
-        if self.authority is not None:
-            self.authority.close()
-        if self._member is not None and self._watch is not None:
-            await self._member.stop()
-            await self._watch.stop()
+        async with contextlib.AsyncExitStack() as ends:  # the last first; no failure skips another
+            if self._member is not None and self._watch is not None:
+                ends.push_async_callback(self._watch.stop)
+                ends.push_async_callback(self._member.stop)
+            if self.authority is not None:
+                ends.callback(self.authority.close)
+            await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
         """Put a peer out of the run, or an invitation (the id of its key).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import time
 from importlib.util import find_spec
 from typing import Any, Self
@@ -80,15 +79,6 @@ class Invitation(str):
     def facts(self) -> dict[str, str]:
         """The line as ``invite`` and, if there is one, the ``warning``: what a program tells its user."""
         return {"invite": str(self), **({"warning": self.warning} if self.warning else {})}
-
-    def qr_text(self) -> str:
-        """The QR code in block characters, for ``print`` in a terminal; a sentence if there can be none."""
-        code = _code(self)
-        if isinstance(code, str):
-            return code
-        drawn = io.StringIO()
-        code.terminal(drawn, border=2, compact=True)
-        return drawn.getvalue()
 
     def _qr_html(self) -> str:
         code = _code(self)

@@ -318,16 +318,15 @@ def test_an_organizer_that_refuses_for_ever_is_passed_over(reason: RefusalReason
     in_town(3, script)
 
 
-def test_contributing_needs_the_role_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contributing_needs_the_role_of_a_worker() -> None:
     async def script(town: Town) -> None:
         first, second = town.trainers
-        monkeypatch.setattr(SimPeers, "role_of", lambda _self, _peer: Role.REDUCER)
+        second.peers.role = Role.REDUCER
         outcomes = await asyncio.gather(second.join(), return_exceptions=True)
         assert refused(outcomes[0]) == "invalid" and "only a worker" in str(outcomes[0])
         second.ticket = msgspec.structs.replace(TICKET, weight=0.0)
         joining = asyncio.create_task(second.join())
         await asyncio.sleep(0.01)
-        monkeypatch.undo()
         assert await first.join() == await joining
 
     in_town(2, script)

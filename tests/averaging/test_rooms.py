@@ -78,7 +78,7 @@ def test_the_last_room_to_close_ends_the_service() -> None:
         rooms.unserve("one", Ask)
         assert await ask("two") == "two"
         rooms.unserve("two", Ask)
-        with pytest.raises(CallRefused, match="does not serve"):
+        with pytest.raises(CallRefused, match="not served here"):
             await ask("two")
 
     with_rooms(script)

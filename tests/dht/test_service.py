@@ -13,6 +13,7 @@ from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValu
 from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import HOME, run_virtual, virtual_time
 from tests.dht.swarm import Member, join, swarm
@@ -282,6 +283,25 @@ def test_stop_leaves_no_task_and_serves_no_more() -> None:
         return caught.value.code, len(asyncio.all_tasks())
 
     assert run_virtual(main()) == ("unknown", 1)
+
+
+def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> list[bytes]:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        _, members = await swarm(2)
+        events = EventLog()
+        dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
+        monkeypatch.setattr(dht.table, "refresh_targets", fail)
+        dht.start()
+        await asyncio.sleep(60)
+        await dht.stop()
+        faults = {(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)}
+        assert faults == {("upkeep of the DHT", "ZeroDivisionError: a bug")}
+        assert len(events.recent(Fault)) > 1
+
+    run_virtual(main())
 
 
 def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:

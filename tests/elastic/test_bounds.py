@@ -13,13 +13,8 @@ def test_one_peer_is_never_stale_and_many_are_by_tau_gradients() -> None:
     assert bounds.bounded_staleness(16, 3, 2.0) == pytest.approx(5.625)
 
 
-def test_shared_memory_pays_for_the_dimension() -> None:
-    assert bounds.shared_memory(100, 2, 0.5) == pytest.approx(10.0)
-
-
 def test_faults_cost_their_share_of_the_mean() -> None:
     assert bounds.faults(4, 1, 2.0) == 0.5
-    assert bounds.faults_with_stand_ins(4, 1, 2.0) == 1.5
     assert bounds.variance_bounded(2.0) == 6.0
 
 

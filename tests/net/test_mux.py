@@ -60,6 +60,21 @@ def test_too_many_calls_and_streams_are_refused_as_busy() -> None:
     assert all(b"busy" in bytes(frame.message) for frame in refused)
 
 
+def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
+    pair = Pair(max_streams=2)
+    for _ in range(2):
+        pair.bob.open(b"")
+    pair.to_alice()
+    for _ in range(3):
+        pair.alice.open(b"")
+    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(Kind.OPEN, 1), (Kind.OPEN, 3)]
+    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(Kind.RESET, 5)]
+    pair.to_bob()
+    pair.alice.reset(1)
+    replacement = pair.alice.open(b"")
+    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(Kind.RESET, 1), (Kind.OPEN, replacement)]
+
+
 def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
     pair = Pair()
     id, payload = pair.alice.open(b""), bytes(1 << 16)

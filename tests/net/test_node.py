@@ -18,7 +18,8 @@ from colab_swarm.errors import (
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.admission import OpenAdmission
-from colab_swarm.net.peers import Contact, Message, PeerId, Refusal, Role
+from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Refusal, Role
+from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, run, silence, start, until
 
 
@@ -376,6 +377,27 @@ def test_close_wakes_those_who_wait_for_a_link_and_refuses_new_calls() -> None:
             for late in (call, alice.call(bob, Echo(), Echo, timeout_s=10)):
                 with pytest.raises(PeerLost, match="closed"):
                     await late
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), asyncio.CancelledError()])
+def test_a_peer_whose_dial_failed_in_an_unforeseen_way_can_be_dialled_again(fault: BaseException) -> None:
+    async def fail(relay: Contact, peer: PeerId, receiver: object) -> WebSocket:
+        raise fault
+
+    async def main() -> None:
+        events = EventLog()
+        alice = await start("alice", events=events)
+        async with peers("bob") as (bob,):
+            alice.linker.open_circuit = fail
+            alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
+            with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
+                await alice.call(bob.id, Echo(), Echo, timeout_s=1)
+            alice.learn(bob.contact)
+            assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+            await alice.close()
+        assert len(events.recent(Fault)) == isinstance(fault, Exception)
 
     run(main())
 

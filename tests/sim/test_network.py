@@ -8,9 +8,9 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, PeerUnreachable, ProtocolError, WrongPeer
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, Message, PeerId, Peers
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, Message, PeerId, Peers, Role
 from colab_swarm.sim import HOME, HostProfile, SimNetwork, SimPeers, run_virtual, virtual_time
-from tests.sim.talk import Ask, Tell, Unserved, double, forever, pair
+from tests.sim.talk import Ask, Tell, Unserved, count_bytes, double, forever, pair
 
 
 def test_a_call_is_answered_after_a_dial_and_a_round_trip() -> None:
@@ -46,6 +46,37 @@ def test_a_refused_call_says_why(message: Message, code: str) -> None:
         return caught.value.code
 
     assert run_virtual(main()) == code
+
+
+def test_a_role_is_refused_what_it_may_not() -> None:
+    async def main() -> None:
+        network = SimNetwork(seed=1)
+        alice, bob = network.peer("alice", role=Role.VIEWER), network.peer("bob")
+        network.introduce()
+        bob.serve(Ask, double, role=Role.WORKER)
+        bob.serve_stream(Ask, count_bytes, role=Role.REDUCER)
+        assert bob.role_of(alice.id) is Role.GUEST, "they have no link yet"
+        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer") as refused:
+            await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        assert refused.value.code == "refused" and bob.role_of(alice.id) is Role.VIEWER
+        stream = await alice.stream(bob.id, Ask(1), timeout_s=5)
+        with pytest.raises(CallRefused, match="needs the role reducer; yours is viewer"):
+            await stream.receive(Tell)
+
+    run_virtual(main())
+
+
+def test_a_peer_may_ask_all_of_itself_and_workers_may_ask_workers() -> None:
+    async def main() -> None:
+        _, alice, bob = pair()
+        bob.serve(Ask, double, role=Role.AUTHORITY)
+        assert bob.role_of(bob.id) is Role.AUTHORITY
+        assert await bob.call(bob.id, Ask(1), Tell, timeout_s=5) == Tell(2)
+        bob.serve(Ask, double, role=Role.WORKER)
+        assert await alice.call(bob.id, Ask(1), Tell, timeout_s=5) == Tell(2)
+        assert bob.role_of(alice.id) is alice.role_of(bob.id) is Role.WORKER
+
+    run_virtual(main())
 
 
 def test_an_undecodable_message_is_refused_as_invalid() -> None:

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from colab_swarm.errors import CallRefused, PeerLost, ProtocolError
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, item_cost
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Message, Refusal, Stream, StreamEnded
 from colab_swarm.sim import run_virtual, virtual_time
-from colab_swarm.sim.stream import WINDOW_BYTES
+from colab_swarm.sim.stream import encode
 from tests.sim.talk import Ask, Tell, Unserved, pair
 
 CHUNK = bytes(1 << 16)
@@ -56,7 +57,7 @@ def test_a_slow_reader_slows_the_sender() -> None:
         return sent, virtual_time()
 
     sent, at = run_virtual(main())
-    assert sent == WINDOW_BYTES // len(CHUNK) - 1 and at > 60
+    assert sent == -(-STREAM_WINDOW_BYTES // item_cost(encode(Tell(0)), CHUNK)) and at > 60
 
 
 def test_the_end_comes_after_everything_sent() -> None:
@@ -133,7 +134,26 @@ def test_sending_after_the_end_is_the_senders_mistake() -> None:
         await stream.end()
         await stream.send(Tell(0))
 
-    with pytest.raises(RuntimeError, match="after end"):
+    with pytest.raises(ValueError, match="send after end"):
+        run_virtual(main())
+
+
+def test_a_sender_that_waits_while_its_stream_is_ended_fails_as_well() -> None:
+    async def unread(opening: Ask, stream: Stream) -> None:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        _, alice, bob = pair()
+        bob.serve_stream(Ask, unread)
+        stream = await alice.stream(bob.id, Ask(0), timeout_s=5)
+        for _ in range(STREAM_WINDOW_BYTES // len(CHUNK)):
+            await stream.send(Tell(0), CHUNK)
+        late = asyncio.create_task(stream.send(Tell(0), CHUNK))
+        await asyncio.sleep(1)
+        await stream.end()
+        await late
+
+    with pytest.raises(ValueError, match="send after end"):
         run_virtual(main())
 
 
@@ -156,3 +176,17 @@ def test_a_stream_to_oneself_works() -> None:
             return (await stream.receive(Tell))[0]
 
     assert run_virtual(main()) == Tell(4)
+
+
+def test_who_leaves_a_stream_unread_does_not_hold_its_sender_up() -> None:
+    async def look_away(opening: Ask, stream: Stream) -> None:
+        pass
+
+    async def main() -> None:
+        _, alice, bob = pair()
+        bob.serve_stream(Ask, look_away)
+        async with await alice.stream(bob.id, Ask(0), timeout_s=5) as stream:
+            for _ in range(4 * STREAM_WINDOW_BYTES // len(CHUNK)):
+                await stream.send(Tell(0), CHUNK)
+
+    run_virtual(main())

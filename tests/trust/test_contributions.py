@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, Member
 from colab_swarm.dht.service import Found
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Role
@@ -187,6 +188,26 @@ def test_everybody_reads_the_same_leaderboard_which_outlives_a_restart() -> None
         assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
         for service in (*services[:2], services[3]):
             await service.stop()
+
+    run_virtual(main())
+
+
+def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
+    def fail() -> dict[PeerId, int]:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        _, members = await swarm(1)
+        events = EventLog()
+        service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
+        service.kept = (Row(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
+        service.start()
+        await asyncio.sleep(PUBLISH_S + 1)
+        with pytest.raises(ZeroDivisionError):
+            await service.stop()
+        resumed, published = (fault for fault in events.recent(Fault) if isinstance(fault, Fault))
+        assert resumed.where == "finding this peer's last tally" and "ValueError: -1.0" in resumed.text
+        assert published.where == "publishing the contributions" and "a bug" in published.text
 
     run_virtual(main())
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from itertools import pairwise
 
-from colab_swarm.net.membership import Grant, Membership
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.events import EventLog, Fault
+from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, Credentials, RenewalPlan
+from colab_swarm.sim import SimNetwork, run_virtual
+from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, Credentials, Member, RenewalPlan
 from tests.net.swarm import identity
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
@@ -39,3 +44,21 @@ def test_an_authority_that_is_away_is_asked_less_and_less_often_but_every_ten_mi
 
 def test_the_token_is_in_no_repr() -> None:
     assert "hf_secret" not in repr(Credentials(GRANT, identity("link"), "hf_secret"))
+
+
+def test_a_membership_that_cannot_be_kept_is_an_event_and_is_tried_again() -> None:
+    def fail() -> float:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        alice, events = SimNetwork().peer("alice"), EventLog()
+        dht = DHT(alice, DHTSettings(), random.Random(0))
+        admission = MembershipAdmission(RUN, authority=b"a" * 32, own=alice.public_key)
+        member = Member(alice, dht, admission, events, None, lambda peer, membership: Role.WORKER, fail)
+        member.start()
+        await asyncio.sleep(1.5 * TICK_S)
+        await member.stop()
+        faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
+        assert faults == [("keeping the membership", "ZeroDivisionError: a bug")] * 2
+
+    run_virtual(main())

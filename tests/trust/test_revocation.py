@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from colab_swarm.errors import PeerError
-from colab_swarm.events import EventLog, PeersRevoked
+from colab_swarm.events import EventLog, Fault, PeersRevoked
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, run_virtual, virtual_time
 from colab_swarm.trust.messages import ShareRevoked
-from colab_swarm.trust.revocation import RevocationWatch
+from colab_swarm.trust.revocation import PERIOD_S, RevocationWatch
 from tests.dht.swarm import join, swarm
 from tests.net.swarm import run, until
 from tests.trust.run import Echo, call, run_with
@@ -197,3 +197,21 @@ def test_the_authority_does_not_put_itself_out() -> None:
                 authority.trust.revoke(authority.node.id)
 
     run(main())
+
+
+def test_a_watch_that_fails_is_an_event_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def main() -> None:
+        _, (watcher,) = await watchers(1, start=False)
+        monkeypatch.setattr(watcher.watch, "poll", fail)
+        watcher.watch.start()
+        await asyncio.sleep(1.5 * PERIOD_S)
+        await watcher.watch.stop()
+        faults = [
+            (fault.where, fault.text) for fault in watcher.events.recent(Fault) if isinstance(fault, Fault)
+        ]
+        assert len(faults) >= 2 and set(faults) == {("looking for revocations", "ZeroDivisionError: a bug")}
+
+    run_virtual(main())

@@ -60,19 +60,12 @@ def test_a_warning_is_shown_with_the_line_but_is_no_part_of_it() -> None:
     assert 'class="warn"' not in invitation()._repr_html_()
 
 
-def test_a_terminal_gets_the_code_as_text() -> None:
-    lines = invitation().qr_text().splitlines()
-    assert len(lines) > 20
-    assert all(len(line) < 200 for line in lines)
-
-
 def test_without_segno_or_for_a_long_line_words_stand_in_for_the_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1)).qr_text()
+    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
     monkeypatch.setitem(sys.modules, "segno", None)
     monkeypatch.setattr("colab_swarm.widgets.invitation.find_spec", lambda name: None)
-    assert "pip install segno" in invitation().qr_text()
     assert "pip install segno" in invitation()._repr_html_()
 
 
