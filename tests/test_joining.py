@@ -105,14 +105,14 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
     run(main())
 
 
-<<<<<<< HEAD
 def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.ngrok.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
         cs.create("my-run", options=PeerOptions(lan=False, tunnel="ngrok"))
-=======
+
+
 @pytest.mark.parametrize("began", [True, False])
 def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
     options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
@@ -128,4 +128,3 @@ def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: 
             assert not (tmp_path / "in-use.json").exists()
         with come(keep=tmp_path) as kept:
             assert kept.id == unkept.id and kept.folder == tmp_path
->>>>>>> d1
