@@ -228,6 +228,11 @@ class Fault(Event):
     where: str
     text: str
 
+    @classmethod
+    def of(cls, at: float, where: str, error: BaseException) -> Fault:
+        """The fault that ``error`` is, in words."""
+        return cls(at, where, f"{type(error).__name__}: {error}")
+
 
 class EventLog:
     """The last events of one peer, and who wants to hear of new ones. Safe from any thread."""

@@ -116,8 +116,7 @@ class SessionPeer(Collaborator, ABC):
                 end()
             except Exception as error:
                 logger.exception("leaving at the session's end failed")
-                text = f"{type(error).__name__}: {error}"
-                self.events.emit(Fault(self._runtime.time(), "leaving at the session's end", text))
+                self.events.emit(Fault.of(self._runtime.time(), "leaving at the session's end", error))
 
     def _let_trainers_leave(self, clock: SessionClock, patience_s: float, hand_over_s: float) -> None:
         again = "join again in a new one"

@@ -85,8 +85,7 @@ class DHT:
     def __init__(
         self, peers: Peers, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
     ) -> None:
-        self.settings = settings
-        self._events = events or EventLog()
+        self.settings, self._events = settings, events or EventLog()
         self.skews: dict[PeerId, float] = {}
         self._peers = peers
         self._rng = rng
@@ -385,8 +384,7 @@ class DHT:
                 await work()
             except Exception as error:
                 logger.exception("upkeep of the DHT failed")
-                text = f"{type(error).__name__}: {error}"
-                self._events.emit(Fault(self._loop.time(), "upkeep of the DHT", text))
+                self._events.emit(Fault.of(self._loop.time(), "upkeep of the DHT", error))
 
 
 def _remember(known: dict[K, V], key: K, value: V) -> None:

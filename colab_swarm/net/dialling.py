@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import aiohttp
 
 from colab_swarm.errors import PeerError, PeerUnreachable, WrongPeer
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.handshake import Greeter
 from colab_swarm.net.link import Link
+from colab_swarm.net.peers import Contact, short
 from colab_swarm.net.websocket import WebSocket
 
+logger = logging.getLogger(__name__)
 STAGGER_S = 0.25
 DETOUR_AFTER_S = 1.5
 """How long addresses may take before detours are looked for, and looked for again if there are none."""
@@ -56,6 +60,30 @@ async def dial_any(
         await asyncio.gather(*running, *done, return_exceptions=True)  # some may have failed as one succeeded
     kind = next((type(error) for error in failures if isinstance(error, WrongPeer)), PeerUnreachable)
     raise kind("; ".join(map(str, failures)))
+
+
+async def try_to_dial(
+    contact: Contact,
+    dial: Callable[[str], Awaitable[object]],
+    detours: Callable[[], Sequence[str]],
+    events: EventLog,
+) -> PeerError | None:
+    """Dial a peer as `dial_any` does; returns why no link came of it, if none did.
+
+    A failure that nobody foresaw is logged and a `Fault` besides, for those who wait want an answer all the same.
+    """
+    try:
+        if not contact.addresses:
+            return PeerUnreachable(f"no address of {short(contact.id)} is known")
+        await dial_any(contact.addresses, dial, detours)
+    except PeerError as error:
+        return error
+    except Exception as error:
+        fault = Fault.of(asyncio.get_running_loop().time(), f"dialling {short(contact.id)}", error)
+        logger.exception("%s failed", fault.where)
+        events.emit(fault)
+        return PeerUnreachable(f"{fault.where} failed: {fault.text}")
+    return None
 
 
 async def introduce(

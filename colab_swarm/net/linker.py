@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
-from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.events import EventLog, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, Circuit, is_loopback
 from colab_swarm.net.admission import Admission
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Path, Receiver, Remote, Traffic, Way
 from colab_swarm.net.clock import SwarmClock
-from colab_swarm.net.dialling import dial_any, introduce
+from colab_swarm.net.dialling import introduce, try_to_dial
 from colab_swarm.net.handshake import Greeter
 from colab_swarm.net.hello import Introduced, Introduction, describe_run
 from colab_swarm.net.identity import Identity
@@ -31,7 +31,6 @@ from colab_swarm.net.services import Services
 from colab_swarm.net.settings import NodeSettings
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
-logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 MISSED_KEEP_ALIVES = 3
 DIALS = 3
@@ -131,23 +130,14 @@ class Linker:
 
     async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
         """Dial the peer; however that ends, ``awaited`` is done afterwards (`_add_link` tells it of a new link)."""
-        addresses = self.book.find(peer).addresses
-        failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
+        failure: PeerError | None = PeerLost(f"dialling {short(peer)} was cancelled")
+        dial_address = partial(self._dial_address, peer)
         try:
-            if not addresses:
-                raise PeerUnreachable(f"no address of {short(peer)} is known")
-            await dial_any(addresses, lambda one: self._dial_address(peer, one), self._detours)
-        except PeerError as error:
-            failure = error
-        except Exception as error:
-            logger.exception("dialling %s failed", short(peer))
-            text = f"{type(error).__name__}: {error}"
-            self._events.emit(Fault(self._loop.time(), f"dialling {short(peer)}", text))
-            failure = PeerUnreachable(f"dialling {short(peer)} failed: {text}")
+            failure = await try_to_dial(self.book.find(peer), dial_address, self._detours, self._events)
         finally:
             if self._awaited.get(peer) is awaited:
                 del self._awaited[peer]
-            if not awaited.done():
+            if failure is not None and not awaited.done():
                 awaited.set_exception(failure)
                 awaited.exception()  # the waiters may all have given up
 
@@ -163,9 +153,7 @@ class Linker:
             raise PeerUnreachable(f"{address}: this peer uses no relays")
         relay, open_circuit = circuit.relay, self.open_circuit
         path = Path(Way.RELAYED, relay=relay.id, address=address)
-        link = await self.greet(
-            lambda receiver: open_circuit(relay, peer, receiver), expected=peer, path=path
-        )
+        link = await self.greet(partial(open_circuit, relay, peer), expected=peer, path=path)
         self.on_relayed(link)
         return link
 

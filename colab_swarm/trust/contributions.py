@@ -231,7 +231,7 @@ class Contributions:
 
     def _report(self, where: str, error: Exception) -> None:
         logger.exception("%s failed", where)
-        self._events.emit(Fault(self._loop.time(), where, f"{type(error).__name__}: {error}"))
+        self._events.emit(Fault.of(self._loop.time(), where, error))
 
     async def resume(self) -> None:
         """Go on from the tally that this peer published, or kept on disk, before it was restarted."""

@@ -147,8 +147,7 @@ class Member:
                 await self.tick()
             except Exception as error:
                 logger.exception("keeping the membership failed")
-                text = f"{type(error).__name__}: {error}"
-                self._events.emit(Fault(self._loop.time(), "keeping the membership", text))
+                self._events.emit(Fault.of(self._loop.time(), "keeping the membership", error))
             await asyncio.sleep(TICK_S)
 
     async def tick(self) -> None:

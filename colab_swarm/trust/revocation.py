@@ -87,8 +87,7 @@ class RevocationWatch:
                 await self.poll()
             except Exception as error:
                 logger.exception("looking for revocations failed")
-                text = f"{type(error).__name__}: {error}"
-                self._events.emit(Fault(self._loop.time(), "looking for revocations", text))
+                self._events.emit(Fault.of(self._loop.time(), "looking for revocations", error))
             await asyncio.sleep(PERIOD_S * self._rng.uniform(0.5, 1.0))
 
     async def poll(self) -> None:
