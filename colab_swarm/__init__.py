@@ -3,31 +3,32 @@
     import colab_swarm as cs
 
     swarm = cs.join("https://…#…")                   # or cs.create("my-run"), or cs.simulate(peers=4)
-    model, batches = cs.albert("tiny", text="python-docs", swarm=swarm)
-    optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1.76e-3), target_batch_size=256)
+    model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
+    optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1e-2), target_batch_size=256)
     for batch in batches:
         model(**batch).loss.backward()
         optimizer.step(samples=len(batch["input_ids"]))
 
-Each protocol has a page: what problem it solves, its messages and times, what goes wrong, the paper, the figures.
+Each protocol has a page with its problem, messages, timing, faults, the paper and the measured figures.
 
 | page | about |
 |---|---|
-| `colab_swarm.net` | encrypted links; how a peer behind a router is reached |
+| `colab_swarm.swarm` | the `Swarm` object: creating, joining, resuming, simulating |
+| `colab_swarm.net` | encrypted links; how a peer behind a NAT is reached |
 | `colab_swarm.trust` | invitations, roles, memberships, revocation, the leaderboard |
-| `colab_swarm.dht` | where to find things |
-| `colab_swarm.averaging` | groups, rounds, who reduces how much (DeDLOC) |
-| `colab_swarm.training` | training data-parallel: progress, catching up, slow lines (DeDLOC) |
-| `colab_swarm.moe` | layers of experts that live on many machines (Learning@home) |
+| `colab_swarm.dht` | finding peers, experts and progress records |
+| `colab_swarm.averaging` | groups, rounds, load balancing (DeDLOC) |
+| `colab_swarm.training` | data-parallel training: progress, catching up, slow links (DeDLOC) |
+| `colab_swarm.moe` | layers of experts hosted on many machines (Learning@home) |
 | `colab_swarm.workunits` | volunteers that make plain HTTPS requests (VC-ASGD) |
 | `colab_swarm.elastic` | small groups that do not wait for all gradients (Elastic Consistency) |
 | `colab_swarm.sim` | a swarm in one process, on virtual time, with scripted faults |
-| `colab_swarm.widgets` | what a person sees in a notebook or a terminal |
-| `colab_swarm.backbone` | the peer that stays |
-| `colab_swarm.errors` | what can go wrong, and what to do about it |
+| `colab_swarm.notebook` | panels, the doctor, recordings, lessons |
+| `colab_swarm.backbone` | a peer that stays online |
+| `colab_swarm.errors` | exceptions, and what to do about each |
 
-And besides: `colab_swarm.tensors` (what crosses the wire), `colab_swarm.recipes` (models with their data),
-`colab_swarm.diagnosis` (the doctor), `colab_swarm.bench` (all figures, to be measured again).
+See also `colab_swarm.tensors` (compression), `colab_swarm.recipes` (models with their data) and
+`colab_swarm.bench` (every published figure, measured again).
 """
 
 from __future__ import annotations
@@ -36,138 +37,69 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colab_swarm.diagnosis.doctor import doctor
-    from colab_swarm.errors import (
-        ExpertError,
-        InviteError,
-        JoinError,
-        NoExpertsError,
-        PeerError,
-        StateError,
-        StoreError,
-        SwarmError,
-        TermsError,
-        TunnelError,
-    )
-    from colab_swarm.explanation import explain
-    from colab_swarm.jobs.coordinator import coordinate
-    from colab_swarm.jobs.volunteer import volunteer
-    from colab_swarm.joining import create, join, resume
-    from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-    from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.net.relay import RelayQuota
-    from colab_swarm.presence import PeerOptions
-    from colab_swarm.receipt import Receipt
-    from colab_swarm.recipes.albert import albert
-    from colab_swarm.recipes.hyperparameters import parameter_groups
-    from colab_swarm.recipes.swav.recipe import swav
-    from colab_swarm.simulation import Simulation, simulate
-    from colab_swarm.swarm import Swarm
-    from colab_swarm.training.checkpoint import CheckpointFolder
-    from colab_swarm.training.host import host_optimizer
-    from colab_swarm.training.lamb import Lamb
-    from colab_swarm.training.lars import Lars
-    from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.thrift import Budget
-    from colab_swarm.trust.authority import Allowlist
-    from colab_swarm.widgets.lesson import Wish
-    from colab_swarm.widgets.replay import replay
-    from colab_swarm.workunits.job import Job, WorkPlan
+    from colab_swarm import elastic as elastic
+    from colab_swarm import errors as errors
+    from colab_swarm import moe as moe
+    from colab_swarm import recipes as recipes
+    from colab_swarm import workunits as workunits
+    from colab_swarm.net.relay import RelayQuota as RelayQuota
+    from colab_swarm.notebook.explanation import explain as explain
+    from colab_swarm.notebook.lessons import Wish as Wish
+    from colab_swarm.notebook.receipt import Receipt as Receipt
+    from colab_swarm.notebook.recorder import replay as replay
+    from colab_swarm.swarm.doctor import doctor as doctor
+    from colab_swarm.swarm.joining import create as create
+    from colab_swarm.swarm.joining import join as join
+    from colab_swarm.swarm.joining import resume as resume
+    from colab_swarm.swarm.network import PeerOptions as PeerOptions
+    from colab_swarm.swarm.simulation import Simulation as Simulation
+    from colab_swarm.swarm.simulation import simulate as simulate
+    from colab_swarm.swarm.swarm import Swarm as Swarm
+    from colab_swarm.training.checkpoint import CheckpointFolder as CheckpointFolder
+    from colab_swarm.training.host import host_optimizer as host_optimizer
+    from colab_swarm.training.layerwise import Lamb as Lamb
+    from colab_swarm.training.layerwise import Lars as Lars
+    from colab_swarm.training.optimizer import SwarmOptimizer as SwarmOptimizer
+    from colab_swarm.training.settings import Budget as Budget
+    from colab_swarm.trust.authority import Allowlist as Allowlist
 
-_HOMES = {
-    "Allowlist": "trust.authority",
-    "Budget": "training.thrift",
-    "CheckpointFolder": "training.checkpoint",
-    "ExpertError": "errors",
-    "ExpertRule": "moe.expert",
-    "FeedForward": "moe.blocks",
-    "InviteError": "errors",
-    "Job": "workunits.job",
-    "JoinError": "errors",
-    "Lamb": "training.lamb",
-    "Lars": "training.lars",
-    "NoExpertsError": "errors",
-    "PeerError": "errors",
-    "PeerOptions": "presence",
-    "Receipt": "receipt",
-    "RelayQuota": "net.relay",
-    "Simulation": "simulation",
-    "StateError": "errors",
-    "StoreError": "errors",
-    "Swarm": "swarm",
-    "SwarmError": "errors",
-    "SwarmOptimizer": "training.optimizer",
-    "TermsError": "errors",
-    "TransformerBlock": "moe.blocks",
-    "TunnelError": "errors",
-    "Wish": "widgets.lesson",
-    "WorkPlan": "workunits.job",
-    "albert": "recipes.albert",
-    "coordinate": "jobs.coordinator",
-    "create": "joining",
-    "doctor": "diagnosis.doctor",
-    "explain": "explanation",
+PUBLIC = {
+    "create": "swarm.joining",
+    "join": "swarm.joining",
+    "resume": "swarm.joining",
+    "simulate": "swarm.simulation",
+    "doctor": "swarm.doctor",
+    "explain": "notebook.explanation",
+    "replay": "notebook.recorder",
     "host_optimizer": "training.host",
-    "join": "joining",
-    "parameter_groups": "recipes.hyperparameters",
-    "replay": "widgets.replay",
-    "resume": "joining",
-    "simulate": "simulation",
-    "swav": "recipes.swav.recipe",
-    "volunteer": "jobs.volunteer",
+    "Swarm": "swarm.swarm",
+    "Simulation": "swarm.simulation",
+    "SwarmOptimizer": "training.optimizer",
+    "PeerOptions": "swarm.network",
+    "RelayQuota": "net.relay",
+    "Allowlist": "trust.authority",
+    "Budget": "training.settings",
+    "CheckpointFolder": "training.checkpoint",
+    "Lamb": "training.layerwise",
+    "Lars": "training.layerwise",
+    "Receipt": "notebook.receipt",
+    "Wish": "notebook.lessons",
 }
+"""Every public name and its module. Further names: `errors`, `moe`, `workunits`, `elastic`, `recipes`."""
+ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}
+"""Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``."""
 
-__all__ = [  # noqa: RUF022 - by subject
-    "create",
-    "join",
-    "resume",
-    "simulate",
-    "doctor",
-    "explain",
-    "replay",
-    "Swarm",
-    "Simulation",
-    "Wish",
-    "Receipt",
-    "PeerOptions",
-    "RelayQuota",
-    "Allowlist",
-    "SwarmOptimizer",
-    "Budget",
-    "CheckpointFolder",
-    "albert",
-    "parameter_groups",
-    "Lamb",
-    "Lars",
-    "swav",
-    "host_optimizer",
-    "FeedForward",
-    "TransformerBlock",
-    "ExpertRule",
-    "Job",
-    "WorkPlan",
-    "coordinate",
-    "volunteer",
-    "StoreError",
-    "SwarmError",
-    "PeerError",
-    "InviteError",
-    "JoinError",
-    "TermsError",
-    "TunnelError",
-    "ExpertError",
-    "NoExpertsError",
-    "StateError",
-]
+__all__ = list(PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a relay or backbone starts in a second because it never touches torch."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import on first use: a relay or backbone starts in a second because it never imports torch."""
+    if name in ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*PUBLIC, *ROOMS})

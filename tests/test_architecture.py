@@ -1,4 +1,4 @@
-"""Who may import whom (the layer table is code), and the sizes of the house."""
+"""Who may import whom (the layer table is code), and the size of the house, which may only fall."""
 
 from __future__ import annotations
 
@@ -9,52 +9,37 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events", "snapshot", "runtime", "credentials", "markup", "pausing", "energy"},
+    {"errors", "events", "snapshot", "runtime", "credentials", "markup"},
     {"tensors", "net"},
-    {"dht"},
+    {"dht", "invite"},
     {"averaging", "moe", "workunits", "trust"},
     {"elastic", "training"},
     {"recipes"},
     {"sim"},
-    {"flight"},
-    {"invite", "widgets"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {
-        "access",
-        "presence",
-        "overview",
-        "member",
-        "collaborator",
-        "notebook_face",
-        "swarm",
-        "jobs",
-        "joining",
-        "session",
-        "session_clock",
-        "keeping",
-        "folder_lock",
-        "simulation",
-        "lesson",
-        "receipt",
-        "asking",
-        "explanation",
-        "classroom",
-    },
-    {"diagnosis", "backbone"},
-    {"cli", "cli_work", "demo", "bench", "__init__"},
+    {"notebook"},  # views are functions of a snapshot, so a swarm can hand out its panel
+    {"swarm", "workunits.coordinator", "workunits.volunteering", "workunits.preemption"},
+    {"backbone", "workunits.__init__"},
+    {"cli", "bench", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}
-SIM_USERS = {"sim", "simulation", "bench"}
+SIM_USERS = {"sim", "swarm.simulation", "workunits.preemption", "bench"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
-PLAIN_HTTP = {
-    "workunits/web.py",
-    "workunits/client.py",
-}  # pages for browsers, volunteers without links to peers
+PLAIN_HTTP = {"workunits.web", "workunits.client", "backbone.web", "backbone.hub"}
+"""Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
+MOST = {"statements": 31_050, "classes": 833, "functions": 4_155}
+"""A ratchet: lower these after a cut, never raise them."""
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """The module's name below the package, such as ``net.link``; a package's own is ``net.__init__``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def rank_of(module: str) -> int:
+    """The layer of a module: its own where it has one, else its folder's."""
+    return RANK.get(module, RANK[module.split(".")[0]])
 
 
 def imports(path: Path) -> set[str]:
@@ -78,34 +63,41 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def module_of(name: str) -> str:
+    """The module of the package that a dotted name below it lies in."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (ROOT / Path(*parts[:length]).with_suffix(".py")).exists():
+            return ".".join(parts[:length])
+    return f"{parts[0]}.__init__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_down(path: Path) -> None:
-    here = room(path)
+    here = name_of(path)
+    room = here.split(".")[0]
     for name in imports(path):
-        top, *rest = name.split(".")
-        if top == "colab_swarm" and rest and rest[0] in RANK:
-            there = rest[0]
-            assert RANK[there] <= RANK[here], (
+        top, _, rest = name.partition(".")
+        if top == "colab_swarm" and rest:
+            there = module_of(rest)
+            assert rank_of(there) <= rank_of(here), (
                 f"{here} imports {name}: move the shared type down, or pass it in"
             )
-            assert there != "sim" or here in SIM_USERS, (
-                f"{here} imports {name}: only tests, Swarm.simulate and bench may"
+            assert not there.startswith("sim.") or here in SIM_USERS or room in SIM_USERS, (
+                f"{here} imports {name}: only tests, simulate and bench may"
             )
-        assert not (top == "torch" and here in NO_TORCH), (
+        assert not (top == "torch" and room in NO_TORCH), (
             f"{here} must not import torch: a relay starts without it"
         )
-        plain_http = top == "aiohttp" and (
-            here == "backbone" or path.relative_to(ROOT).as_posix() in PLAIN_HTTP
-        )
-        assert top not in WIRE_LIBRARIES or here in {"net", "bench"} or plain_http, (
+        assert top not in WIRE_LIBRARIES or room in {"net", "bench"} or here in PLAIN_HTTP, (
             f"{here} imports {top}: net is its only home"
         )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_over_400_lines_and_no_wide_constructor(path: Path) -> None:
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_file_over_600_lines_and_no_wide_constructor(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 400, f"{path} wants to be two files"
+    assert len(text.splitlines()) <= 600, f"{path} wants to be two files"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [a for a in node.args.args + node.args.kwonlyargs if a.arg not in {"self", "cls"}]
@@ -114,7 +106,18 @@ def test_no_file_over_400_lines_and_no_wide_constructor(path: Path) -> None:
             )
 
 
-def test_no_public_name_is_hidden_by_the_module_it_lives_in() -> None:
-    import colab_swarm as cs
+def test_the_house_does_not_grow() -> None:
+    nodes = [node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
+    docstring = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    sizes = {
+        "statements": sum(isinstance(n, ast.stmt) for n in nodes) - len(docstring),
+        "classes": sum(isinstance(n, ast.ClassDef) for n in nodes),
+        "functions": sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in nodes),
+    }
+    assert all(sizes[what] <= most for what, most in MOST.items()), sizes
 
-    assert not {path.stem for path in ROOT.iterdir()} & set(cs.__all__)
+
+@pytest.mark.parametrize("package", ["", "moe", "workunits", "elastic", "recipes"])
+def test_no_public_name_is_hidden_by_the_module_it_lives_in(package: str) -> None:
+    public = __import__(f"colab_swarm.{package}".rstrip("."), fromlist=["__all__"]).__all__
+    assert not {path.stem for path in (ROOT / package).iterdir()} & set(public)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.cli import main
+from colab_swarm.cli.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,9 +20,8 @@ from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 from colab_swarm.net.peers import PeerId
 from colab_swarm.net.tunnels import TunnelSettings
-from colab_swarm.training.snapshot import OptimizerSnapshot
-from colab_swarm.trust.contributions import Contribution
-from colab_swarm.trust.leaderboard import Leaderboard
+from colab_swarm.training.optimizer import OptimizerSnapshot
+from colab_swarm.trust.contributions import Contribution, Leaderboard
 
 CLASSES = [one for name in cs.__all__ if inspect.isclass(one := getattr(cs, name))]
 ALICE, BOB = PeerId(b"\xa1" * 32), PeerId(b"\xb2" * 32)
@@ -47,7 +46,9 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     """One of each that can be made without a swarm, and how it shows itself."""
     adam = partial(torch.optim.Adam, lr=1e-3)
     model = torch.nn.Linear(2, 2)
-    digits = cs.Job("digits", lambda: model, data=(1, 2), validation=None, plan=cs.WorkPlan(max_epochs=3))
+    digits = cs.workunits.Job(
+        "digits", lambda: model, data=(1, 2), validation=None, plan=cs.workunits.WorkPlan(max_epochs=3)
+    )
     trainer = AsyncTrainer(
         model, lambda model, batch: model(batch), adam(model.parameters()), TrainerSettings(4)
     )
@@ -65,8 +66,11 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
         (cs.Budget(gb_per_hour=1.0), "Budget(gb_per_hour=1.0, mbit_s=None)"),
-        (cs.ExpertRule(adam, max_grad_norm=1.0), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)"),
-        (cs.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
+        (
+            cs.moe.ExpertRule(adam, max_grad_norm=1.0),
+            "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)",
+        ),
+        (cs.workunits.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
         (digits, "Job('digits', WorkPlan(max_epochs=3))"),
         (cs.CheckpointFolder(tmp_path), f"CheckpointFolder({str(tmp_path)!r}, 0 of 3 kept)"),
         (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),

@@ -57,7 +57,7 @@ plan says in a sentence what it chose; `RoundFinished.explanation` has it.
 | dialling a member | 3 s |
 | candidate's answer to a call | 10 s |
 
-They are fields of `colab_swarm.averaging.settings.AveragingSettings` and
+They are fields of `colab_swarm.averaging.exchange.AveragingSettings` and
 `colab_swarm.averaging.group.GatheringSettings`. No less than 10 s: a busy notebook stalls its own peer.
 
 ## What goes wrong
@@ -69,7 +69,7 @@ Rounds never raise for a peer's fault; `RoundResult` tells.
 - *A sender tells nonsense* (NaN, wrong length): banned for this round, what it delivered in good order stays.
 - *A reducer vanishes.* The next living reducer in member order becomes the span's coordinator. It asks the
   others for means that have arrived, and has the rest computed anew from the survivors' contributions, as
-  float32, so that all end with the same bits (`colab_swarm.averaging.recovery`).
+  float32, so that all end with the same bits (`colab_swarm.averaging.round`).
 - *Nobody can give a chunk.* It is kept local and reported; in training, such a peer fetches the state
   afterwards.
 - *An organizer lies* (groups that are none, endless refusals): passed over for half an hour.
@@ -83,7 +83,7 @@ but false values.
 `swarm.average(array, weight=n)` averages any array among all who call at about the same time. The first
 caller waits 5 s, those who met before wait only for each other. With many peers, or many failures, they are
 laid out on a grid and average along one axis after the other: after one round per axis all have the exact
-mean, and a failure costs only its own line (`colab_swarm.averaging.grid`, `moshpit`, `assembly`). Codecs
+mean, and a failure costs only its own line (`colab_swarm.averaging.moshpit`, `moshpit`, `assembly`). Codecs
 without error feedback lose values here for good.
 
     mean, result = swarm.average(gradient, weight=len(batch))

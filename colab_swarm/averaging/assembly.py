@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from colab_swarm.averaging.group import GatheringSettings, Group, RoundRefused, Ticket, equal_shares
-from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.rooms import Rooms
-from colab_swarm.dht.search import is_sound
-from colab_swarm.dht.service import DHT
+from colab_swarm.averaging.matchmaking import Matchmaker, Rooms
+from colab_swarm.dht.service import DHT, is_sound
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId
 

@@ -3,37 +3,179 @@
 Each member opens one stream to each reducer, so that outgoing connections are enough: contributions go up,
 means come back as they are ready, all reducers at once. Nothing is done per chunk that can be done per
 stream: no tasks, no timers, no copies. A lost reducer's span is recovered afterwards (`recovery`).
+
+Contributions advance evenly towards all reducers, so that means flow back while contributions still flow out.
+
+Each reducer has its own stream, and streams share a connection as equals: left alone, a small span is over long
+before a large one, whose reducer idles at first and whose means come when this peer has nothing left to send.
+
+What each member of a round did when, as one member saw it: what the panel's waterfall draws. Pure.
+
+A few numbers per member, whatever the length of the vector: first and last time of each kind of traffic, and the first
+reason why something of the member is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, Member
-from colab_swarm.averaging.ledger import Ledger
-from colab_swarm.averaging.pace import Pace
-from colab_swarm.averaging.partition import Span
-from colab_swarm.averaging.reducer import SpanReducer
-from colab_swarm.averaging.settings import AveragingSettings
-from colab_swarm.averaging.trace import Trace
+from colab_swarm.averaging.group import Group, Member, Span
+from colab_swarm.averaging.reducer import Ledger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
+from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
 
+
+@dataclass(frozen=True)
+class AveragingSettings:
+    """How patient a round is.
+
+    Attributes:
+        round_timeout_s: bound on the whole round, recovery included.
+        patience_s: silence after which a contributor is given up (10 s or more: a busy notebook stalls us).
+        probe_s: how often to look for silent and absent members.
+        dial_timeout_s: for reaching a member.
+    """
+
+    round_timeout_s: float = 120.0
+    patience_s: float = 10.0
+    probe_s: float = 0.5
+    dial_timeout_s: float = 3.0
+
+
+LEAD = 0.01
+
+"""How far a stream may be ahead of the last one, as a share of its span."""
+
+STALL_S = 2.0
+
+"""A stream that sent nothing for so long is waited for by none."""
+
+
+class Pace:
+    """How far the contributions to each reducer are. Pure.
+
+    Args:
+        chunks: per reducer with a stream, how many chunks it is to get.
+    """
+
+    def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
+        self._chunks = {reducer: count for reducer, count in chunks.items() if count}
+        self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
+        self._sent_at = dict.fromkeys(self._chunks, now)
+
+    def may_send(self, reducer: int, *, now: float) -> bool:
+        """Whether the next chunk is in turn."""
+        return self._sent[reducer] <= self._last(now) + LEAD
+
+    def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
+        """Chunk ``index`` went out, or need not; whether others may send now that could not before."""
+        before = self._sent[reducer]
+        self._sent[reducer] = (index + 1) / self._chunks[reducer]
+        self._sent_at[reducer] = now
+        return before < self._last(now)
+
+    def on_over(self, reducer: int) -> None:
+        """Nothing more is sent to this one."""
+        self._sent[reducer] = 1.0
+
+    def _last(self, now: float) -> float:
+        sent_at = self._sent_at
+        return min(
+            (sent for other, sent in self._sent.items() if now < sent_at[other] + STALL_S), default=1.0
+        )
+
+
+MAX_REASON_CHARS = 200
+
+_hex = lru_cache(1000)(bytes.hex)  # logs keep many rounds of the same peers: one text each
+
+
+class Times:
+    """From when until when something happened."""
+
+    __slots__ = ("first", "last")
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last = 0.0
+
+    def at(self, now: float) -> None:
+        """It happens now."""
+        if self.first is None:
+            self.first = now
+        self.last = now
+
+    def since(self, began_at: float) -> tuple[float, float] | None:
+        """Begin and end, counted from ``began_at``; None if it never happened."""
+        return None if self.first is None else (self.first - began_at, self.last - began_at)
+
+
+class Trace:
+    """One round's members, by their place in the group.
+
+    Attributes:
+        sent: per member: this peer sends it its span.
+        received: its contribution to this peer's own span comes.
+        means: its means come; this peer's own: they are finished.
+    """
+
+    def __init__(self, group: Group, *, now: float) -> None:
+        count = range(len(group.members))
+        self._group, self._began_at = group, now
+        self.sent, self.received, self.means = ([Times() for _ in count] for _ in range(3))
+        self._dropped: dict[int, str] = {}
+        self._left_out: dict[int, str] = {}
+
+    def on_dropped(self, member: int, reason: str) -> None:
+        """Something of the member is missing; the first reason is the one that tells."""
+        self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
+
+    def on_missing(self, members: Iterable[int], where: int) -> None:
+        """The means of the reducer at ``where`` lack these members; why, that reducer knows."""
+        reducer = short(self._group.members[where].id)
+        for member in members:
+            self._left_out.setdefault(member, f"left out by {reducer}, which got not all of its contribution")
+
+    def members(self) -> tuple[MemberTrace, ...]:
+        """The record, in member order."""
+        total = sum(member.share for member in self._group.members) or 1.0
+        return tuple(
+            MemberTrace(
+                peer=_hex(member.id),
+                weight=member.weight,
+                share=member.share / total,
+                sent=self.sent[index].since(self._began_at),
+                received=self.received[index].since(self._began_at),
+                means=self.means[index].since(self._began_at),
+                dropped=self._dropped.get(index) or self._left_out.get(index, ""),
+            )
+            for index, member in enumerate(self._group.members)
+        )
+
+
 logger = logging.getLogger(__name__)
 
 REDUCER_PATIENCE = 2.5
+
 """A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
+
 SILENT_S = 3.0
+
 """So long after the last sign of a member people want to know what the round waits for."""
+
 OWN_CHUNKS_AT_ONCE = 8
+
 MEASURED_CHUNKS = 8
+
 """The error of compression is measured on one chunk of so many, unless it is fed back."""
 
 

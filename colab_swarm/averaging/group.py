@@ -12,16 +12,93 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from colab_swarm.averaging.partition import Span, plan_spans
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, short
-from colab_swarm.tensors.codecs import Precision
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Precision
+
+CHUNK_BYTES = 122_880
+
+"""Encoded size of a chunk, at most: with its headers one packet of a link, and under malloc's mmap threshold."""
+
+
+class Span(NamedTuple):
+    """Values ``start`` to ``stop`` (exclusive) of the flat vector."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Values in the span."""
+        return self.stop - self.start
+
+
+def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
+    """Cut a flat vector of ``numel`` values into one consecutive span per group member.
+
+    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2).
+
+    Args:
+        numel: length of the vector, in values (not bytes).
+        shares: relative share per member, >= 0, one at least > 0; a zero share gets an empty span.
+
+    Returns:
+        Spans in member order that tile ``[0, numel)`` without gaps.
+
+    Raises:
+        ValueError: if a share is negative or all are zero.
+    """
+    total = sum(shares)
+    if not shares or not min(shares) >= 0 or not 0 < total < float("inf"):
+        raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
+    spans: list[Span] = []
+    passed, start = 0.0, 0
+    last = max(member for member, share in enumerate(shares) if share > 0)
+    for member, share in enumerate(shares):
+        passed += share
+        # Rounding may not leave values to a member behind the last one that reduces.
+        stop = numel if member >= last else min(round(numel * (passed / total)), numel)
+        spans.append(Span(start, stop))
+        start = stop
+    return spans
+
+
+def chunk_values(*precisions: str) -> int:
+    """Values per chunk so that none of ``precisions`` needs over `CHUNK_BYTES` for one; a multiple of 4096."""
+    return min(_chunk_values(Precision(name).widest) for name in precisions)
+
+
+def _chunk_values(codec: Codec) -> int:
+    blocks = 1
+    while blocks < MAX_BLOCKS and codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) <= CHUNK_BYTES:
+        blocks += 1
+    return blocks * BLOCK_VALUES
+
+
+def cut_chunks(span: Span, values: int) -> list[Span]:
+    """Cut a span into chunks of ``values`` values; the last may be shorter, an empty span has none."""
+    return [Span(start, min(start + values, span.stop)) for start in range(span.start, span.stop, values)]
+
+
+def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same values in as few spans as possible, ascending."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
 
 MAX_STEP = 1 << 48
+
 MAX_NUMEL = 1 << 40
+
 MAX_TEXT = 512
+
 """Bounds on what a stranger may tell: characters of a prefix, bytes of a digest."""
 
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
@@ -217,6 +294,7 @@ class GatheringSettings:
 
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
+
 """Beyond, a ratio of two weights would not fit a float32."""
 
 

@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from colab_swarm.backbone.config import CollaborationFile, RunFile
-from colab_swarm.backbone.curve import LossPoint
-from colab_swarm.backbone.forward import Forwarder
-from colab_swarm.backbone.hub import HubPush, HubSettings
-from colab_swarm.backbone.keeper import Keeper
-from colab_swarm.backbone.observer import Observer
-from colab_swarm.backbone.vault import Checkpoint, Vault
-from colab_swarm.backbone.view import CollaborationView, Given, View
-from colab_swarm.backbone.web import DashboardServer
+from colab_swarm.backbone.hub import Forwarder, HubPush, HubSettings
+from colab_swarm.backbone.keeper import Checkpoint, Keeper, Vault
+from colab_swarm.backbone.observer import LossPoint, Observer
+from colab_swarm.backbone.web import CollaborationView, DashboardServer, Given, View
+from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, short
+from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.swarm.joining import create
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.assistant import Assistant, AssistedRound, Memory
 from colab_swarm.training.settings import Services
 from colab_swarm.training.state import Snapshot
 from colab_swarm.trust.contributions import Contribution
 
 logger = logging.getLogger(__name__)
+
 CONTRIBUTIONS_S = 30.0
+
 Contributions = Callable[[], Awaitable[Sequence[Contribution]]]
 
 
@@ -208,3 +212,56 @@ class Backbone:
             return self._file.peer_name
         names = (keeper.observer.roster.name_of(peer) for keeper in self.keepers.values())
         return next((name for name in names if name is not None), short(peer))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A backbone at work: its place in the run, the invitation for others, and where its page is (may be empty)."""
+
+    swarm: Swarm
+    invite: Invitation
+    dashboard: str
+
+
+@contextmanager
+def serve(file: RunFile, *, i_have_read_the_terms: bool = False) -> Iterator[Served]:
+    """Begin the run of a ``run.toml``, or go on with it, until the block ends.
+
+    Raises:
+        ValueError: the folder is another run's, or a package that is asked for is not installed.
+        OSError: a port is taken.
+        SwarmError: the run cannot be begun.
+    """
+    with create(
+        file.name,
+        access=file.access,
+        allow=file.allowlist,
+        peer_name=file.peer_name,
+        options=file.options,
+        i_have_read_the_terms=i_have_read_the_terms,
+    ) as swarm:
+        token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
+        backbone = swarm.runtime.call(_start(swarm, file, token))
+        try:
+            yield Served(swarm, swarm.invite(hours=file.invitation_hours), backbone.dashboard.url)
+        finally:
+            swarm.runtime.call(backbone.stop())
+
+
+async def _start(swarm: Swarm, file: RunFile, hub_token: str | None) -> Backbone:
+    presence = swarm.network
+    assert presence is not None  # a run that was created is no simulation
+    backbone = Backbone(
+        swarm.services,
+        swarm.run_id,
+        file,
+        reached=lambda: str(presence.reachability.current),
+        contributions=presence.trust.contributions.read,
+        hub_token=hub_token,
+    )
+    try:
+        await backbone.start()
+    except BaseException:  # an interrupt included: the page's port must not stay taken
+        await backbone.stop()
+        raise
+    return backbone

@@ -40,7 +40,7 @@ from msgspec import Meta, field
 
 from colab_swarm.invite import Access
 from colab_swarm.net.relay import RelayQuota
-from colab_swarm.presence import PeerOptions
+from colab_swarm.swarm.network import PeerOptions
 from colab_swarm.trust.authority import Allowlist
 
 Port = Annotated[int, Meta(ge=0, le=65535)]

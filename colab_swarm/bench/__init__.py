@@ -90,7 +90,7 @@ s.
 - `elastic.topk_feedback_drop`: accuracy lost to sending 1 % of the gradient, with error feedback (without:
   2.7 points): **0.4 points**
 
-## In the notebook (`colab_swarm.widgets`)
+## In the notebook (`colab_swarm.notebook`)
 
 - `panel.throughput_ratio`: training speed with the panel open and the flight recorder on, share of the speed
   with neither, measured in turns beside other work: **no less** (1.02)

@@ -19,8 +19,8 @@ from colab_swarm.bench.simulated import Host, Vector, simulate_round
 from colab_swarm.events import RoundFinished, StepFinished
 from colab_swarm.sim import HostProfile, NetworkProfile
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
-from colab_swarm.simulation import simulate
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.simulation import simulate
+from colab_swarm.swarm.swarm import Swarm
 
 ALBERT_LARGE = Vector(18_105_474, "float16")
 QUICK_ALBERT = replace(ALBERT_LARGE, scale=8)

@@ -9,10 +9,9 @@ from itertools import accumulate, count
 
 import numpy as np
 
-from colab_swarm.elastic.adaptive import AdaptiveBeta
 from colab_swarm.elastic.ledger import Ledger
 from colab_swarm.elastic.meter import ExactMeter, Meter
-from colab_swarm.elastic.schedulers import Scheduler
+from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler
 from colab_swarm.tensors.codecs import Codec, Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
 

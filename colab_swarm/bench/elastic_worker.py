@@ -36,7 +36,7 @@ from colab_swarm.elastic.schedulers import (
     VarianceBounded,
 )
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 
 WAYS: dict[str, Callable[[], Scheduler]] = {
     "synchronous": Synchronous,

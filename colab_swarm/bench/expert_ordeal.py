@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from colab_swarm.bench.report import Report
 
 if TYPE_CHECKING:
-    from colab_swarm.moe.balance import MixtureStatistics
+    from colab_swarm.moe.layer import MixtureStatistics
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S = 2.0
@@ -69,7 +69,7 @@ def host(invite: str, folder: Path) -> None:
         swarm.events.listen(tell)
         served = swarm.host_experts(
             "ffn",
-            lambda: cs.FeedForward(DIM),
+            lambda: cs.moe.FeedForward(DIM),
             grid=GRID,
             count=PER_HOST,
             folder=folder / "saves",

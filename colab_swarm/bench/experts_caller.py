@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from colab_swarm.moe.calls import ExpertCalls
-from colab_swarm.moe.services import ExpertInfo
+from colab_swarm.moe.calls import ExpertCalls, ExpertInfo
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId

@@ -18,8 +18,7 @@ import torch
 
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.blocks import FeedForward, Nop
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
 from colab_swarm.moe.server import ExpertServer, ServerSettings
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings

@@ -15,7 +15,7 @@ import numpy as np
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Sending
 from colab_swarm.events import RoundFinished
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import next_lineage
 from colab_swarm.training.collaboration import Collaboration
@@ -38,7 +38,7 @@ async def begin(swarm: Swarm, numel: int) -> Collaboration:
     """Join the training of a vector, of which each peer alone has a batch at once."""
     own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=True, reduces=True, name=swarm.name)
     settings = TrainingSettings("bench", 1.0, codec="float16", mean_codec="float16", matchmaking_s=2.0)
-    services = swarm._services
+    services = swarm.services
     collaboration = Collaboration(services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
     await collaboration.start()
     collaboration.level_with(0, b"same")
@@ -71,21 +71,21 @@ def main(mode: str, numel: int, peers: int, invites: list[str]) -> None:
         if invites
         else cs.create("bench", options=options)
     )
-    collaboration = swarm._runtime.call(begin(swarm, numel))
+    collaboration = swarm.runtime.call(begin(swarm, numel))
     vectors = np.empty(numel, np.float32), np.empty(numel, np.float32)
     say(contact="" if invites else str(swarm.invite()))
     for number, line in enumerate(sys.stdin):
         values = vectors[number % 2]
         values[:] = json.loads(line)["value"]
         while mode == "step" and len(collaboration.progress.records) < peers:
-            swarm._runtime.call(collaboration.refresh())
+            swarm.runtime.call(collaboration.refresh())
         say(ready=True)
         sys.stdin.readline()
         began = time.perf_counter()
         if mode == "groups":
             members = average_in_groups(swarm, values)
         else:
-            members = swarm._runtime.call(step(collaboration, values))
+            members = swarm.runtime.call(step(collaboration, values))
         seconds = time.perf_counter() - began
         last = next(reversed(swarm.events.recent(RoundFinished)), None)
         reduced_s = last.averaging_s if isinstance(last, RoundFinished) else 0.0

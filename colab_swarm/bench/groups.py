@@ -14,10 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from colab_swarm.averaging.exchange import Chunk, Sending
-from colab_swarm.averaging.grid import RoundTime, choose_group_size
 from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.moshpit import MAX_ROUNDS, GridAverager, GridResult
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.moshpit import MAX_ROUNDS, GridAverager, GridResult, RoundTime, choose_group_size
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.bench.report import Report
 from colab_swarm.dht.service import DHT, DHTSettings

@@ -24,7 +24,7 @@ from colab_swarm.bench.overhead import worker
 from colab_swarm.bench.report import Report
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
 SETTINGS: dict[str, Setting] = {"size": "tiny", "target_batch_size": 64, "lr": 1e-2, "codec": "float16"}
@@ -86,7 +86,7 @@ def _newcomer(pipe: Connection, invite: str, folder: str) -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    import colab_swarm.joining  # noqa: F401
+    import colab_swarm.swarm.joining  # noqa: F401
 
     laps.append(time.perf_counter())
     with redirect_stdout(io.StringIO()):
@@ -101,9 +101,8 @@ def _newcomer(pipe: Connection, invite: str, folder: str) -> None:
 
 def _train(swarm: Swarm) -> None:
     """Take a step alone, so that there is a state to hand on."""
-    from colab_swarm.recipes.albert import albert
-    from colab_swarm.recipes.hyperparameters import parameter_groups
-    from colab_swarm.training.lamb import Lamb
+    from colab_swarm.recipes.masked_lm import albert, parameter_groups
+    from colab_swarm.training.layerwise import Lamb
 
     model, batches = albert("tiny", swarm=swarm)
     optimizer = swarm.optimizer(Lamb(parameter_groups(model), lr=1e-2), target_batch_size=64, codec="float16")
@@ -127,7 +126,7 @@ def _wait_counted(swarm: Swarm) -> None:
 
 def _measure() -> list[float]:
     """One run, one newcomer: seconds until it counts, and of each of its parts."""
-    from colab_swarm.joining import create
+    from colab_swarm.swarm.joining import create
 
     with create("join", peer_name="creator") as creator, TemporaryDirectory() as folder:
         _train(creator)

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
 from colab_swarm.bench.report import Report
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.gating import Gating, mixing_weights, priorities
-from colab_swarm.moe.memory import free_bytes
+from colab_swarm.moe.expert import FeedForward
+from colab_swarm.moe.hosting import free_bytes
+from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 from colab_swarm.sim import run_virtual
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10

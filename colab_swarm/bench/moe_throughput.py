@@ -25,12 +25,9 @@ from torch import nn
 from colab_swarm.bench.report import Report
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-from colab_swarm.moe.calls import ExpertCalls
-from colab_swarm.moe.dispatch import until_free
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.calls import ExpertCalls, ExpertInfo, until_free
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.server import ExpertServer, ServerSettings
-from colab_swarm.moe.services import ExpertInfo
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 

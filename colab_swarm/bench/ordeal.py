@@ -177,8 +177,8 @@ def alone(steps: int, text: str) -> list[float]:
 
     import colab_swarm as cs
 
-    model, batches = cs.albert("tiny", text=text, batch_size=8)
-    optimizer = cs.Lamb(cs.parameter_groups(model), lr=1e-2)
+    model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
+    optimizer = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     losses: list[float] = []
     stream = iter(batches)
     for _ in range(steps):
@@ -200,9 +200,9 @@ def check_checkpoints(folder: Path, text: str) -> list[int]:
 
     steps = []
     for path in sorted((folder / "ordeal" / "model").glob("*.safetensors")):
-        model, batches = cs.albert("tiny", text=text, batch_size=8)
+        model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
         with cs.create("check", options=cs.PeerOptions(lan=False, listen=False)) as swarm:
-            lamb = cs.Lamb(cs.parameter_groups(model), lr=1e-2)
+            lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
             optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
             optimizer.load(path)
             before = optimizer.global_step

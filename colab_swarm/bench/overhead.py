@@ -61,9 +61,9 @@ def _train(pipe: Connection, plan: Plan, invite: str | None) -> None:
     """Train whenever told to; answer with samples per second, global steps left out. No invite: the bare loop."""
     import torch
 
-    from colab_swarm.joining import join
-    from colab_swarm.recipes.albert import albert
-    from colab_swarm.training.lamb import Lamb
+    from colab_swarm.recipes.masked_lm import albert
+    from colab_swarm.swarm.joining import join
+    from colab_swarm.training.layerwise import Lamb
 
     torch.set_num_threads(1)
     model, batches = albert(plan.size, batch_size=2, sequence_length=plan.tokens)
@@ -162,7 +162,7 @@ def _volunteer(pipe: Connection, numel: int, invite: str) -> None:
     """Train a model of ``numel`` parameters with Adam and made-up gradients; told to join, tell how long it took."""
     import torch
 
-    from colab_swarm.joining import join
+    from colab_swarm.swarm.joining import join
 
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
@@ -213,7 +213,7 @@ def _steps_per_s(pipe: Connection, seconds: float) -> float:
 
 def run(quick: bool) -> Report:
     """Measure; see `Plan` for the sizes."""
-    from colab_swarm.joining import create
+    from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plan, report = QUICK if quick else FULL, Report("overhead", quick)

@@ -91,7 +91,7 @@ def opened() -> Iterator[Notebook]:
 def _companion(pipe: Connection, invite: str) -> None:
     """Trains until killed."""
     from colab_swarm.bench.panel_worker import Loop
-    from colab_swarm.joining import join
+    from colab_swarm.swarm.joining import join
 
     loop = Loop(join(invite, peer_name="bob"))
     pipe.send("ready")
@@ -105,7 +105,7 @@ def run(quick: bool) -> Report:
     Raises:
         ImportError: nbclient or ipykernel is not installed.
     """
-    from colab_swarm.joining import create
+    from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     plan, report = QUICK if quick else FULL, Report("panel", quick)

@@ -13,11 +13,11 @@ import torch
 
 from colab_swarm.bench.overhead import memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
-from colab_swarm.flight import Header, Recorder
-from colab_swarm.recipes.albert import albert
-from colab_swarm.swarm import Swarm
-from colab_swarm.training.lamb import Lamb
-from colab_swarm.widgets.panel import Panel
+from colab_swarm.notebook.panel import Panel
+from colab_swarm.notebook.recorder import Header, Recorder
+from colab_swarm.recipes.masked_lm import albert
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.layerwise import Lamb
 
 SAMPLES, AVERAGE_EVERY = 2, 8
 """Of a micro-batch; micro-batches of one peer per global step."""
@@ -56,7 +56,7 @@ class Watched:
     """The peer alice and her panel."""
 
     def __init__(self, invite: str) -> None:
-        from colab_swarm.joining import join
+        from colab_swarm.swarm.joining import join
 
         self._swarm = join(invite, peer_name="alice")
         self._loop = Loop(self._swarm)

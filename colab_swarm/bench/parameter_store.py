@@ -21,10 +21,9 @@ import numpy as np
 
 from colab_swarm.bench.report import Report
 from colab_swarm.bench.store_servers import Absent, mariadb_server, postgresql_server, redis_server
-from colab_swarm.workunits.assimilator import assimilate
-from colab_swarm.workunits.entries import Accepted, Unit
-from colab_swarm.workunits.open_store import open_store
-from colab_swarm.workunits.store import KEEP_MEMORY, Store
+from colab_swarm.workunits.state import Accepted, Unit
+from colab_swarm.workunits.store import KEEP_MEMORY, Store, open_store
+from colab_swarm.workunits.weights import assimilate
 
 NUMEL = 5_000_000
 ALPHA = 0.95

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from colab_swarm.averaging.partition import CHUNK_BYTES
+from colab_swarm.averaging.group import CHUNK_BYTES
 from colab_swarm.bench.link import MIB, Sink, Took, Used, _sink, _timed
 from colab_swarm.bench.report import Report
 from colab_swarm.net.circuits import Circuits

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from colab_swarm.bench.report import Report
 from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.sim.profiles import ChurnProfile
-from colab_swarm.simulation import simulate
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.simulation import simulate
+from colab_swarm.swarm.swarm import Swarm
 
 SAMPLES_PER_S = 1.0
 MICRO_BATCH = 20

@@ -18,11 +18,9 @@ from typing import Any
 
 from colab_swarm.bench.report import Report
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.assimilator import assimilate
 from colab_swarm.workunits.job import Alpha, Job, WorkPlan
-from colab_swarm.workunits.serial import train_serially
-from colab_swarm.workunits.unit_training import Evaluator, Lesson, UnitTraining, unit_seed
-from colab_swarm.workunits.weights import Floats
+from colab_swarm.workunits.training import Evaluator, Lesson, UnitTraining, train_serially, unit_seed
+from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)

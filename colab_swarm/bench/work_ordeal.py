@@ -24,12 +24,12 @@ from pathlib import Path
 
 from colab_swarm.bench.report import Report
 from colab_swarm.errors import JoinError
-from colab_swarm.jobs.coordinator import coordinate
-from colab_swarm.jobs.volunteer import volunteer
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.entries import Assimilated, EpochEnded, Expired, Finished
+from colab_swarm.workunits.coordinator import coordinate
 from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.state import Assimilated, EpochEnded, Expired, Finished
+from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.volunteering import volunteer
 
 NAMES = ("alice", "bob", "carol")
 KILL_PROBABILITY = 0.2
@@ -37,7 +37,11 @@ KILL_PROBABILITY = 0.2
 UP_S = (0.2, 4.0)
 """How long a coordinator lives."""
 TIME_LIMIT_S = 600.0
-PRELOADED = ["colab_swarm.jobs.coordinator", "colab_swarm.jobs.volunteer", "colab_swarm.recipes.classify"]
+PRELOADED = [
+    "colab_swarm.workunits.coordinator",
+    "colab_swarm.workunits.volunteering",
+    "colab_swarm.recipes.classify",
+]
 """So that a new process has torch at once."""
 
 

@@ -18,9 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from colab_swarm.bench.report import Report
-from colab_swarm.jobs.coordinator import coordinate
-from colab_swarm.jobs.volunteer import volunteer
-from colab_swarm.workunits.entries import AnyEntry, Assigned, EpochEnded
+from colab_swarm.workunits.coordinator import coordinate
+from colab_swarm.workunits.state import AnyEntry, Assigned, EpochEnded
+from colab_swarm.workunits.volunteering import volunteer
 
 CODE = """
 from dataclasses import replace
@@ -28,7 +28,9 @@ import colab_swarm as cs
 import numpy as np
 from colab_swarm.recipes.classify import classification_job
 
-plan = cs.WorkPlan(subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples={validation})
+plan = cs.workunits.WorkPlan(
+    subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples={validation}
+)
 learned = classification_job({data!r}, shape={shape}, model="resnet", plan=plan)
 job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part in learned.data()])
 """
@@ -37,7 +39,7 @@ QUICK = ((1, 3, 8), (3, 3, 8))
 """Parameter servers, volunteers, units at a time of each."""
 SUBSETS, EPOCHS = 48, 3
 TIME_LIMIT_S = 300.0
-PRELOADED = ["colab_swarm.jobs.volunteer", "colab_swarm.recipes.classify"]
+PRELOADED = ["colab_swarm.workunits.volunteering", "colab_swarm.recipes.classify"]
 
 
 def run(*, quick: bool, data: str = "digits") -> Report:

@@ -26,14 +26,14 @@ progress under one key, each under its own id, and one lookup reads them all.
 | `Fetch(key, relays)` | what do you hold? If nothing, ask on, so many in a row | `Fetched` |
 
 A `Record` has subkey, value, ``expires_at``, version, ``ttl_s`` and, if it is signed, its owner's key and
-signature. All are in `colab_swarm.dht.messages` and `colab_swarm.dht.records`.
+signature. All are in `colab_swarm.dht.records` and `colab_swarm.dht.records`.
 
 ## How it works
 
 - **Who is known.** 256 k-buckets of 20 contacts (`colab_swarm.dht.routing`). Whoever has been there long and
   still answers stays; newcomers wait as replacements. Peers that cannot be dialled look up and store, but are
   never asked.
-- **Looking up.** Up to 3 queries at once, without a barrier between rounds (`colab_swarm.dht.lookup`). A slow
+- **Looking up.** Up to 3 queries at once, without a barrier between rounds (`colab_swarm.dht.routing`). A slow
   peer gives up its place in the line and its rank, until it does answer.
 - **Storing.** At the 5 peers nearest to the key; readers hear 3. So a reader meets every write that missed at
   most two of its replicas. Holders store again every 600 s at whoever is nearest by then.
@@ -55,7 +55,7 @@ signature. All are in `colab_swarm.dht.messages` and `colab_swarm.dht.records`.
 | all that a peer holds for others | 64 MiB |
 | quiet buckets are looked up every | 120 s |
 
-`colab_swarm.dht.settings.DHTSettings` has them all.
+`colab_swarm.dht.records.DHTSettings` has them all.
 
 ## What goes wrong
 
@@ -76,7 +76,7 @@ Maymounkov and Mazières, *Kademlia: A Peer-to-peer Information System Based on 
 | section | module |
 |---|---|
 | 2.1 distance, 2.2 buckets | `colab_swarm.dht.routing` |
-| 2.3 lookup, replication, republishing | `colab_swarm.dht.lookup`, `search`, `service` |
+| 2.3 lookup, replication, republishing | `colab_swarm.dht.routing`, `search`, `service` |
 | 2.5 caching along the path | left out: whoever writes its progress each second is to be seen in the next one |
 | subkeys, signatures, expiry (after hivemind's DHT) | `colab_swarm.dht.records`, `storage` |
 

@@ -89,11 +89,11 @@ Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 
 | section | module |
 |---|---|
-| definition 1, Table 1, lemmas 13 to 16 and 18 | `colab_swarm.elastic.bounds`, `meter` |
+| definition 1, Table 1, lemmas 13 to 16 and 18 | `colab_swarm.elastic.schedulers`, `meter` |
 | 4.1: relaxations (crashes, staleness, compression) | `colab_swarm.elastic.schedulers` |
 | 5, equation 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `schedulers`, `steps` |
 | 5.2: error feedback | `colab_swarm.tensors.feedback` |
-| a beta that follows the meter (ours) | `colab_swarm.elastic.adaptive` |
+| a beta that follows the meter (ours) | `colab_swarm.elastic.schedulers` |
 
 ## Measured
 
@@ -105,8 +105,8 @@ error feedback, 2.7 without. `python -m colab_swarm.bench elastic` measures agai
 
 from __future__ import annotations
 
-from colab_swarm.elastic.adaptive import AdaptiveBeta
 from colab_swarm.elastic.schedulers import (
+    AdaptiveBeta,
     BoundedStaleness,
     CrashTolerant,
     NormBounded,

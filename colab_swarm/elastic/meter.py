@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.elastic.bounds import Facts
 from colab_swarm.elastic.ledger import Closed
+from colab_swarm.elastic.schedulers import Facts
 from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95

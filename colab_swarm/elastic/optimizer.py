@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from colab_swarm.elastic.buckets import Buckets
-from colab_swarm.elastic.exchange import Entrance, Exchange, Piece
 from colab_swarm.elastic.meter import Meter
-from colab_swarm.elastic.settings import ElasticSettings, ElasticStep
-from colab_swarm.elastic.snapshot import ElasticSnapshot
-from colab_swarm.elastic.steps import OwnBucket, Steps
+from colab_swarm.elastic.settings import (
+    ElasticSettings,
+    ElasticSnapshot,
+    ElasticStep,
+    Entrance,
+    Exchange,
+    Piece,
+)
+from colab_swarm.elastic.steps import Buckets, OwnBucket, Steps
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.markup import facts

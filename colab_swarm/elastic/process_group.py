@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from colab_swarm.elastic.exchange import Exchange, Piece, Receiver
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings
+from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Exchange, Piece, Receiver
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer

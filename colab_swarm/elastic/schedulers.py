@@ -14,17 +14,65 @@ must have arrived before step t ends. Peers that are lost are waited for by none
     CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
                         be missing
     ==================  ==================================================  =========  =====================
+
+How far a peer's view may be from the global parameter: the constants B of "Elastic Consistency", Table 1.
+
+A view satisfies ``E ||x_t - v_t^i||^2 <= alpha^2 B^2`` (Definition 1). x_t holds every gradient that was generated
+before step t, v_t^i what peer i has applied of them, alpha is the learning rate. Where two relaxations meet, their
+constants add up (triangle inequality).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from colab_swarm.elastic import bounds
-from colab_swarm.elastic.bounds import Facts
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run.
+
+    Attributes:
+        peers: p, of the group at its start.
+        m: M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``.
+        sigma: the root of their variance, ``E ||g - E g||^2 <= sigma^2``.
+        gamma: of the codec, ``||Q(w) - w||^2 <= gamma ||w||^2``; its residuals are fed back. None: nothing is known.
+        crashed: peers that were lost.
+        largest: norm of any gradient so far. What crashes lose is lost for good, and too little to take a mean of: it
+            is bounded by this.
+    """
+
+    peers: int
+    m: float
+    sigma: float
+    gamma: float | None = 0.0
+    crashed: int = 0
+    largest: float = 0.0
+
+
+def bounded_staleness(peers: int, tau: int, m: float) -> float:
+    """``(p - 1) tau M / p``: message passing, tau-bounded asynchrony (Lemma 15)."""
+    return (peers - 1) * tau * m / peers
+
+
+def faults(peers: int, f: int, m: float) -> float:
+    """``f M / p``: synchronous, at most f crashes, or f messages that have not come (Lemmas 13 and 14)."""
+    return f * m / peers
+
+
+def variance_bounded(sigma: float) -> float:
+    """``3 sigma``: the variance-bounded elastic scheduler (Lemma 16)."""
+    return 3 * sigma
+
+
+def compression(gamma: float, m: float) -> float:
+    """``sqrt((2 - gamma) gamma / (1 - gamma)^3) M``: compression with error feedback (Lemma 18)."""
+    return math.sqrt((2 - gamma) * gamma / (1 - gamma) ** 3) * m
+
 
 RESOLUTION_S = 1e-3
+
 """Clocks round; who asks again a hair too early would ask for ever."""
 
 
@@ -167,7 +215,7 @@ class NormBounded:
 
     def bound(self, facts: Facts) -> float | None:
         """That of one step of delay, whatever beta below 1: a small part of a gradient may have a large norm."""
-        own = 0.0 if self.beta == 1 else bounds.bounded_staleness(facts.peers, 1, facts.m)
+        own = 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
@@ -199,7 +247,7 @@ class VarianceBounded:
 
     def bound(self, facts: Facts) -> float | None:
         """3 sigma."""
-        own = bounds.variance_bounded(facts.sigma)
+        own = variance_bounded(facts.sigma)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
@@ -234,7 +282,7 @@ class BoundedStaleness:
 
     def bound(self, facts: Facts) -> float | None:
         """(p - 1) tau M / p."""
-        own = bounds.bounded_staleness(facts.peers, self.tau, facts.m)
+        own = bounded_staleness(facts.peers, self.tau, facts.m)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
@@ -294,10 +342,77 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def _faults(f: int, facts: Facts) -> float:
-    return bounds.faults(facts.peers, f, max(facts.m, facts.largest))
+    return faults(facts.peers, f, max(facts.m, facts.largest))
 
 
 def _with_codec(bound: float, facts: Facts) -> float | None:
     if facts.gamma is None or facts.gamma >= 1:
         return None
-    return bound + bounds.compression(facts.gamma, facts.m)
+    return bound + compression(facts.gamma, facts.m)
+
+
+GAIN = 0.05
+
+"""How much beta changes with a step in which the squared distance is the whole target off."""
+
+MARGIN = 0.7
+
+"""The mean squared distance aimed at, as a share of the target's square: averages of few steps stay under it."""
+
+MOST = 2.0
+
+"""How far beta is carried on beyond 1, so that one step that is far off is paid for by many that wait."""
+
+
+class AdaptiveBeta:
+    """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
+
+    Bounds are on the mean square, and gradients arrive in few, large buckets. So beta integrates the squared
+    distance's deviation from what is aimed at: where no beta fits, it goes up and down, and the mean fits.
+
+    Args:
+        max_inconsistency: target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of gradients, as
+            `Meter.measured` shows.
+        measure: see `NormBounded`.
+
+    Attributes:
+        beta: in force now; it begins at 1, perfectly consistent.
+    """
+
+    name = "adaptive-beta"
+    max_delay = 1
+    stand_in = False
+
+    def __init__(self, max_inconsistency: float, *, measure: Literal["l2", "l0"] = "l2") -> None:
+        if not max_inconsistency > 0:
+            raise ValueError(f"max_inconsistency={max_inconsistency} allows no delay: use Synchronous()")
+        self.max_inconsistency = max_inconsistency
+        self._measure, self._level = measure, 1.0
+
+    def __repr__(self) -> str:
+        return f"AdaptiveBeta(max_inconsistency={self.max_inconsistency}, measure={self._measure!r})"
+
+    @property
+    def beta(self) -> float:
+        """Between 0 and 1."""
+        return min(1.0, self._level)
+
+    def on_measured(self, distance: float) -> None:
+        """The distance of one view, as `Meter.on_closed` returns it."""
+        off = (distance / self.max_inconsistency) ** 2 - MARGIN
+        self._level = min(max(self._level + GAIN * off, 0.0), MOST)
+
+    def may_go_on(self, standing: Standing) -> bool:
+        """When enough of every peer's gradient arrived, for the beta in force."""
+        return self._now.may_go_on(standing)
+
+    def ask_again_s(self, standing: Standing) -> None:
+        """Time changes nothing."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """That of one step of delay: beta is below 1, or was a few steps ago."""
+        return NormBounded(0.0).bound(facts)
+
+    @property
+    def _now(self) -> NormBounded:
+        return NormBounded(self.beta, self._measure)

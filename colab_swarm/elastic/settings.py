@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from colab_swarm.elastic.schedulers import Scheduler, Synchronous
+from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Codec, codec_of
+from colab_swarm.training.replica import Replica
 
 MAX_PEERS = 16
+
 BUCKET_BYTES = 120 << 10
+
 """A bucket, as it is encoded, is one packet on a peer link."""
+
 MOST_BLOCKS = 64
+
 EXCESS = 1.1
 
 
@@ -99,3 +107,103 @@ class ElasticStep:
     def passed(self) -> bool:
         """Whether the inconsistency is above its bound, by more than means of few steps are uncertain."""
         return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0
+
+
+@dataclass(frozen=True)
+class ElasticSnapshot:
+    """One member of a group and how far it is off.
+
+    Attributes:
+        scheduler: that decides when it goes on, with its settings.
+        member, members: its number, and the group's size at its start.
+        steps: the latest, oldest first.
+        left: whether it has left the group.
+    """
+
+    scheduler: str
+    member: int
+    members: int
+    steps: tuple[ElasticStep, ...]
+    left: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the last measured inconsistency is above its bound; see `ElasticStep.passed`."""
+        return bool(self.steps) and self.steps[-1].passed
+
+
+class Piece(Message, frozen=True):
+    """One bucket of a gradient; its encoded values are the payload.
+
+    Attributes:
+        squares: squared norm of the values before compression.
+        residual_squares: of what compression has kept back of them, for the step after.
+    """
+
+    step: int
+    bucket: int
+    squares: float = 0.0
+    residual_squares: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.squares < math.inf and 0 <= self.residual_squares < math.inf):
+            raise ValueError(f"a bucket of squared norms {self.squares} and {self.residual_squares}")
+
+
+class Receiver(Protocol):
+    """Whoever takes what the other members send. Called on the runtime's loop, and never raises."""
+
+    def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
+        """A bucket arrived."""
+
+    def on_lost(self, peer: int, reason: str) -> None:
+        """A member is gone, for good; called once."""
+
+
+class Exchange(Protocol):
+    """One member's lines to all others of its group. Used on the runtime's loop.
+
+    Attributes:
+        me: this member's number.
+        members: how many there are.
+    """
+
+    me: int
+    members: int
+
+    async def begin(self, receiver: Receiver) -> None:
+        """Return when all members are ready to receive.
+
+        Raises:
+            StateError: one of them was lost meanwhile.
+        """
+
+    def send(self, piece: Piece, payload: Buffer) -> None:
+        """Send a bucket to all others, without waiting. The payload must not change any more."""
+
+    def drop(self, peer: int, reason: str) -> None:
+        """Have nothing more to do with a member, which is told to the receiver as a loss."""
+
+    async def close(self) -> None:
+        """Send what is left to send, and say goodbye. Idempotent."""
+
+    def vanish(self) -> None:
+        """End without a word, as a crash would."""
+
+
+class Entrance(Protocol):
+    """A way into a group."""
+
+    async def enter(
+        self, settings: ElasticSettings, terms: str, replica: Replica, receive: Callable[[Exchange], Receiver]
+    ) -> Exchange:
+        """Find the others, take over the first member's parameters and optimizer state, and begin.
+
+        Args:
+            terms: what all members must agree on.
+            receive: what takes the others' buckets, given the exchange.
+
+        Raises:
+            StateError: the group did not come together.
+            ValueError: another peer has other terms.
+        """

@@ -61,7 +61,7 @@ back.
 | two saves; two looks for experts of dead hosts | 60 s; 20 s |
 | a save that nobody wanted is dropped after | a day |
 
-`MixtureOptions` and `HostOptions` (`colab_swarm.moe.experts`), `DirectorySettings`, `BatchLimits` have them.
+`MixtureOptions` and `HostOptions` (`colab_swarm.moe.host`), `DirectorySettings`, `BatchLimits` have them.
 
 ## What goes wrong
 
@@ -77,7 +77,7 @@ or more. Nobody can stop a host from learning what its inputs are: do not send i
 
 ## How to use it
 
-    host = swarm.host_experts("ffn", lambda: cs.FeedForward(512), grid=(16, 16))     # as many as fit
+    host = swarm.host_experts("ffn", lambda: cs.moe.FeedForward(512), grid=(16, 16))     # as many as fit
 
     layer = swarm.mixture_of_experts("ffn", 512, grid=(16, 16), k=4)                 # a layer like any other
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), layer, torch.nn.Linear(512, 10))
@@ -100,11 +100,11 @@ Mixture-of-Experts* (Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/20
 |---|---|
 | 3.1, equation 1: the layer | `colab_swarm.moe.layer`, `dispatch`, `remote` |
 | 3.1: the grid; asynchronous training | `colab_swarm.moe.grid`, `trainer` |
-| 3.2: gating; experts that learn by themselves | `colab_swarm.moe.gating`, `expert`, `compute` |
-| algorithm 1, SelectExperts: beam search | `colab_swarm.moe.beam`, `directory`, `records`, `cache` |
+| 3.2: gating; experts that learn by themselves | `colab_swarm.moe.layer`, `expert`, `compute` |
+| algorithm 1, SelectExperts: beam search | `colab_swarm.moe.grid`, `directory`, `records`, `cache` |
 | batching at the host | `colab_swarm.moe.server`, `batching`, `device` |
 | checkpoints in the swarm | `colab_swarm.moe.copies`, `holders`, `chunks`, `checkpoints`, `hosting` |
-| balance of the load | `colab_swarm.moe.balance` |
+| balance of the load | `colab_swarm.moe.layer` |
 
 The search is optimistic: what has not been looked up is taken to be alive, so in a grid that is well filled
 all look-ups are one wait instead of one for each dimension.
@@ -118,3 +118,9 @@ forward and backward, against 2,062. At 200 ms mean delay a block, throughput is
 simulated peers are found in 428 ms at first (paper: 764 ms), 2.5 ms later. `python -m colab_swarm.bench
 experts`, `moe-throughput`, `moe-convergence` and `beam-search` measure again.
 """
+
+from __future__ import annotations
+
+from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+
+__all__ = ["ExpertRule", "FeedForward", "TransformerBlock"]

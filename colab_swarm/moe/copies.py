@@ -22,10 +22,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from colab_swarm.dht.search import is_sound
+from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.checkpoints import MAX_STEP, Manifest, SavedExpert
-from colab_swarm.moe.chunks import DIGEST_BYTES, SAVES_OF_ONE, cut_digests
+from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.holders import (
     FETCHED_AT_ONCE,
@@ -36,7 +35,7 @@ from colab_swarm.moe.holders import (
     fetch_pieces,
     give_save,
 )
-from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.saves import DIGEST_BYTES, MAX_STEP, SAVES_OF_ONE, Manifest, SavedExpert, cut_digests
 from colab_swarm.net.peers import Contact, Message, PeerId, short
 
 logger = logging.getLogger(__name__)

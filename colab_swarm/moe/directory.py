@@ -1,6 +1,6 @@
 """Which experts live, and where: what hosts announce and trainers look up.
 
-What is held in the DHT is described in `colab_swarm.moe.records`, how the best are found in `colab_swarm.moe.beam`.
+What is held in the DHT is described in `colab_swarm.moe.records`, how the best are found in `colab_swarm.moe.grid`.
 Look-ups are cached for `DirectorySettings.cache_s`, never past the end of a record; a prefix without anything alive is
 asked for again soon. Lives are counted on this peer's own monotonic clock from what is left of them, so wrong clocks do
 no harm; only the order of two claims is told by their hosts' clocks.
@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.bans import Bans, BanSettings
-from colab_swarm.moe.beam import Beams, Mask, beam_search
-from colab_swarm.moe.cache import Cache
-from colab_swarm.moe.grid import Grid, Index, parents
-from colab_swarm.moe.listing import Listing
+from colab_swarm.moe.calls import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import Beams, Grid, Index, Mask, beam_search, parents
 from colab_swarm.moe.records import (
     CLAIMED,
+    Bans,
+    BanSettings,
     Branch,
     Holding,
+    Listing,
     Place,
     Row,
     by_page,
@@ -38,20 +39,116 @@ from colab_swarm.moe.records import (
     short_addresses,
     width,
 )
-from colab_swarm.moe.services import ExpertInfo, ExpertServices
 from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.tensors.codecs import Floats
+
+K = TypeVar("K", bound=Hashable)
+
+V = TypeVar("V")
+
+MAX_ENTRIES = 10_000
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[V]):
+    value: V
+    aging_at: float
+    until: float
+
+
+class Cache(Generic[K, V]):
+    """Values by key, each good for a while.
+
+    Args:
+        load: ``await load(key, old, anew)`` reads the value of a key and says for how many seconds it is good;
+            ``old`` is the value held before, if any, ``anew`` as in `get`.
+
+    Attributes:
+        loads: reads begun so far.
+    """
+
+    def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
+        self._load = load
+        self._entries: dict[K, _Entry[V]] = {}
+        self._loads: dict[K, asyncio.Task[V]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.loads = 0
+
+    def peek(self, key: K) -> V | None:
+        """What is held, None if nothing is or it is too old; past half its life it is read anew meanwhile."""
+        entry, now = self._entries.get(key), self._loop.time()
+        if entry is None or entry.until <= now:
+            return None
+        if entry.aging_at <= now:
+            self._begin(key)
+        return entry.value
+
+    async def get(self, keys: Iterable[K], *, anew: bool = False) -> dict[K, V]:
+        """The values of all keys, read at once where they must be; ``anew``: by reads that begin now."""
+        values: dict[K, V] = {}
+        reads: dict[K, asyncio.Task[V]] = {}
+        for key in keys:
+            held = None if anew else self.peek(key)
+            if held is None:
+                reads[key] = self._begin(key, anew=anew)
+            else:
+                values[key] = held
+        # a waiter that is cancelled must not end the read for the others
+        for key, value in zip(reads, await asyncio.gather(*map(asyncio.shield, reads.values())), strict=True):
+            values[key] = value
+        return values
+
+    def forget(self, key: K) -> None:
+        """What is held under a key is out of date."""
+        self._entries.pop(key, None)
+
+    async def close(self) -> None:
+        """End the reads that are under way."""
+        loads = list(self._loads.values())
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
+    def _begin(self, key: K, *, anew: bool = False) -> asyncio.Task[V]:
+        if anew or key not in self._loads:
+            self.loads += 1
+            load = self._loads[key] = self._loop.create_task(self._read(key, anew))
+            load.add_done_callback(lambda done: self._ended(key, done))
+        return self._loads[key]
+
+    async def _read(self, key: K, anew: bool) -> V:
+        entry = self._entries.get(key)
+        value, good_s = await self._load(key, entry.value if entry else None, anew)
+        now = self._loop.time()
+        self._entries.pop(key, None)
+        self._entries[key] = _Entry(value, now + good_s / 2, now + good_s)
+        if len(self._entries) > MAX_ENTRIES:
+            del self._entries[next(iter(self._entries))]
+        return value
+
+    def _ended(self, key: K, load: asyncio.Task[V]) -> None:
+        if self._loads.get(key) is load:
+            del self._loads[key]
+
 
 logger = logging.getLogger(__name__)
 
 WITNESSES = 2
+
 """Hosts that tell of an index above the rows; the others are silent there."""
+
 EXTRA_WAITS = 3
+
 """Rounds of look-ups of one search beyond one for each dimension; then what is unknown counts as dead."""
+
 MAX_GUESSES = 32
+
 """Keys that one search asks for on the guess that they tell of something; more are asked for dimension by dimension."""
+
 ROWS_AT_ONCE = 16
+
 MAX_ROWS = 4096
+
 """Rows that a search for vacant places looks at."""
 
 

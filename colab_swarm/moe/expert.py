@@ -7,15 +7,22 @@ A batch merged from several callers is one step, on the sum of their gradients.
 The module runs in the mode it was given in. Batch statistics (in training mode) are those of whatever calls were
 merged, so that `BatchNorm` makes callers depend on each other, and dropout draws another mask at backward than it drew
 at forward: experts better have neither.
+
+Experts that ship ready: modules that map samples of a shape to samples of the same shape.
+
+None has dropout: an expert computes each call twice, at *forward* and again at *backward*, and two masks would give
+gradients of another function than the caller saw.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -26,10 +33,81 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
-from colab_swarm.moe.device import accelerator
+from colab_swarm.moe.batching import Waiting
+from colab_swarm.moe.calls import encoded, spans
+from colab_swarm.net.peers import Refusal
+from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
+from colab_swarm.tensors.device import accelerator
+
+
+class FeedForward(nn.Module):
+    """``x + W3 ReLU(LN(W2 ReLU(LN(W1 x))))``, dim -> hidden -> hidden -> dim (Learning@home, section 4.1).
+
+    Args:
+        dim: values of a sample.
+        hidden: width inside; None: 4 * ``dim``.
+    """
+
+    def __init__(self, dim: int, hidden: int | None = None) -> None:
+        super().__init__()
+        hidden = 4 * dim if hidden is None else hidden
+        self.sample = (dim,)
+        self.layers = nn.Sequential(
+            nn.Linear(dim, hidden),
+            nn.LayerNorm(hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.LayerNorm(hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, dim),
+        )
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Of the same shape."""
+        change_BD: Tensor = self.layers(x_BD)
+        return x_BD + change_BD
+
+
+class TransformerBlock(nn.Module):
+    """A Transformer encoder block: self-attention and a feed-forward layer, normalised before each.
+
+    Args:
+        dim: width of the embeddings.
+        heads: of the attention; they divide ``dim``.
+        hidden: width of the feed-forward layer; None: 4 * ``dim``.
+    """
+
+    def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.sample = (-1, dim)  # of any length
+        self.layer = nn.TransformerEncoderLayer(
+            dim,
+            heads,
+            4 * dim if hidden is None else hidden,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Of the same shape; a sequence sees itself only."""
+        y_BLD: Tensor = self.layer(x_BLD)
+        return y_BLD
+
+
+class Nop(nn.Module):
+    """Gives back what it got: what is left of a call without computation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same."""
+        return x
+
 
 ANY_LENGTH = -1
+
 DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
+
 DRY_RUN_LENGTH = 3
 
 
@@ -178,3 +256,94 @@ def _described(value: object) -> str:
     return (
         f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     )
+
+
+Answer: TypeAlias = list[Buffer]
+
+"""The parts of the tensor that a caller gets."""
+
+
+@dataclass(eq=False)
+class Call(Waiting):
+    """A call with what it brought, encoded, and the future that its handler awaits on the loop."""
+
+    codec: Codec
+    answer: asyncio.Future[Answer]
+    parts: list[memoryview] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> int:
+        """How many it brings: inputs and, at backward, gradients."""
+        return 2 if self.key.backward else 1
+
+    def decode_into(self, tensors: Sequence[Floats]) -> None:
+        """Decode the parts, and drop them.
+
+        Raises:
+            ValueError: they hold values that are not finite, or no values at all.
+        """
+        parts = iter(self.parts)
+        for tensor in tensors:
+            flat = tensor.reshape(-1)
+            for span in spans(flat.size, self.codec):
+                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
+                if not all_finite(flat[span]):
+                    raise ValueError(
+                        "your tensors hold values that are not finite: an expert must not see them"
+                    )
+        self.parts.clear()
+
+
+def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | BaseException]]:
+    """Compute calls of one key as one batch; each gets its answer, or what is wrong with it."""
+    samples = sum(call.samples for call in calls)
+    stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
+    answers: list[tuple[Call, Answer | BaseException]] = []
+    sound: list[Call] = []
+    row = 0
+    for call in calls:
+        try:
+            call.decode_into([stack[row : row + call.samples] for stack in stacks])
+        except ValueError as error:
+            answers.append((call, Refusal(str(error))))
+        else:
+            sound.append(call)
+            row += call.samples
+    if sound:
+        answers += zip(sound, _outcomes(expert, sound, [stack[:row] for stack in stacks]), strict=True)
+    return answers
+
+
+def _outcomes(
+    expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]
+) -> list[Answer | BaseException]:
+    """Answers in the order of calls. What fails together is tried again one by one: a caller's data fail it alone.
+
+    A backward that failed for another reason than its data may have taken its step: it is not tried again.
+    """
+    try:
+        tensors = [torch.from_numpy(stack) for stack in stacks]
+        outputs = (expert.backward if len(tensors) == 2 else expert.forward)(*tensors).numpy()
+    except Exception as error:  # the user's module may raise anything: the server reports it
+        if len(calls) > 1 and (len(stacks) == 1 or isinstance(error, FloatingPointError)):
+            return [
+                outcome
+                for call, rows in zip(calls, _rows(calls), strict=True)
+                for outcome in _outcomes(expert, [call], [stack[rows] for stack in stacks])
+            ]
+        return [Refusal(str(error)) if isinstance(error, FloatingPointError) else error] * len(calls)
+    return [_answer(call, outputs[rows]) for call, rows in zip(calls, _rows(calls), strict=True)]
+
+
+def _answer(call: Call, outputs: Floats) -> Answer | BaseException:
+    try:
+        return list(encoded(outputs, call.codec))
+    except ValueError as error:  # not finite: some codecs have no place for that
+        return Refusal(f"{call.key.uid} answers with {error}")
+
+
+def _rows(calls: Sequence[Call]) -> Iterator[slice]:
+    row = 0
+    for call in calls:
+        yield slice(row, row + call.samples)
+        row += call.samples

@@ -1,20 +1,39 @@
-"""Names of experts: points of a grid, written ``prefix.u_0.….u_(d-1)`` (Learning@home, section 3.1)."""
+"""Names of experts: points of a grid, written ``prefix.u_0.….u_(d-1)`` (Learning@home, section 3.1).
+
+Choosing the best live experts for a whole batch: SelectExperts of Learning@home (Algorithm 1), free of I/O.
+
+Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
+
+The search is optimistic: below a prefix that has not been looked up, everything is taken to be alive. It runs through
+all dimensions on that guess and names the prefixes it met unknown; whoever drives it looks them all up at once and
+searches again, until none is unknown. In a grid that is well filled the first guess is right, and all look-ups of a
+search are one wait instead of one after the other for each dimension.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from colab_swarm.tensors.codecs import Floats
+
 Index: TypeAlias = tuple[int, ...]
+
 """A point of the grid, or its first coordinates."""
 
 MAX_DIMENSIONS = 4
+
 MAX_SIDE = 4096
+
 MAX_NAME_CHARS = 128
+
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 
 
@@ -79,3 +98,123 @@ class Grid:
 def parents(index: Index) -> Iterator[Index]:
     """All proper prefixes of an index, the empty one first."""
     return (index[:length] for length in range(len(index)))
+
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+_Doubles: TypeAlias = npt.NDArray[np.float64]
+
+_HUGE = 1e300
+
+_NONE = -1
+
+"""Stands for no prefix where a beam is not full."""
+
+
+@dataclass(frozen=True)
+class Beams:
+    """What a search came to.
+
+    Attributes:
+        best: for each sample its experts, best first; fewer than asked for if fewer live.
+        unknown: prefixes that must be looked up before ``best`` can be believed.
+    """
+
+    best: list[list[Index]]
+    unknown: list[Index]
+
+
+def beam_search(
+    scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None], *, width: int | None = None
+) -> Beams:
+    """The ``k`` best live experts of each sample, an expert's score being the sum over its indices.
+
+    After each dimension the ``width`` best live prefixes are kept. A prefix that is told to live but has no live child
+    is passed over and leaves its place to the next best. Ties go to the smaller index. NaN is the worst score.
+
+    Args:
+        scores: for each dimension i an array (N, sides[i]).
+        k: experts wanted for each sample.
+        children: the live next indices of a prefix as a mask (M,), not to be changed; None: not looked up yet.
+        width: prefixes kept, ``k`` (as in the paper) unless given; wide enough, the result is the exact top k.
+    """
+    clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
+    barren: set[Index] = set()
+    while True:
+        descent = _Descent(children, barren)
+        best = descent.run(clean, k, max(k, width or k))
+        if not descent.barren - barren:
+            return Beams(best, sorted(descent.unknown))
+        barren |= descent.barren
+
+
+class _Descent:
+    """One walk from the empty prefix to the experts."""
+
+    def __init__(self, children: Callable[[Index], Mask | None], barren: set[Index]) -> None:
+        self._children, self._known_barren = children, barren
+        self.barren: set[Index] = set()
+        self.unknown: set[Index] = set()
+
+    def run(self, scores: list[_Doubles], k: int, width: int) -> list[list[Index]]:
+        samples = len(scores[0])
+        prefixes: list[Index] = [()]
+        beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
+        for i, scores_NM in enumerate(scores):
+            last = i == len(scores) - 1
+            alive_UM = self._alive(prefixes, scores_NM.shape[1])
+            sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
+            flat = sums_NBM.reshape(samples, beam_NB.shape[1] * scores_NM.shape[1])
+            chosen = _best(flat, k if last else width)
+            if not last:  # ties go to the smaller index, so the columns of the next turn must be in order
+                chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
+                chosen[chosen == flat.shape[1]] = _NONE
+            totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
+            prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, scores_NM.shape[1])
+        return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
+
+    def _alive(self, prefixes: list[Index], side: int) -> Mask:
+        """The live children of each prefix; one row more, for no prefix, without any."""
+        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
+        for u, prefix in enumerate(prefixes):
+            mask = self._children(prefix)
+            if mask is None:
+                self.unknown.add(prefix)
+            alive_UM[u] = True if mask is None else mask
+        places = {prefix: u for u, prefix in enumerate(prefixes)} if self._known_barren else {}
+        for child in self._known_barren:
+            if child[:-1] in places:
+                alive_UM[places[child[:-1]], child[-1]] = False
+        empty = np.flatnonzero(~alive_UM[:-1].any(axis=1))
+        self.barren |= {prefixes[u] for u in empty if prefixes[u]}
+        return alive_UM
+
+
+def _best(values: _Doubles, count: int) -> _Ints:
+    """Columns of the ``count`` largest values of each row, largest first, ties to the left; `_NONE` for -inf."""
+    rows_total, columns_total = values.shape
+    worthy = values > -np.inf
+    if columns_total > count:
+        threshold = np.partition(values, columns_total - count, axis=1)[:, columns_total - count]
+        worthy &= values >= threshold[:, None]
+    rows, columns = np.nonzero(worthy)
+    order = np.lexsort((columns, -values[rows, columns], rows))
+    rows, columns = rows[order], columns[order]
+    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    chosen = np.full((rows_total, count), _NONE, np.int64)
+    kept = rank < count
+    chosen[rows[kept], rank[kept]] = columns[kept]
+    return chosen
+
+
+def _extend(prefixes: list[Index], beam_NB: _Ints, chosen: _Ints, side: int) -> tuple[list[Index], _Ints]:
+    """The chosen prefixes, one index longer: the different ones in order, and where each sample's are among them."""
+    parents = np.take_along_axis(beam_NB, np.maximum(chosen, 0) // side, axis=1)
+    codes = np.where(chosen == _NONE, _NONE, parents * side + chosen % side)
+    unique, beam = np.unique(codes, return_inverse=True)
+    beam = beam.reshape(codes.shape)
+    if len(unique) and unique[0] == _NONE:
+        unique, beam = unique[1:], beam - 1
+    return [(*prefixes[code // side], code % side) for code in unique.tolist()], beam

@@ -14,11 +14,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from colab_swarm.dht.search import is_sound
+from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import PeerError, StateError
-from colab_swarm.moe.checkpoints import MAX_CHUNKS, Manifest, SavedExpert, save_of
-from colab_swarm.moe.chunks import DIGEST_BYTES, Shelf, cut_digests, digest_of
-from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.calls import ExpertServices
+from colab_swarm.moe.saves import (
+    DIGEST_BYTES,
+    MAX_CHUNKS,
+    Manifest,
+    SavedExpert,
+    Shelf,
+    cut_digests,
+    digest_of,
+    save_of,
+)
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,18 @@ In backward an expert that fails counts as zero gradient for its part, and the g
 Inside, everything is float32. Do not scale the loss (`GradScaler`): experts step on the gradients they are sent.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, S the shape of a sample.
+
+Which expert suits which sample: a linear map per dimension of the grid (Learning@home, section 3.2).
+
+Shapes: B samples, K chosen experts, G dimensions of the grid, D values of a sample.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,9 +30,9 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
-from colab_swarm.moe.balance import MixtureStatistics, Usage, balance_loss
-from colab_swarm.moe.dispatch import (
+from colab_swarm.moe.calls import (
     ExpertAccess,
+    ExpertInfo,
     Flags,
     Group,
     Places,
@@ -37,14 +42,209 @@ from colab_swarm.moe.dispatch import (
     through,
     wait_for_answers,
 )
-from colab_swarm.moe.gating import Gating, mixing_weights, priorities
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.services import ExpertInfo
 from colab_swarm.tensors.codecs import Floats, all_finite
 
+
+class Gating(nn.Module):
+    """``g(x, f) = sum_i g_i(x)[u_i]``: the priority of an expert is the sum of its indices' scores.
+
+    Args:
+        dim: values of a sample.
+        sides: how many indices each dimension of the grid has.
+    """
+
+    def __init__(self, dim: int, sides: Sequence[int]) -> None:
+        super().__init__()
+        self.sides = tuple(sides)
+        self.maps = nn.Linear(dim, sum(sides))  # all g_i side by side
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, ...]:
+        """One tensor of shape (B, side) per dimension."""
+        return self.maps(x_BD).split(self.sides, dim=1)  # type: ignore[no-any-return]
+
+
+def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
+    """Of the experts at these indices: a tensor (B, K), differentiable in the scores."""
+    picked = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
+    return torch.stack(picked).sum(0)
+
+
+def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
+    """Softmax over those that answered, 0 for the others; all 0 where nobody did."""
+    lowest = torch.finfo(priorities_BK.dtype).min
+    weights_BK = priorities_BK.masked_fill(~answered_BK, lowest).softmax(1)
+    return weights_BK.masked_fill(~answered_BK, 0.0)  # not -inf above: its gradient would be NaN
+
+
+MEMORY = 0.99
+
+"""Part of a share that is left after a batch without the expert."""
+
+FORGOTTEN = 1e-4
+
+"""An expert with less has not been used for about a thousand batches: it is gone."""
+
+
+def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
+    """Squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7).
+
+    Args:
+        importance_E: of the experts that took part: the sum of their weights over the batch.
+        idle: how many more were known and took no part: their importance is 0.
+
+    Returns:
+        A scalar >= 0; 0 if all are equally important or none took part.
+    """
+    if not len(importance_E):
+        return importance_E.sum()
+    everyone = len(importance_E) + idle
+    mean = importance_E.sum() / everyone
+    variance = ((importance_E - mean).square().sum() + idle * mean.square()) / everyone
+    return variance / mean.square().clamp_min(1e-20)
+
+
+@dataclass(frozen=True)
+class MixtureStatistics:
+    """What a layer has seen so far.
+
+    Attributes:
+        batches: forward passes.
+        answers: of experts, forward.
+        failures: of experts, forward: an error, or silence until the others' grace was over.
+        lost_gradients: backward calls that failed: the expert may not have learned, its part counted as zero.
+        unanswered: samples for which nobody answered, which passed unchanged.
+        outliers: answers for single samples that lay too far from the others'.
+        sent_bytes, received_bytes: of activations and gradients, as they travelled.
+    """
+
+    batches: int = 0
+    answers: int = 0
+    failures: int = 0
+    lost_gradients: int = 0
+    unanswered: int = 0
+    outliers: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Usage:
+    """Counts what a layer does. Copies of the layer share it, on whatever threads they run."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._shares: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> Usage:
+        return self
+
+    def count(self, **more: int) -> None:
+        """Add to the counters of `MixtureStatistics`."""
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] = self._counts.get(name, 0) + number
+
+    def statistics(self) -> MixtureStatistics:
+        """So far."""
+        with self._lock:
+            return MixtureStatistics(**self._counts)
+
+    def on_batch(self, weights: Mapping[str, float]) -> int:
+        """A batch was mixed with these sums of weights; returns how many other experts are known."""
+        total = sum(weights.values())
+        with self._lock:
+            if total:
+                shares = {uid: MEMORY * share for uid, share in self._shares.items()}
+                for uid, weight in weights.items():
+                    shares[uid] = shares.get(uid, 0.0) + (1 - MEMORY) * weight / total
+                self._shares = {
+                    uid: share for uid, share in shares.items() if share >= FORGOTTEN or uid in weights
+                }
+            return len(self._shares.keys() - weights.keys())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each known expert's part of the work of the last hundred batches or so; they sum to 1."""
+        with self._lock:
+            total = sum(self._shares.values())
+            return {uid: share / total for uid, share in sorted(self._shares.items())}
+
+
+class RemoteExpert(nn.Module):
+    """Computes forward and backward where the expert is, which learns from each backward.
+
+    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no parameters here.
+
+    Args:
+        access: reaches the expert.
+        grid: where it is.
+        uid: its name.
+
+    Raises:
+        ValueError: it is none of the grid.
+    """
+
+    def __init__(self, access: ExpertAccess, grid: Grid, uid: str) -> None:
+        super().__init__()
+        grid.index(uid)
+        self.grid, self.uid = grid, uid
+        self._access = access
+
+    def extra_repr(self) -> str:
+        """Its name."""
+        return self.uid
+
+    def info(self) -> ExpertInfo:
+        """Where it is now, its shape and step.
+
+        Raises:
+            ExpertError: nobody hosts it.
+        """
+        return self._access.run(self._find())
+
+    async def _find(self) -> ExpertInfo:
+        try:
+            async with asyncio.timeout(self._access.timeout_s):
+                info = await self._access.directory.find(self.grid, self.uid)
+        except TimeoutError as error:
+            raise ExpertError(f"{self.uid} was not found in {self._access.timeout_s:g} s") from error
+        if info is None:
+            raise ExpertError(f"nobody hosts {self.uid}: host it, or wait until a peer takes it over")
+        return info
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Of the same shape and dtype.
+
+        Raises:
+            ExpertError: nobody hosts it, or it failed; in backward too.
+            ValueError: the inputs do not fit.
+        """
+        info = self.info()
+        sample = inputs.shape[-len(info.shape) :]
+        if inputs.ndim < len(info.shape) or any(
+            size not in (-1, given) for size, given in zip(info.shape, sample, strict=True)
+        ):
+            raise ValueError(f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}")
+        if not inputs.numel():
+            return inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            samples = inputs.reshape(-1, *sample).float().cpu()
+            values = as_floats(samples)
+
+            def backward(grads: Floats) -> Floats:
+                return self._access.run(self._access.backward(info, values, grads))
+
+            outputs = through(samples, self._access.run(self._access.forward(info, values)), backward)
+        return outputs.reshape(inputs.shape).to(inputs)
+
+
 logger = logging.getLogger(__name__)
+
 ATTEMPTS = 2
+
 MIN_WITNESSES = 3
+
 """With fewer answers nobody can say which of them is the outlier."""
 
 

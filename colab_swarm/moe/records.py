@@ -14,28 +14,104 @@ it belongs to who claimed first; see `Place.claim`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
-from colab_swarm.dht.search import is_sound
-from colab_swarm.dht.service import Found
-from colab_swarm.moe.grid import MAX_SIDE, Grid, Index
+from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.moe.grid import MAX_SIDE, Grid, Index, Mask
 from colab_swarm.net.peers import Contact, Message, PeerId
 
+
+@dataclass(frozen=True)
+class BanSettings:
+    """How long who failed is left out.
+
+    Attributes:
+        first_s: after the first failure, seconds.
+        longest_s: however often it fails; who has been quiet as long after its ban begins anew.
+    """
+
+    first_s: float = 5.0
+    longest_s: float = 300.0
+
+
+@dataclass
+class _Record:
+    failures: int
+    until: float
+
+
+class Bans:
+    """Free of I/O; ``now`` is monotonic seconds.
+
+    Attributes:
+        version: changes with each ban that begins or is lifted.
+    """
+
+    def __init__(self, settings: BanSettings) -> None:
+        self._settings = settings
+        self._records: dict[Hashable, _Record] = {}
+        self.version = 0
+
+    def fail(self, who: Hashable, now: float) -> float | None:
+        """``who`` failed; returns for how many seconds it is left out, None if it is already.
+
+        Calls that were under way when a host died all fail: they count once.
+        """
+        longest_s = self._settings.longest_s
+        self._records = {key: r for key, r in self._records.items() if now < r.until + longest_s}
+        record = self._records.setdefault(who, _Record(0, -math.inf))
+        if now < record.until:
+            return None
+        seconds = min(longest_s, self._settings.first_s * 2.0**record.failures)
+        record.failures, record.until = min(record.failures + 1, 64), now + seconds
+        self.version += 1
+        return seconds
+
+    def succeed(self, who: Hashable) -> None:
+        """``who`` did well: its failures are forgiven."""
+        if self._records.pop(who, None) is not None:
+            self.version += 1
+
+    def banned(self, who: Hashable, now: float) -> bool:
+        """Whether ``who`` is left out."""
+        return who in self._records and now < self._records[who].until
+
+    def ends(self, now: float) -> dict[Hashable, float]:
+        """Who is left out, and until when."""
+        return {who: record.until for who, record in self._records.items() if now < record.until}
+
+    def next_end(self, now: float) -> float:
+        """When the next ban ends; infinite if there is none."""
+        return min(self.ends(now).values(), default=math.inf)
+
+
 PAGE = 256
+
 """Places, or next indices, that share a key."""
+
 MAX_ADDRESS_CHARS = 256
+
 """Of all addresses in a row's record: 256 hosts must fit under one key."""
+
 CLAIMED = -1
+
 """The step of a place that its host does not serve yet."""
 
 NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
+
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
+
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+
 Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
@@ -203,3 +279,36 @@ def _decode(value: Any, kind: type[R]) -> R | None:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return None
+
+
+class Listing:
+    """What was read of one prefix or shelf: each host's words, and who is believed for each index."""
+
+    def __init__(self, words: dict[PeerId, list[Holding]]) -> None:
+        self.words = words
+        self._by_index: dict[int, list[Holding]] = {}
+        for word in sorted(itertools.chain(*words.values()), key=lambda word: word.claim):
+            self._by_index.setdefault(word.index, []).append(word)
+        self._mask: Mask | None = None
+        self._mask_version, self._mask_until = -1, 0.0
+
+    def live(self, index: int, now: float) -> Iterator[Holding]:
+        """Hosts' words for an index that still hold, the rightful one's first."""
+        return (word for word in self._by_index.get(index, ()) if word.until > now)
+
+    def usable(self, index: int, now: float, bans: Bans) -> Holding | None:
+        """Who can be called for an index: the rightful one of those that are not banned."""
+        for word in self.live(index, now):
+            if word.served and not bans.banned((word.uid, word.host.id), now):
+                return word
+        return None
+
+    def mask(self, width: int, now: float, bans: Bans) -> Mask:
+        """The usable ones of ``width`` indices; worked out anew only when something has changed."""
+        if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
+            self._mask = np.zeros(width, np.bool_)
+            self._mask[[index for index in self._by_index if self.usable(index, now, bans)]] = True
+            ends = (word.until for word in itertools.chain(*self._by_index.values()) if word.until > now)
+            self._mask_version = bans.version
+            self._mask_until = min([bans.next_end(now), *ends], default=math.inf)
+        return self._mask

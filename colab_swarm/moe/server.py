@@ -13,28 +13,85 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.batching import Batching, BatchLimits, Key
-from colab_swarm.moe.compute import Answer, Call, compute
-from colab_swarm.moe.device import DeviceThread
-from colab_swarm.moe.expert import ANY_LENGTH, Expert
-from colab_swarm.moe.messages import BackwardExpert, CallExpert, ForwardExpert, Part, spans
-from colab_swarm.moe.tally import ExpertStatistics, Tally
+from colab_swarm.moe.batching import Batching, BatchLimits, Key, Waiting
+from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, spans
+from colab_swarm.moe.expert import ANY_LENGTH, Answer, Call, Expert, compute
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
-from colab_swarm.pausing import Gate
+from colab_swarm.runtime import Gate
 from colab_swarm.tensors.codecs import codec_of
+from colab_swarm.tensors.device import DeviceThread
+
+LATENCIES = 1000
+
+
+@dataclass(frozen=True)
+class ExpertStatistics:
+    """Of one expert since it is hosted here.
+
+    Attributes:
+        step: updates in its weights.
+        forward_samples, backward_samples: answered.
+        calls, batches: how many calls were answered, in how many batches.
+        queued: samples that wait now.
+        p50_s, p99_s: from a call's arrival until its answer could be sent, of the last calls; None before the first.
+    """
+
+    step: int
+    forward_samples: int
+    backward_samples: int
+    calls: int
+    batches: int
+    queued: int
+    p50_s: float | None
+    p99_s: float | None
+
+
+class Tally:
+    """Counts what one expert answered."""
+
+    def __init__(self) -> None:
+        self._samples = {False: 0, True: 0}
+        self._calls = self._batches = 0
+        self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
+
+    def add(self, batch: Sequence[Waiting], now: float) -> None:
+        """Calls were answered together; ``now`` on the clock of their arrival."""
+        self._batches += bool(batch)
+        self._calls += len(batch)
+        for call in batch:
+            self._samples[call.key.backward] += call.samples
+            self._latencies_s.append(now - call.arrived_at)
+
+    def statistics(self, *, step: int, queued: int) -> ExpertStatistics:
+        """As they stand."""
+        p50_s, p99_s = None, None
+        if self._latencies_s:
+            p50_s, p99_s = map(float, np.percentile(self._latencies_s, (50, 99)))
+        return ExpertStatistics(
+            step, self._samples[False], self._samples[True], self._calls, self._batches, queued, p50_s, p99_s
+        )
+
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
 CLOSE_TIMEOUT_S = 5.0
+
 SHOWN_CHARS = 80
+
 PAUSED_RETRY_S = 10.0
+
 """When to ask again at a host that is paused."""
 
 

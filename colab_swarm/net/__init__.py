@@ -63,7 +63,7 @@ taken. Whoever answers at an address must own the expected key. Handlers state t
 ## The ladder: how a peer behind a router is reached
 
 Each peer asks up to three others to dial it back, and takes the highest rung that works
-(`colab_swarm.net.ladder`, tried again every 300 s and whenever the network changes):
+(`colab_swarm.net.reachability`, tried again every 300 s and whenever the network changes):
 
     direct          others dial it at a public address                              Reachability in words:
     LAN             others in the same network dial it                              swarm.reachability.explain()

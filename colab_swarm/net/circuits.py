@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.net.addresses import Circuit, host_of, is_local, is_loopback
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
-from colab_swarm.net.listener import TICKET
+from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Refusal, Role, short
 from colab_swarm.net.relay import (

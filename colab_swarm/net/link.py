@@ -7,23 +7,222 @@ import logging
 import statistics
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
-from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, ProtocolError
-from colab_swarm.events import EventLog
-from colab_swarm.net.answers import Answers
+import msgspec
+
+from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Remote, Traffic
 from colab_swarm.net.frames import Frame, Kind
-from colab_swarm.net.mux import Failure, Mux, encode_opening
-from colab_swarm.net.peers import UNDECODABLE, Buffer, Message, PeerId, R, short
-from colab_swarm.net.services import Services
+from colab_swarm.net.mux import Failure, Mux, Opening, encode_opening
+from colab_swarm.net.peers import (
+    MAX_MESSAGE_BYTES,
+    UNDECODABLE,
+    Buffer,
+    Message,
+    PeerId,
+    R,
+    Refusal,
+    Role,
+    short,
+)
 from colab_swarm.net.stream import LinkStream, decoder_of
 
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+
+_opening_decoder = msgspec.msgpack.Decoder(Opening)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A handler, the decoder of the message it takes, and the least role that it serves."""
+
+    decoder: msgspec.msgpack.Decoder[Any]
+    handler: Handler
+    role: Role
+
+
+class Unserved(Exception):
+    """No handler can take this opening.
+
+    Attributes:
+        code: ``unknown``, ``invalid``, ``refused`` or ``busy``, as in `CallRefused`.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Services:
+    """Handlers by the name of the message's class."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Service] = {}
+
+    def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
+        """Answer messages of ``kind`` by peers of ``role`` or above.
+
+        Raises:
+            ValueError: they are answered already.
+        """
+        if kind.__name__ in self._by_name:
+            raise ValueError(f"{kind.__name__} is served already; unserve it first")
+        self._by_name[kind.__name__] = Service(decoder_of(kind), handler, role)
+
+    def remove(self, kind: type[Message]) -> None:
+        """Stop answering ``kind``."""
+        self._by_name.pop(kind.__name__, None)
+
+    def find(self, encoded: memoryview, role: Role) -> tuple[Handler, Any]:
+        """The handler that takes an encoded `Opening` of a peer of this role, and the decoded message in it.
+
+        Raises:
+            Unserved: nobody serves it, or not to this role, or it does not decode.
+        """
+        try:
+            opening = _opening_decoder.decode(encoded)
+        except UNDECODABLE as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error
+        return self.find_named(opening.name, opening.body, role)
+
+    def find_named(self, name: str, body: Buffer, role: Role) -> tuple[Handler, Any]:
+        """Like `find`, for the two parts of an opening.
+
+        Raises:
+            Unserved: see `find`.
+        """
+        service = self._by_name.get(name)
+        if service is None:
+            raise Unserved("unknown", f"{name[:100]} is not served here")
+        if role < service.role:
+            needed = f"{name} needs the role {service.role.name.lower()}"
+            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
+        try:
+            return service.handler, service.decoder.decode(body)
+        except UNDECODABLE as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error
+
+
 logger = logging.getLogger(__name__)
+
+_encoder = msgspec.msgpack.Encoder()
+
+MAX_TASKS = 2048
+
+
+class Answers:
+    """Runs handlers for one link. A lost link cancels call handlers; stream handlers see `PeerLost` instead.
+
+    Args:
+        link: where answers go.
+        services: those for calls and those for streams.
+        events: gets a `Fault` when a handler fails.
+    """
+
+    def __init__(self, link: Link, services: tuple[Services, Services], events: EventLog) -> None:
+        self._link, self._events = link, events
+        self._call_services, self._stream_services = services
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def on_call(self, id: int, opening: memoryview) -> None:
+        """The peer calls."""
+        try:
+            self._require_room()
+            handler, message = self._call_services.find(opening, self._link.remote.role)
+        except Unserved as error:
+            self._link.mux.fail(id, error.code, str(error))
+        else:
+            self._calls[id] = self._start(self._answer(id, handler, message))
+
+    def on_open(self, stream: LinkStream, opening: memoryview) -> None:
+        """The peer opens a stream."""
+        try:
+            self._require_room()
+            handler, message = self._stream_services.find(opening, self._link.remote.role)
+        except Unserved as error:
+            self._link.mux.reset(stream.id, error.code, str(error))
+        else:
+            self._link.add_stream(stream)
+            self._start(self._converse(stream, handler, message))
+
+    def cancel(self, id: int) -> None:
+        """The peer no longer wants the answer."""
+        self._calls.pop(id).cancel()
+
+    def on_lost(self) -> None:
+        """There is nobody left to answer."""
+        for task in self._calls.values():
+            task.cancel()
+
+    def _require_room(self) -> None:
+        """What the peer gave up it may begin anew, while the handler of the old still runs."""
+        if len(self.tasks) >= MAX_TASKS:
+            raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+
+    def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._link.touch()
+        task = asyncio.get_running_loop().create_task(handling)
+        self.tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._link.flush_soon()
+        self._link.close_if_done()
+
+    async def _answer(self, id: int, handler: Handler, message: Any) -> None:
+        mux, peer = self._link.mux, self._link.peer
+        try:
+            body = _encoder.encode(await handler(peer, message))
+            if len(body) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a reply of {len(body)} bytes is over {MAX_MESSAGE_BYTES}")
+            mux.reply(id, body)
+        except Refusal as error:
+            mux.fail(id, "refused", str(error))
+        except asyncio.CancelledError:
+            mux.fail(id, "failed", "the handler was cancelled")
+            raise
+        except Exception as error:
+            self._report("call handler", error)
+            mux.fail(id, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._calls.pop(id, None)
+
+    async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
+        try:
+            await handler(message, stream)
+            stream.leave()
+        except Refusal as error:
+            self._link.reset_stream(stream.id, "refused", str(error))
+        except asyncio.CancelledError:
+            stream.reset("the handler was cancelled")
+            raise
+        except PeerError as error:
+            logger.debug("stream with %s ended early: %s", short(stream.peer), error)
+            stream.reset(str(error))
+        except Exception as error:
+            self._report("stream handler", error)
+            self._link.reset_stream(stream.id, "failed", f"{type(error).__name__}: {error}")
+
+    def _report(self, where: str, error: Exception) -> None:
+        logger.exception("%s failed, serving %s", where, short(self._link.peer))
+        at = asyncio.get_running_loop().time()
+        self._events.emit(Fault(at, where, f"{type(error).__name__}: {error}"))
+
+
 MAX_BACKLOG_BYTES = 64 << 20
+
 RTT_SAMPLES = 5
+
 LEAVE_TIMEOUT_S = 30.0
+
 _TOKEN = struct.Struct("<d")
 
 

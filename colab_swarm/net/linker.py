@@ -1,10 +1,18 @@
-"""Opens links: dials peers at every address they have, greets callers, and keeps what stands alive."""
+"""Opens links: dials peers at every address they have, greets callers, and keeps what stands alive.
+
+Swarm time: the own clock moved by the median offset of the linked peers, the own zero included.
+
+With zero among them, two peers whose clocks differ meet in the middle, and one liar among honest peers moves
+nothing. The own clock is never moved by more than `MAX_OFFSET_S`: whoever is all that a newcomer sees could
+otherwise make what has expired valid again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -13,27 +21,200 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, Circuit, is_loopback
-from colab_swarm.net.admission import Admission
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Path, Receiver, Remote, Traffic, Way
-from colab_swarm.net.clock import SwarmClock
-from colab_swarm.net.dialling import introduce, try_to_dial
-from colab_swarm.net.handshake import Greeter
+from colab_swarm.net.handshake import Greeter, Listener, introduce, try_to_dial
 from colab_swarm.net.hello import Introduced, Introduction, describe_run
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import Link
-from colab_swarm.net.links import LinkTable
-from colab_swarm.net.listener import Listener
-from colab_swarm.net.loopback import NoCipher, link_to_self
+from colab_swarm.net.link import Link, Services
+from colab_swarm.net.membership import Admission
 from colab_swarm.net.metering import Metering
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.punch import bound_socket
-from colab_swarm.net.services import Services
 from colab_swarm.net.settings import NodeSettings
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
+
+class NoCipher:
+    """Seals nothing."""
+
+    overhead_bytes = 0
+
+    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
+        """The same bytes."""
+        out[:] = plaintext
+
+    def open(self, ciphertext: memoryview) -> bytes:
+        """The same bytes, in memory of their own."""
+        return bytes(ciphertext)
+
+
+class Loopback:
+    """One end of a carrier in memory."""
+
+    backlog_bytes = 0
+
+    def __init__(self) -> None:
+        self.receiver: Receiver
+        self.other: Loopback
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+
+    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
+        """Deliver in the next turn of the event loop."""
+        message = memoryview(bytearray(size))
+        fill(message)
+        self._loop.call_soon(self.other._deliver, message)
+        return size
+
+    def close(self, reason: str = "") -> None:
+        """Tell the other end after what was sent before."""
+        if self._open:
+            self._open = False
+            self._loop.call_soon(self.other._lose, reason)
+
+    def abort(self, reason: str = "") -> None:
+        """The same as `close`."""
+        self.close(reason)
+
+    def pause_reading(self) -> None:
+        """Nothing to pause: budgets do not apply to oneself."""
+
+    def resume_reading(self) -> None:
+        """Nothing to resume."""
+
+    async def wait_closed(self) -> None:
+        """Closed at once."""
+
+    def _deliver(self, message: memoryview) -> None:
+        if self._open:
+            self.receiver.on_message(message)
+
+    def _lose(self, reason: str) -> None:
+        if self._open:
+            self._open = False
+            self.receiver.on_lost(reason)
+
+
+def link_to_self(make_link: Callable[[Loopback, bool], Link]) -> tuple[Link, Link]:
+    """Both ends of a link in memory; ``make_link(carrier, dialled)`` makes each, the dialled one first."""
+    near, far = Loopback(), Loopback()
+    near.other, far.other = far, near
+    near.receiver, far.receiver = links = make_link(near, True), make_link(far, False)
+    return links
+
+
+SIMULTANEOUS_S = 10.0
+
+
+class LinkTable:
+    """Links by peer.
+
+    A link through a relay is only used while there is no other: both ends leave it as soon as they have a better
+    one, and it ends when its calls and streams are over, so nothing is lost in the change.
+
+    When both ends dial at once there are two links for a moment. Both ends choose the one that the peer with
+    the smaller id dialled, and leave the other, which ends when its calls and streams are over. A link that
+    comes later than a dial can last replaces the old one: the peer would not have dialled if that still
+    worked for it.
+
+    Args:
+        own: this peer's id.
+    """
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = own
+        self._by_peer: dict[PeerId, list[Link]] = {}
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(
+            [link for links in list(self._by_peer.values()) for link in links]
+        )  # seen from other threads
+
+    def __len__(self) -> int:
+        return sum(len(links) for links in self._by_peer.values())
+
+    def peers(self) -> frozenset[PeerId]:
+        """Peers with a link."""
+        return frozenset(self._by_peer)
+
+    def of(self, peer: PeerId) -> list[Link]:
+        """All links to a peer."""
+        return list(self._by_peer.get(peer, ()))
+
+    def best(self, peer: PeerId) -> Link | None:
+        """The link to use for something new."""
+        usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        usable = [link for link in usable if not _relayed(link)] or usable
+        newest = max(link.opened_at for link in usable)
+        rivals = [link for link in usable if newest - link.opened_at < SIMULTANEOUS_S]
+        return max(rivals, key=lambda link: (link.dialled == (self._own < peer), link.opened_at))
+
+    def add(self, link: Link) -> bool:
+        """Take a new link; returns whether it is the first to its peer."""
+        links = self._by_peer.setdefault(link.peer, [])
+        links.append(link)
+        return len(links) == 1
+
+    def remove(self, link: Link) -> bool:
+        """Forget a link; returns whether it was the last to its peer."""
+        links = self._by_peer.get(link.peer, [])
+        if link in links:
+            links.remove(link)
+            if not links:
+                del self._by_peer[link.peer]
+                return True
+        return False
+
+    def full(self, limit: int) -> bool:
+        """Whether no link may be added: of ``limit`` none can be closed, or too many never leave when told to."""
+        return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
+
+    def longest_unused(self) -> Link | None:
+        """The quiet link that could be closed first."""
+        quiet = [link for link in self if link.mux.quiet and not link.leaving]
+        return min(quiet, key=lambda link: link.used_at, default=None)
+
+
+def _relayed(link: Link) -> bool:
+    return link.remote.path.way is Way.RELAYED
+
+
+MAX_OFFSET_S = 600.0
+
+
+class SwarmClock:
+    """Collects clock offsets, one per peer. Free of I/O."""
+
+    def __init__(self) -> None:
+        self._offsets_s: dict[Hashable, float] = {}
+
+    def observe(self, peer: Hashable, *, theirs: float, ours: float, rtt_s: float) -> None:
+        """A peer's clock said ``theirs`` half a round trip before our clock said ``ours`` (seconds)."""
+        self._offsets_s[peer] = theirs + rtt_s / 2 - ours
+
+    def forget(self, peer: Hashable) -> None:
+        """The peer is gone; its clock no longer counts."""
+        self._offsets_s.pop(peer, None)
+
+    @property
+    def offset_s(self) -> float:
+        """Seconds to add to the own clock, 10 minutes at most."""
+        return max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *self._offsets_s.values()])))
+
+    @property
+    def behind_s(self) -> float:
+        """How far the own clock is behind the linked peers' median; negative if it is ahead."""
+        return median(self._offsets_s.values() or [0.0])
+
+
 CLOSE_TIMEOUT_S = 1.0
+
 MISSED_KEEP_ALIVES = 3
+
 DIALS = 3
+
 OpenCircuit = Callable[[Contact, PeerId, Receiver], Awaitable[WebSocket]]
 
 

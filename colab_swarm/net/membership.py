@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Protocol, Self, TypeAlias
 
 import msgspec
 
@@ -27,20 +27,33 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
 from colab_swarm.net.settings import MAX_RUN_ID_BYTES
 
 SLACK_S = 600.0
+
 """How far clocks may be apart."""
+
 MAX_NAME_CHARS = 64
+
 MAX_USES = 10_000
+
 MAX_REVOKED = 900
+
 """They fit in one record of the DHT."""
+
 MAX_VERIFIED = 10_000
+
 """Memberships remembered: checking one takes up to 340 microseconds."""
+
 MAX_GUESTS = 64
+
 GUEST_S = 60.0
+
 """How long a peer without a membership may stay at the authority to ask for one."""
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+
 RunId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RUN_ID_BYTES)]
+
 Sign: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -179,6 +192,7 @@ class Revocations(Signed, frozen=True):
 
 
 _membership_decoder = msgspec.msgpack.Decoder(Membership)
+
 _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
@@ -306,3 +320,33 @@ def in_words(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+__all__ = ["Admission", "NotAdmitted", "OpenAdmission"]
+
+
+class Admission(Protocol):
+    """What this peer shows of itself, and what it asks of others."""
+
+    @property
+    def membership(self) -> bytes:
+        """What this peer shows in its handshakes; empty if it has nothing to show."""
+
+    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        """The role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
+
+        Asked at each handshake and every few seconds for each link, so it remembers what it has verified.
+
+        Raises:
+            NotAdmitted: it may not link, or no longer.
+        """
+
+
+class OpenAdmission:
+    """Everybody who knows the run is a worker."""
+
+    membership = b""
+
+    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        """A worker."""
+        return Role.WORKER

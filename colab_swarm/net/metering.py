@@ -1,15 +1,32 @@
-"""A node's traffic: meters for each peer and in all, and the budgets that all links share."""
+"""A node's traffic: meters for each peer and in all, and the budgets that all links share.
+
+How fast two peers exchange bytes: a short test over a stream, which the doctor runs before a training.
+
+    asking peer                      answering peer
+    MeasureSpeed  ------------------>
+    Beat          <----------------->  Beat             `BEATS` times: round-trip time
+    Burst, payload ----------------->
+                  <------------------  Took(seconds)    upload, again with larger bursts
+    Burst(0)      ------------------>
+                  <----------------->                   the same the other way: download
+
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or is as large as was agreed: a slow line costs a
+second or two, a fast one not more than 4/3 of the size, and the last burst tells. An answering peer gives one test at
+a time, and each peer one in `PAUSE_S`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from colab_swarm.errors import PeerTimeout, ProtocolError
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
-from colab_swarm.net.budget import RateMeter, TokenBucket
-from colab_swarm.net.carrier import Path, Traffic, Way
+from colab_swarm.net.carrier import Path, RateMeter, TokenBucket, Traffic, Way
 from colab_swarm.net.link import Link
-from colab_swarm.net.peers import LinkStatistics, PeerId
+from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, short
 from colab_swarm.net.settings import NodeSettings
 
 
@@ -72,3 +89,170 @@ class Metering:
             download_bps=received.peak_bps,
             links=len(links),
         )
+
+
+MAX_SIZE_BYTES = 32 << 20
+
+FIRST_BYTES = 64 << 10
+
+GROWTH = 4
+
+ENOUGH_S = 0.5
+
+PAUSE_S = 10.0
+
+BEATS = 3
+
+ANSWER_TIMEOUT_S = 60.0
+
+PIECE = bytes(120 << 10)
+
+"""One packet, no copy."""
+
+
+class MeasureSpeed(Message, frozen=True):
+    """Opens a test of at most ``size_bytes`` each way."""
+
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.size_bytes <= MAX_SIZE_BYTES:
+            raise ValueError(f"size_bytes={self.size_bytes} is not in 1 to {MAX_SIZE_BYTES}")
+
+
+class Beat(Message, frozen=True):
+    """There and back."""
+
+
+class Burst(Message, frozen=True):
+    """So many bytes of payload come next; with 0, this direction is done."""
+
+    size_bytes: int
+
+
+class Took(Message, frozen=True):
+    """A burst came in ``seconds``, from its announcement to its last byte."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ValueError(f"a burst cannot take {self.seconds} s")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bits per second to and from a peer, as the receiving end saw them, and the round-trip time in seconds."""
+
+    upload_bps: float
+    download_bps: float
+    rtt_s: float
+
+
+class SpeedTests:
+    """Answers the tests of others, within bounds; see the module."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._busy = False
+        self._tested_at: dict[PeerId, float] = {}
+        peers.serve_stream(MeasureSpeed, self._answer)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._peers.unserve(MeasureSpeed)
+
+    async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
+        self._admit(stream.peer, asyncio.get_running_loop().time())
+        self._busy = True
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                for _ in range(BEATS):
+                    await stream.receive(Beat)
+                    await stream.send(Beat())
+                await _absorb(stream, test.size_bytes)
+                await _burst_rate(stream, test.size_bytes)
+        except TimeoutError:
+            raise Refusal(f"a speed test may take {ANSWER_TIMEOUT_S:g} s") from None
+        finally:
+            self._busy = False
+
+    def _admit(self, peer: PeerId, now: float) -> None:
+        self._tested_at = {each: at for each, at in self._tested_at.items() if now - at < PAUSE_S}
+        if peer in self._tested_at:
+            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
+        if self._busy:
+            raise Refusal("a speed test with another peer is going on: wait a moment")
+        self._tested_at[peer] = now
+
+
+async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
+    """Measure the way to ``peer`` and back; takes a second or two each way.
+
+    Args:
+        peers: the network.
+        peer: who serves `SpeedTests`.
+        size_bytes: payload each way, at most `MAX_SIZE_BYTES`.
+        timeout_s: for all of it, dialling included.
+
+    Raises:
+        PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
+        ValueError: size_bytes is out of range.
+    """
+    test = MeasureSpeed(size_bytes)
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            await peers.stream(peer, test, timeout_s=timeout_s) as stream,
+        ):
+            rtt_s = min([await _beat(stream) for _ in range(BEATS)])
+            upload_bps = await _burst_rate(stream, size_bytes)
+            download_bps = await _absorb(stream, size_bytes)
+    except TimeoutError:
+        raise PeerTimeout(f"the speed test with {short(peer)} did not end in {timeout_s:g} s") from None
+    return Speed(upload_bps, download_bps, rtt_s)
+
+
+async def _beat(stream: Stream) -> float:
+    began_at = asyncio.get_running_loop().time()
+    await stream.send(Beat())
+    await stream.receive(Beat)
+    return asyncio.get_running_loop().time() - began_at
+
+
+async def _burst_rate(stream: Stream, limit_bytes: int) -> float:
+    """Send growing bursts; the rate at which the last one arrived, bits per second."""
+    size_bytes = min(FIRST_BYTES, limit_bytes)
+    while (took_s := await _burst(stream, size_bytes)) < ENOUGH_S and size_bytes < limit_bytes:
+        size_bytes = min(GROWTH * size_bytes, limit_bytes)
+    await stream.send(Burst(0))
+    return _bps(size_bytes, took_s)
+
+
+async def _burst(stream: Stream, size_bytes: int) -> float:
+    await stream.send(Burst(size_bytes))
+    for begin in range(0, size_bytes, len(PIECE)):
+        await stream.send(Beat(), PIECE[: size_bytes - begin])
+    took, _ = await stream.receive(Took)
+    return took.seconds
+
+
+async def _absorb(stream: Stream, limit_bytes: int) -> float:
+    """Receive bursts until the peer is done; the rate of the last one, bits per second."""
+    loop = asyncio.get_running_loop()
+    allowed_bytes, rate_bps = 2 * limit_bytes, 0.0
+    while size_bytes := (await stream.receive(Burst))[0].size_bytes:
+        allowed_bytes -= size_bytes
+        began_at, missing_bytes = loop.time(), size_bytes
+        while missing_bytes > 0 and allowed_bytes >= 0:
+            missing_bytes -= len((await stream.receive(Beat))[1])
+        if missing_bytes or allowed_bytes < 0:
+            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
+        took_s = loop.time() - began_at
+        await stream.send(Took(took_s))
+        rate_bps = _bps(size_bytes, took_s)
+    return rate_bps
+
+
+def _bps(size_bytes: int, seconds: float) -> float:
+    return size_bytes * 8 / seconds if seconds else float("inf")

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from colab_swarm.events import EventLog
 from colab_swarm.net.addresses import is_local, is_loopback, reachable_addresses
-from colab_swarm.net.admission import Admission, OpenAdmission
 from colab_swarm.net.carrier import Path, Way
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.linker import Linker
+from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
 from colab_swarm.net.settings import NodeSettings
 

@@ -25,9 +25,8 @@ import msgspec
 
 from colab_swarm.errors import PeerError
 from colab_swarm.markup import settings
-from colab_swarm.net.budget import TokenBucket
-from colab_swarm.net.carrier import HostPort
-from colab_swarm.net.listener import TICKET
+from colab_swarm.net.carrier import HostPort, TokenBucket
+from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message

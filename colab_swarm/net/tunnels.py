@@ -18,8 +18,7 @@ from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.cloudflared import CloudflaredAgent
-from colab_swarm.net.ngrok import NgrokAgent, explain, require_pyngrok
+from colab_swarm.net.agents import CloudflaredAgent, NgrokAgent, explain, require_pyngrok
 
 logger = logging.getLogger(__name__)
 WARN_AT = (0.5, 0.8, 0.95)

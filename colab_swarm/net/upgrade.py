@@ -42,7 +42,7 @@ from colab_swarm.net.addresses import (
     may_dial_back,
 )
 from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
-from colab_swarm.net.dialling import dial_any
+from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short

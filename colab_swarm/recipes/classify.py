@@ -15,8 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.rows import Array
+from colab_swarm.workunits.job import Array, Job, WorkPlan
 
 TEST_SHARE = 0.2
 """Of the digits, always the same ones."""

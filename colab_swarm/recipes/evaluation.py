@@ -1,11 +1,18 @@
-"""What a masked language model has learned: its guesses, and its loss on text that it was not trained on."""
+"""What a masked language model has learned: its guesses, and its loss on text that it was not trained on.
+
+How to ask a model: masked language models fill gaps, classifiers name what they see.
+
+Asking disturbs no training: the model is asked in evaluation mode and without gradients, each of its modules is put
+back into the mode that it had, and other weights than its own are lent to it for the length of a call. Do it between
+two steps, on the thread that trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +21,45 @@ from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, Sampl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+Picture: TypeAlias = tuple[tuple[float, ...], ...]
+
+"""Rows of pixels, 0 (empty) to 1 (ink)."""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What a picture is drawn on: its sides, and the value of a pixel with ink."""
+
+    height: int
+    width: int
+    ink: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the likeliest answers, and its probability."""
+
+    label: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The likeliest answers to one question, the likeliest first.
+
+    Attributes:
+        question: as text.
+        picture: what was asked about; empty if it is a text.
+        before: by the model as this peer found it; empty if that is not known.
+        now: by the model as it is.
+    """
+
+    question: str
+    picture: Picture
+    before: tuple[Answer, ...]
+    now: tuple[Answer, ...]
 
 
 @dataclass(frozen=True)
@@ -127,3 +173,198 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
             yield next(model.parameters()).device
     finally:
         model.train(was_training)
+
+
+TOP = 5
+
+MASK = "[MASK]"
+
+MAX_SIDE = 32
+
+"""Of a picture to draw: more buttons take a browser too long."""
+
+Weights: TypeAlias = Mapping[str, Tensor]
+
+ENGLISH = ("The capital of France is [MASK].", "She went to the [MASK] to buy some bread.")
+
+EXAMPLES = {
+    "python-docs": (
+        "This function returns a [MASK] of strings.",
+        "If the [MASK] is not found, an exception is raised.",
+        "A class is a [MASK] of the object.",
+    ),
+    "bn": ("বাংলাদেশের রাজধানী [MASK]।", "আমি [MASK] খাই।"),
+}
+
+"""What to ask by default, by text or language."""
+
+DIGITS = (
+    "...##...|..###...|...##...|...##...|...##...|...##...|..####..|........",
+    "..####..|.##..##.|.....##.|....##..|...##...|..##....|.######.|........",
+    ".######.|.....##.|....##..|...##...|...##...|..##....|..##....|........",
+)
+
+
+class Askable(Protocol):
+    """What can be asked of a model."""
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """Questions to begin with; empty if none are known."""
+
+    @property
+    def form(self) -> Literal["text"] | Canvas | None:
+        """How a person puts a question: writes it, draws it, or not at all."""
+
+    def replies(self, model: nn.Module, question: Any, before: Weights | None) -> list[Reply]:
+        """Ask the model, and once more with the weights of ``before``.
+
+        Raises:
+            ValueError: the question cannot be asked.
+        """
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """Texts with gaps, for a masked language model with its tokenizer.
+
+    Attributes:
+        examples: texts with ``[MASK]`` in them.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    examples: Sequence[str] = ENGLISH
+    form: Literal["text"] = "text"
+
+    def replies(self, model: nn.Module, question: str, before: Weights | None) -> list[Reply]:
+        """One reply for each gap."""
+        if MASK not in question:
+            raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
+        mask = str(self.tokenizer.mask_token)
+        length = getattr(getattr(model, "config", None), "max_position_embeddings", 512)
+        inputs = self.tokenizer(
+            question.replace(MASK, mask), return_tensors="pt", truncation=True, max_length=length
+        )
+        gaps = (inputs["input_ids"][0] == self.tokenizer.mask_token_id).nonzero().flatten().tolist()
+        if not gaps:
+            raise ValueError(f"the first {length} tokens, which is all that the model reads, have no gap")
+        now = self._fill(model, inputs, gaps, None)
+        then = [()] * len(gaps) if before is None else self._fill(model, inputs, gaps, before)
+        texts = [question if len(gaps) == 1 else f"{question} (gap {n})" for n in range(1, len(gaps) + 1)]
+        return [Reply(text, (), *answers) for text, *answers in zip(texts, then, now, strict=True)]
+
+    def _fill(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], gaps: list[int], weights: Weights | None
+    ) -> list[tuple[Answer, ...]]:
+        scores = token_logits(call(model, weights, **inputs))[0]
+        return [best(scores[gap], self._word) for gap in gaps]
+
+    def _word(self, token: int) -> str:
+        text = str(self.tokenizer.convert_ids_to_tokens(token))
+        return text.replace("\u2581", " ").strip() or "(space)"
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Things to classify.
+
+    Attributes:
+        labels: of the model's outputs, in their order.
+        shape: of one thing, for a model that wants it so; None: as it is given.
+        ink: value of a pixel that is drawn; set for pictures, whose last two sides are height and width.
+    """
+
+    labels: Sequence[str]
+    shape: tuple[int, ...] | None = None
+    ink: float | None = None
+
+    @property
+    def form(self) -> Canvas | None:
+        """Pictures of a size that buttons can draw are drawn."""
+        if self.ink is None or self.shape is None or len(self.shape) < 2 or max(self.shape[-2:]) > MAX_SIDE:
+            return None
+        return Canvas(self.shape[-2], self.shape[-1], self.ink)
+
+    @property
+    def examples(self) -> Sequence[Tensor]:
+        """Drawn digits, where digits are drawn."""
+        if self.ink is None or self.form != Canvas(8, 8, self.ink) or len(self.labels) != 10:
+            return ()
+        bits = [[[float(dot == "#") for dot in row] for row in digit.split("|")] for digit in DIGITS]
+        return tuple(self.ink * torch.tensor(digit) for digit in bits)
+
+    def replies(self, model: nn.Module, question: Any, before: Weights | None) -> list[Reply]:
+        """One reply."""
+        thing = self._thing(question)
+        now = self._name(model, thing, None)
+        then = () if before is None else self._name(model, thing, before)
+        shown = self._picture(thing)
+        return [
+            Reply("what is this?" if shown else f"values of shape {tuple(thing.shape)}", shown, then, now)
+        ]
+
+    def _thing(self, question: Any) -> Tensor:
+        try:
+            thing = torch.as_tensor(question)
+            return thing if self.shape is None else thing.reshape(self.shape)
+        except (RuntimeError, TypeError, ValueError) as error:
+            wanted = "numbers" if self.shape is None else f"{' x '.join(map(str, self.shape))} numbers"
+            raise ValueError(f"{question!r:.60} cannot be classified: pass {wanted}") from error
+
+    def _name(self, model: nn.Module, thing: Tensor, weights: Weights | None) -> tuple[Answer, ...]:
+        output = call(model, weights, thing[None])
+        scores = getattr(output, "logits", output)[0]
+        if scores.shape != (len(self.labels),):
+            gives = f"the model gives {' x '.join(map(str, scores.shape))} scores"
+            raise ValueError(f"{gives}, and there are {len(self.labels)} labels: pass one for each")
+        return best(scores, lambda index: str(self.labels[index]))
+
+    def _picture(self, thing: Tensor) -> Picture:
+        if self.ink is None or thing.dim() < 2:
+            return ()
+        pixels = thing.reshape(-1, *thing.shape[-2:])[0].float() / self.ink
+        return tuple(tuple(row) for row in pixels.nan_to_num().clamp(0, 1).tolist())
+
+
+def call(model: nn.Module, weights: Weights | None, *inputs: Tensor, **named: Tensor) -> Any:
+    """The model's output in evaluation mode, with its own weights or others."""
+    first = next(model.parameters())
+    things = [thing.to(first.device) for thing in inputs]
+    things = [thing.to(first.dtype) if thing.is_floating_point() else thing for thing in things]
+    with _at_rest(model), torch.no_grad():
+        moved = {name: thing.to(first.device) for name, thing in named.items()}
+        if weights is None:
+            return model(*things, **moved)
+        own = dict(model.named_parameters())
+        lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in weights.items()}
+        return torch.func.functional_call(model, lent, tuple(things), moved)
+
+
+def best(scores: Tensor, label: Any) -> tuple[Answer, ...]:
+    """The answers with the highest scores.
+
+    Args:
+        scores: one for each possible answer.
+        label: of an answer, by its index.
+
+    Raises:
+        ValueError: they are no numbers.
+    """
+    chances, indices = scores.float().softmax(0).topk(min(TOP, len(scores)))
+    if not chances.isfinite().all():
+        raise ValueError(
+            "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
+            "back to an earlier checkpoint, and train on with a lower learning rate"
+        )
+    return tuple(Answer(label(i), p) for i, p in zip(indices.tolist(), chances.tolist(), strict=True))
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

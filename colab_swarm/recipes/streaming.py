@@ -2,34 +2,381 @@
 
 A document comes from one of the sources, by probability; it is cut into passages of whole sentences; these wait in a
 buffer, from which samples are drawn at random. All of it happens ahead, in a thread, and its state can be saved.
+
+Text as shards: parts of a source that can be read one by one, in any order.
+
+A shard is called for one pass over its documents and may be called again: after a lost connection, on the next
+pass, or to go on where another process stopped. Nothing is read before, and no shard is held in memory.
 """
 
 from __future__ import annotations
 
+import functools
+import glob
+import json
+import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.prefetch import Prefetched
 from colab_swarm.recipes.pretraining import Collator, check_sizes
-from colab_swarm.recipes.sentences import Passage, order_sample, passages
-from colab_swarm.recipes.shards import Place, ShardReader, open_shards
+from colab_swarm.recipes.text import Passage, open_hub, open_text, order_sample, passages, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 22
+
+"""How much of a local file is one shard; lines stay whole."""
+
+MANY_SHARDS = 64
+
+DOCUMENT_CHARS = 1 << 14
+
+"""Lines of plain text are joined into documents of about this size; longer rows are cut."""
+
+RETRY_AFTER_S = (1.0, 5.0, 25.0)
+
+Shard: TypeAlias = Callable[[], Iterator[str]]
+
+
+class Stopped(Exception):
+    """The reader was closed while it waited to try again."""
+
+
+def open_shards(source: str) -> list[Shard]:
+    """The shards of a source of text.
+
+    Args:
+        source: a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub name for
+            `datasets` (``name:configuration`` where there are several), of which the ``train`` split is streamed;
+            or ``"python-docs"``. Rows give their ``text``, or the first column of strings.
+
+    Raises:
+        ValueError: there is no such thing, or no text in it.
+    """
+    if source == "python-docs":
+        return [functools.partial(iter, [block]) for block in open_text(source)(random.Random(0))]
+    paths = [source] if Path(source).is_file() else sorted(glob.glob(source, recursive=True))
+    files = [Path(path) for path in paths if Path(path).is_file()]
+    if glob.has_magic(source) and not files:
+        raise ValueError(f"no file matches {source!r}")
+    shards = (
+        [shard for file in files for shard in _shards_of_file(file)] if files else _rows(open_hub(source))
+    )
+    if not shards:
+        raise ValueError(f"there is no text in {source!r}")
+    return shards
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a reader is.
+
+    Attributes:
+        pass_number: counted from 0.
+        shard: number in the shuffled order of this pass.
+        documents: already given of this shard.
+        given: the same of this pass.
+    """
+
+    pass_number: int = 0
+    shard: int = 0
+    documents: int = 0
+    given: int = 0
+
+
+class ShardReader:
+    """The documents of one source for ever: pass after pass, its shards in a new random order each time.
+
+    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is skipped
+    with a warning. Only a source that never gave anything raises.
+
+    Args:
+        name: of the source, for messages.
+        shards: see `open_shards`.
+        seed: of the order.
+        wait: sleeps for so many seconds; what it returns says whether to stop instead of going on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[Shard],
+        *,
+        seed: int,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.name, self.count = name, len(shards)
+        self.place = Place()
+        self._shards, self._seed, self._wait = shards, seed, wait
+        self._documents: Iterator[str] | None = None
+
+    def __iter__(self) -> ShardReader:
+        return self
+
+    def __next__(self) -> str:
+        """The next document.
+
+        Raises:
+            ValueError: the first pass gave nothing.
+            Stopped: ``wait`` said so.
+        """
+        while True:
+            document = self._next_of_shard()
+            if document is not None:
+                place = self.place
+                self.place = replace(place, documents=place.documents + 1, given=place.given + 1)
+                return document
+            self._documents = None
+            self._next_shard()
+
+    def seek(self, place: Place) -> None:
+        """Go on from a place where a reader of the same shards and seed was."""
+        self.place, self._documents = place, None
+
+    def _next_of_shard(self) -> str | None:
+        """The next document of the shard at hand; None at its end, or where it is given up."""
+        for delay_s in (*RETRY_AFTER_S, None):
+            try:
+                if self._documents is None:
+                    self._documents = islice(self._shard()(), self.place.documents, None)
+                return next(self._documents, None)
+            except Exception as error:
+                # datasets, fsspec, aiohttp and pyarrow raise what they like for a broken file or connection.
+                self._documents = None
+                where = f"{self.name}: shard {self.place.shard + 1} of {self.count}"
+                if delay_s is None:
+                    logger.warning(
+                        "%s is given up after %d documents: %s", where, self.place.documents, error
+                    )
+                    return None
+                logger.info("%s broke, next try in %g s: %s", where, delay_s, error)
+                if self._wait(delay_s):
+                    raise Stopped from error
+        raise AssertionError("unreachable: the last delay is None")
+
+    def _shard(self) -> Shard:
+        order = random.Random(f"{self._seed}/{self.place.pass_number}")
+        return self._shards[order.sample(range(self.count), self.count)[self.place.shard]]
+
+    def _next_shard(self) -> None:
+        place = self.place
+        if place.shard + 1 < self.count:
+            self.place = Place(place.pass_number, place.shard + 1, 0, place.given)
+            return
+        if not place.given and not place.pass_number:
+            raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
+        if not place.given and self._wait(RETRY_AFTER_S[-1]):
+            raise Stopped
+        self.place = Place(place.pass_number + 1)
+
+
+def _shards_of_file(file: Path) -> list[Shard]:
+    if file.suffix == ".parquet":
+        from datasets import load_dataset
+
+        return _rows(load_dataset("parquet", data_files=str(file), split="train", streaming=True))
+    documents = _json_documents if file.suffix == ".jsonl" else _join_pieces
+    starts = range(0, file.stat().st_size, SHARD_BYTES)
+    return [functools.partial(_documents_between, documents, file, start) for start in starts]
+
+
+def _rows(data_set: Any) -> list[Shard]:
+    """The shards of a streamed data set; of a few large ones many small ones, or many peers read the same at first."""
+    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets before 4.5 has none
+        data_set = data_set.reshard()
+    count: int = data_set.num_shards
+
+    def shard(number: int) -> Iterator[str]:
+        return _cut(text_of(row) for row in data_set.shard(count, number))
+
+    return [functools.partial(shard, number) for number in range(count)]
+
+
+def _documents_between(
+    documents: Callable[[Iterable[str]], Iterator[str]], file: Path, start: int
+) -> Iterator[str]:
+    return documents(_lines(file, start))
+
+
+def _lines(file: Path, start: int) -> Iterator[str]:
+    """The lines that begin within one shard of a file."""
+    with file.open("rb") as opened:
+        if start:
+            opened.seek(start - 1)
+            opened.readline()
+        while opened.tell() < start + SHARD_BYTES and (line := opened.readline()):
+            yield line.decode(errors="ignore")
+
+
+def _json_documents(lines: Iterable[str]) -> Iterator[str]:
+    return _cut(text_of(json.loads(line)) for line in lines if line.strip())
+
+
+def _join_pieces(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of plain text, joined to documents of about `DOCUMENT_CHARS`."""
+    waiting: list[str] = []
+    size = 0
+    for line in _cut(lines):
+        waiting.append(line)
+        size += len(line)
+        if size >= DOCUMENT_CHARS:
+            yield "".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield "".join(waiting)
+
+
+def _cut(texts: Iterable[str]) -> Iterator[str]:
+    """The texts; what is longer than a document, a book in one row say, comes in pieces."""
+    for text in texts:
+        yield from (text[start : start + DOCUMENT_CHARS] for start in range(0, len(text), DOCUMENT_CHARS))
+
+
+T = TypeVar("T")
+
+Item = TypeVar("Item", covariant=True)
+
+CLOSE_S = 5.0
+
+CHECK_S = 0.2
+
+"""A consumer wakes up so often, so that an interrupt reaches it on Windows too."""
+
+
+class Resumable(Protocol[Item]):
+    """An iterator that can tell where it is, and go on from there."""
+
+    def __next__(self) -> Item: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Prefetched(Generic[T]):
+    """The items of ``source``, of which up to ``depth`` are made ahead.
+
+    An error of the source is raised once the items made before it are used up. The thread begins with the first item
+    and ends with `close`, or when nobody holds this object any more.
+
+    Args:
+        source: used by one thread at a time.
+        depth: items ahead, at least 1.
+        stop: set by `close`, so that a source that waits for something can stop waiting.
+    """
+
+    def __init__(self, source: Resumable[T], *, depth: int, stop: threading.Event) -> None:
+        self._line = _Line(source, depth, stop)
+        weakref.finalize(
+            self, self._line.close
+        )  # at exit as well: a thread killed within pyarrow takes all along
+
+    def __iter__(self) -> Prefetched[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._line.thread is None:
+            self._line.thread = threading.Thread(target=self._line.produce, name="prefetch", daemon=True)
+            self._line.thread.start()
+        return self._line.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last item taken. Waits until the item being made is there."""
+        with self._line.making:
+            return {"source": self._line.source.state_dict(), "ahead": list(self._line.ahead)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the next item is the one that was next there."""
+        with self._line.making, self._line.changed:
+            self._line.source.load_state_dict(state["source"])
+            self._line.ahead = deque(state["ahead"])
+            self._line.changed.notify_all()
+
+    def close(self) -> None:
+        """Stop the thread; waits up to `CLOSE_S` for its end. Iteration ends with the items made so far."""
+        self._line.close()
+
+
+class _Line(Generic[T]):
+    """What both sides share; the thread holds this and not the `Prefetched`, or that would never be let go."""
+
+    def __init__(self, source: Resumable[T], depth: int, stop: threading.Event) -> None:
+        self.source, self.depth, self.stop = source, depth, stop
+        self.thread: threading.Thread | None = None
+        self.ahead: deque[T] = deque()
+        self.error: Exception | None = None
+        self.changed = threading.Condition()  # guards ahead and error
+        self.making = threading.Lock()  # held while the source is in use and until its item is in ahead
+
+    def produce(self) -> None:
+        while not self.stop.is_set():
+            with self.changed:
+                self.changed.wait_for(lambda: len(self.ahead) < self.depth or self.stop.is_set())
+            with self.making:
+                if self.stop.is_set() or not self._make():
+                    return
+
+    def _make(self) -> bool:
+        item, error = None, None
+        try:
+            item = next(self.source)
+        except Stopped:
+            return False
+        except Exception as raised:
+            error = raised  # belongs to the consumer's thread
+        with self.changed:
+            if error is None:
+                self.ahead.append(item)  # type: ignore[arg-type]
+            self.error = error
+            self.changed.notify_all()
+        return error is None
+
+    def take(self) -> T:
+        with self.changed:
+            while not self.ahead:
+                if self.error is not None:
+                    raise self.error
+                if self.stop.is_set():
+                    raise StopIteration
+                self.changed.wait(CHECK_S)
+            item = self.ahead.popleft()
+            self.changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        self.stop.set()
+        with self.changed:
+            self.changed.notify_all()
+        if self.thread not in (None, threading.current_thread()):
+            self.thread.join(CLOSE_S)
+
+
 SHUFFLE_PASSAGES = 10_000
+
 FIRST_PASSAGES = 256
+
 """The first sample is drawn from so many passages; then two come in for one that goes, until the buffer is full."""
+
 BATCHES_AHEAD = 8
+
 PATIENCE_DOCUMENTS = 10_000
+
 """So many documents in a row without a passage are no text for sentence-order prediction."""
 
 

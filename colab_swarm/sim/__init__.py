@@ -72,13 +72,13 @@ mean_absence_s)` lets them come and go. Tests use `SimNetwork` and `run_virtual`
 
 | what | module |
 |---|---|
-| virtual time | `colab_swarm.sim.clock` |
+| virtual time | `colab_swarm.sim.runtime` |
 | threads in turns | `colab_swarm.sim.runtime` |
 | the network, its peers, links, streams | `colab_swarm.sim.network`, `peer`, `link`, `stream` |
 | faults by script | `colab_swarm.sim.faults` |
 | profiles of lines and of churn | `colab_swarm.sim.profiles` |
-| preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.sim.preemption` |
-| the face | `colab_swarm.simulation` |
+| preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |
+| the face | `colab_swarm.swarm.simulation` |
 
 ## Limits
 
@@ -87,7 +87,6 @@ tunnels need real peers. Numbers of a simulation are predictions: adaptive share
 times in simulation where the linear program says 1.92.
 """
 
-from colab_swarm.sim.clock import VirtualTimeLoop, run_virtual, virtual_time
 from colab_swarm.sim.faults import ComingFault, FiredFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.peer import SimPeers
@@ -102,6 +101,7 @@ from colab_swarm.sim.profiles import (
     HostProfile,
     NetworkProfile,
 )
+from colab_swarm.sim.runtime import VirtualTimeLoop, run_virtual, virtual_time
 
 __all__ = [
     "DEDLOC16",

@@ -18,11 +18,10 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.link import Services, Unserved
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
-from colab_swarm.net.services import Services, Unserved
-from colab_swarm.sim.link import Connection, Link
+from colab_swarm.sim.link import Connection, Link, SimStream, decode, encode
 from colab_swarm.sim.profiles import HostProfile
-from colab_swarm.sim.stream import SimStream, decode, encode
 
 if TYPE_CHECKING:
     from colab_swarm.sim.network import SimNetwork

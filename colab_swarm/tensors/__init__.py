@@ -29,10 +29,10 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, which `colab_swarm
 | what | module |
 |---|---|
 | codecs, their promises | `colab_swarm.tensors.codecs`, `encoding` |
-| the largest values and where they stand, in Elias and Fano's code | `colab_swarm.tensors.sparse` |
+| the largest values and where they stand, in Elias and Fano's code | `colab_swarm.tensors.codecs` |
 | a model's gradients as one flat float32 vector | `colab_swarm.tensors.flat` |
 | any training state as named tensors and a plain skeleton | `colab_swarm.tensors.statedict` |
-| both in one safetensors file, whole or not there at all | `colab_swarm.tensors.tensorfile` |
+| both in one safetensors file, whole or not there at all | `colab_swarm.tensors.statedict` |
 
 Everything is numpy and little-endian. Where the process has loaded torch, 16-bit casts go through it, ten
 times as fast; a peer that only reduces never loads it. A file holds a SHA-256 over tensors and skeleton, is

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.encoding import Buffer, Codec, Floats, all_finite
+from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
 
 if TYPE_CHECKING:
     import torch

@@ -22,12 +22,18 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runs
-from colab_swarm.training.line import Line
-from colab_swarm.training.mirror import Mirror
-from colab_swarm.training.progress import ProgressRecord, branch_of, participants_of
-from colab_swarm.training.records import AssistantRecord, assistants_key, read_assistants, read_progress
+from colab_swarm.training.progress import (
+    AssistantRecord,
+    ProgressRecord,
+    assistants_key,
+    branch_of,
+    participants_of,
+    read_assistants,
+    read_progress,
+)
+from colab_swarm.training.rounds import Line
 from colab_swarm.training.settings import Services
-from colab_swarm.training.state import Snapshot
+from colab_swarm.training.state import Mirror, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -3,25 +3,37 @@
 A lane of its own: the snapshot is a copy, so a donor trains on while it serves, and no lock is shared
 with averaging. Donors on one branch hold equal states, so their chunks are interchangeable and a chunk is accepted
 only by its digest: a donor that lies, stalls or vanishes costs the chunks in flight and nothing else.
+
+Handing on the training state of trainers that newcomers cannot reach.
+
+A newcomer that only dials out cannot ask trainers that only dial out. Both are linked to an assistant, which asks a
+trainer over the trainer's own link and passes manifest and chunks on. It keeps none of them and reads none of them:
+one chunk is in its memory at a time. Digests are checked, so that a donor that lies costs one chunk.
+
+An assistant that keeps checkpoints gives its own when no trainer is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_swarm.averaging.group import MAX_STEP
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import Rooms
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
+    UNDECODABLE,
     Message,
     PeerId,
     Peers,
@@ -31,13 +43,20 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
+from colab_swarm.tensors.statedict import KINDS, TensorBytes
 
 logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 1 << 18
+
 MAX_CHUNKS = 4096
+
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
+
 BATCH_CHUNKS = 8
+
 CALL_TIMEOUT_S = 30.0
+
 DONORS = 4
 
 
@@ -280,3 +299,239 @@ class _Fetch:
         memoryview(self.blob.data)[self._manifest.span(chunk)] = payload
         pending.remove(chunk)
         self.missing -= 1
+
+
+ALIGNMENT_BYTES = 64
+
+MAX_PARTS = 1_000_000
+
+_NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+
+_BFLOAT16_EXPONENT = 0x7F80
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor's name, type as torch calls it, and sides."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """The skeleton of a snapshot: the plain part of the state, and where each tensor lies in the blob."""
+
+    skeleton: bytes
+    tensors: tuple[TensorEntry, ...]
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Read a snapshot's skeleton.
+
+    Raises:
+        StateError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Layout)
+    except UNDECODABLE as error:
+        raise StateError(f"the donor's state cannot be read: {error}") from error
+
+
+def room(size_bytes: int) -> int:
+    """What a tensor of so many bytes takes in the blob."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
+    """A stranger's snapshot as what `write_tensors` takes; the tensors are views of its blob.
+
+    Raises:
+        StateError: it does not add up, is not of the step that it claims, or holds values that are not finite: a
+            trainer would refuse it.
+    """
+    layout = decode_layout(snapshot.manifest.skeleton)
+    tensors: dict[str, TensorBytes] = {}
+    for entry, span in zip(layout.tensors, _spans(layout.tensors, snapshot.blob.nbytes), strict=True):
+        tensors[entry.name] = TensorBytes(entry.dtype, entry.shape, memoryview(snapshot.blob.data)[span])
+    state = _checked_state(layout.skeleton, tensors, len(layout.tensors))
+    if (_step(state), _lineage(state)) != (snapshot.manifest.step, snapshot.manifest.lineage):
+        raise StateError("the donor's state is not of the step that it claims")
+    return tensors, layout.skeleton.decode()
+
+
+def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
+    """The snapshot to give to others of a state that was read from a file.
+
+    Raises:
+        StateError: it is not the state of a collaboration.
+    """
+    entries = tuple(TensorEntry(name, tensor.kind, tensor.shape) for name, tensor in tensors.items())
+    state = _checked_state(skeleton.encode(), tensors, len(entries))
+    blob = np.zeros(sum(room(tensor.data.nbytes) for tensor in tensors.values()), np.uint8)
+    for span, tensor in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
+        memoryview(blob.data)[span] = tensor.data
+    layout = msgspec.msgpack.encode(Layout(skeleton.encode(), entries))
+    return Snapshot.of(step=_step(state), lineage=_lineage(state), skeleton=layout, blob=blob)
+
+
+def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
+    """Where the tensors lie in a blob, bytes."""
+    at = 0
+    for entry in entries:
+        if entry.dtype not in KINDS or any(side < 0 for side in entry.shape):
+            raise StateError(f"the donor's state has a tensor of unknown kind {entry.dtype!r}")
+        tensor_bytes = math.prod(entry.shape) * KINDS[entry.dtype][1]
+        if tensor_bytes > size_bytes - at:
+            raise StateError("the donor's state is shorter than it says")
+        yield slice(at, at + tensor_bytes)
+        at += room(tensor_bytes)
+
+
+def _checked_state(skeleton: bytes, tensors: Mapping[str, TensorBytes], count: int) -> dict[str, Any]:
+    """The outermost entries of the state, if the skeleton names exactly these tensors and they are finite."""
+    try:
+        decoded = msgspec.json.decode(skeleton)
+        state = dict(decoded["dict"])
+    except (*UNDECODABLE, LookupError, TypeError, ValueError) as error:
+        raise StateError(f"this is not the state of a collaboration: {error}") from error
+    if len(tensors) != count or _named(decoded) != tensors.keys():
+        raise StateError("the state's skeleton does not name exactly its tensors")
+    for name, tensor in tensors.items():
+        if not _finite(tensor):
+            raise StateError(f"the state holds NaN or infinite values in {name[:80]!r}")
+    return state
+
+
+def _named(skeleton: Any) -> set[str]:
+    """The tensors that a skeleton names."""
+    names: set[str] = set()
+    parts = [skeleton]
+    for _ in range(MAX_PARTS):
+        if not parts:
+            return names
+        match parts.pop():
+            case {"tensor": str(name)}:
+                names.add(name)
+            case {"tuple": list(items)} | {"dict": list(items)} | list(items):
+                parts += items
+    raise StateError(f"the state has more than {MAX_PARTS:,} parts")
+
+
+def _finite(tensor: TensorBytes) -> bool:
+    if not tensor.data.nbytes:  # numpy takes no empty buffer
+        return True
+    if tensor.kind == "bfloat16":
+        bits = np.frombuffer(tensor.data, np.uint16)
+        return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
+    if tensor.kind in _NUMPY_KINDS:
+        return bool(np.isfinite(np.frombuffer(tensor.data, _NUMPY_KINDS[tensor.kind])).all())
+    return True
+
+
+def _step(state: Mapping[str, Any]) -> int:
+    match state.get("step"):
+        case int(step) if not isinstance(step, bool) and step >= 0:
+            return step
+    raise StateError("the state does not say its step")
+
+
+def _lineage(state: Mapping[str, Any]) -> bytes:
+    try:
+        return base64.b64decode(state["lineage"]["bytes"], validate=True)
+    except (LookupError, TypeError, ValueError) as error:
+        raise StateError("the state does not say its lineage") from error
+
+
+PATIENCE_S = CALL_TIMEOUT_S / 3
+
+"""With a donor; the newcomer's own patience must outlast that with two of them."""
+
+MIRROR_DONORS = 2
+
+REMEMBERED = 4
+
+
+async def nothing_stored() -> Snapshot | None:
+    """Of an assistant without checkpoints."""
+    return None
+
+
+class Mirror:
+    """Gives newcomers a state that this peer does not have.
+
+    Args:
+        prefix: of the collaboration.
+        donors: ``await donors()``: trainers on the collaboration's branch.
+        on_sent: ``on_sent(size_bytes)``, after each chunk.
+        stored: ``await stored()``: a checkpoint to give in place of the trainers' state; None while there are trainers.
+    """
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        prefix: str,
+        *,
+        donors: Callable[[], Awaitable[list[PeerId]]],
+        on_sent: Callable[[int], None],
+        stored: Callable[[], Awaitable[Snapshot | None]] = nothing_stored,
+    ) -> None:
+        self._rooms, self._peers = rooms, rooms.peers
+        self._prefix = prefix
+        self._donors = donors
+        self._on_sent = on_sent
+        self._stored = stored
+        self._given: Snapshot | None = None  # the checkpoint that newcomers are fetching
+        self._held: dict[bytes, tuple[Manifest, list[PeerId]]] = {}  # by root: the state, and who holds it
+        rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
+        rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
+
+    def close(self) -> None:
+        """Hand nothing on any more."""
+        self._rooms.unserve(self._prefix, DescribeState)
+        self._rooms.unserve(self._prefix, FetchChunks)
+
+    async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
+        self._given = await self._stored()
+        if self._given is not None and ask.step in (-1, self._given.manifest.step):
+            return self._given.manifest
+        donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
+        manifest, holders, refusals = await agree_on_state(
+            self._peers, ask, donors, limit=MIRROR_DONORS, timeout_s=PATIENCE_S
+        )
+        if manifest is None:
+            raise Refusal(f"no trainer linked to this assistant gave its state: {'; '.join(refusals)[:500]}")
+        self._held.pop(manifest.root, None)
+        self._held[manifest.root] = manifest, holders
+        while len(self._held) > REMEMBERED:
+            del self._held[next(iter(self._held))]
+        return manifest
+
+    async def _send_chunks(self, ask: FetchChunks, stream: Stream) -> None:
+        if self._given is not None and self._given.manifest.root == ask.root:
+            await send_chunks(self._given, ask, stream)
+            return
+        if ask.root not in self._held:
+            raise Refusal("that snapshot is gone")
+        manifest, holders = self._held[ask.root]
+        pending = list(dict.fromkeys(ask.chunks))
+        for holder in holders:
+            try:
+                await self._pass_on(manifest, holder, pending, stream)
+            except (PeerError, TimeoutError, StateError) as error:
+                logger.debug("donor %s is out: %s", short(holder), error)
+        if pending:
+            raise Refusal(f"{len(pending)} chunks could not be had from any trainer")
+        await stream.end()
+
+    async def _pass_on(self, manifest: Manifest, holder: PeerId, pending: list[int], stream: Stream) -> None:
+        if not pending:
+            return
+        ask = FetchChunks(self._prefix, manifest.root, tuple(pending))
+        async with await self._peers.stream(holder, ask, timeout_s=PATIENCE_S) as source:
+            while pending:
+                async with asyncio.timeout(PATIENCE_S):
+                    item, payload = await source.receive(ChunkOf)
+                check_chunk(manifest, item.chunk, payload, pending)
+                await stream.send(item, payload)
+                pending.remove(item.chunk)
+                self._on_sent(len(payload))

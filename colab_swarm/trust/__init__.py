@@ -100,13 +100,13 @@ Who is not let in gets four lines: what was refused, why, what to do, whom to as
 
 | what | module |
 |---|---|
-| invitations as text | `colab_swarm.invite`, `colab_swarm.access` |
+| invitations as text | `colab_swarm.invite`, `colab_swarm.trust.access` |
 | statements, signatures, the check in the handshake | `colab_swarm.net.membership` |
 | the authority and its memory | `colab_swarm.trust.authority`, `book` |
 | a peer's own membership, its renewal | `colab_swarm.trust.member` |
-| revocation | `colab_swarm.trust.revocation` |
+| revocation | `colab_swarm.trust.service` |
 | the ledger | `colab_swarm.trust.contributions` |
-| a clock that is off is told to its user | `colab_swarm.trust.clockwatch` |
+| a clock that is off is told to its user | `colab_swarm.trust.member` |
 
 ## How to use it
 

@@ -12,8 +12,13 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerError
+from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.huggingface import Account, whoami
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
@@ -25,12 +30,132 @@ from colab_swarm.net.membership import (
     MembershipAdmission,
     in_words,
 )
-from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
-from colab_swarm.trust.book import AuthorityBook
-from colab_swarm.trust.messages import IssuedMembership, RequestMembership
+from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
+
+Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
+
+
+class RequestMembership(Message, frozen=True):
+    """To the authority: give me a membership, or a fresh one.
+
+    Attributes:
+        proof: a membership of mine: under an invitation's grant, or an earlier one by the authority.
+        token: of my Hugging Face account, where the run asks for one.
+    """
+
+    proof: Shown
+    token: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+    def __repr__(self) -> str:
+        return f"RequestMembership({len(self.proof)} bytes, {'a' if self.token else 'no'} token)"
+
+
+class IssuedMembership(Message, frozen=True):
+    """The authority's answer."""
+
+    membership: Shown
+
+
+class PresentMembership(Message, frozen=True):
+    """To a linked peer: this is my membership from now on."""
+
+    membership: Shown
+
+
+class Presented(Message, frozen=True):
+    """The role it gives at this peer."""
+
+    role: Role
+
+
+class ShareRevoked(Message, frozen=True):
+    """Both ways: I know the authority's list of this version; here it is if I think that you do not."""
+
+    version: int
+    revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
+
+
+class Used(msgspec.Struct):
+    """Hex ids of the peers that joined by an invitation, which ends at ``until``."""
+
+    until: float
+    peers: list[str]
+
+
+class _Saved(msgspec.Struct):
+    run_id: str
+    used: dict[str, Used] = msgspec.field(default_factory=dict)
+    revocations: bytes = b""
+
+
+class AuthorityBook:
+    """The authority's memory; in a file if there is a ``path``, else only as long as the process."""
+
+    def __init__(self, run_id: str, path: Path | None = None) -> None:
+        self._path = path
+        self._saved = _Saved(run_id)
+
+    @classmethod
+    def open(cls, key_file: str | Path, run_id: str) -> AuthorityBook:
+        """The book beside the key file; a new one, of ``run_id``, if there is none.
+
+        Raises:
+            ValueError: the file beside it is no such book.
+        """
+        path = Path(f"{key_file}.authority")
+        book = cls(run_id, path)
+        try:
+            book._saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
+        except FileNotFoundError:
+            book._save()
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{path} cannot be read ({error}); move it away to begin a new run") from error
+        return book
+
+    @property
+    def run_id(self) -> str:
+        """The run of this authority, the same after a restart."""
+        return self._saved.run_id
+
+    @property
+    def revocations(self) -> bytes:
+        """The encoded list last kept, or nothing."""
+        return self._saved.revocations
+
+    def keep_revocations(self, encoded: bytes) -> None:
+        """Remember the newest list."""
+        self._saved.revocations = encoded
+        self._save()
+
+    def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
+        """Count that a peer joins by a grant; returns False if it is used up. Coming again is free."""
+        if not grant.uses:
+            return True
+        used = self._saved.used.setdefault(grant.key.hex(), Used(grant.join_until, []))
+        if peer.hex() not in used.peers:
+            if len(used.peers) >= grant.uses:
+                return False
+            used.peers.append(peer.hex())
+            ended = [key for key, one in self._saved.used.items() if one.until + SLACK_S < now]
+            for key in ended:
+                del self._saved.used[key]
+            self._save()
+        return True
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        # written aside: a crash leaves the old book or the new one
+        aside = self._path.with_name(f"{self._path.name}.new")
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self._saved))
+        aside.replace(self._path)
+
 
 logger = logging.getLogger(__name__)
+
 TOKENS_AT_ONCE = 8
+
 Readmit = Callable[[PeerId, bytes], Role]
 
 

@@ -25,27 +25,37 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
-from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.partition import Span
+from colab_swarm.averaging.group import Group, Span
 from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.events import EventLog, Fault
+from colab_swarm.markup import facts, plain, size
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key, MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
 
 logger = logging.getLogger(__name__)
+
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
 VALUE_BYTES = 4
+
 MAX_ROWS = 300
+
 """The peers in a tally; they fit in one record."""
+
 MAX_AMOUNT = 1e18
+
 PUBLISH_S = 30.0
+
 RECORD_S = 24 * 3600.0
+
 SHARDS = 8
+
 """Keys over which the tallies are spread: what lies under one key must fit in one message."""
 
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
@@ -316,3 +326,52 @@ def _tally(record: Found | None) -> Tally | None:
     except msgspec.ValidationError:
         return None
     return tally if id_of(tally.key) == record.owner else None
+
+
+COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
+
+
+class Leaderboard(tuple[Contribution, ...]):
+    """Who gave how much to the swarm, as the others saw it; the most samples first.
+
+    Attributes:
+        names: what peers call themselves, by short id, as far as it is known; not to be trusted.
+        me: this peer.
+    """
+
+    names: Mapping[str, str]
+    me: PeerId
+
+    def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:
+        """Take over the order."""
+        board = super().__new__(cls, given)
+        board.names, board.me = names, me
+        return board
+
+    def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
+        """For copies."""
+        return tuple(self), self.names, self.me
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Of a table with `COLUMNS`."""
+        return [
+            (
+                f"{place}.",
+                plain(self.names.get(short(one.peer), ""), 40) + " (me)" * (one.peer == self.me),
+                short(one.peer),
+                f"{one.samples:,.0f}",
+                size(one.reduced_bytes),
+                size(one.relayed_bytes),
+                f"{one.units:,.0f}",
+                f"{one.expert_calls:,.0f}",
+            )
+            for place, one in enumerate(self, 1)
+        ]
+
+    def __repr__(self) -> str:
+        peers = f"{len(self)} peer" + "s" * (len(self) != 1)
+        return f"Leaderboard({peers}, {sum(one.samples for one in self):,.0f} samples)"
+
+    def _repr_html_(self) -> str:
+        nothing = "" if self else ": nothing yet"
+        return facts(f"Leaderboard: what others saw each peer give{nothing}", {}, COLUMNS, self.rows())

@@ -87,12 +87,12 @@ a body is read, nothing of a request becomes a path, nothing is pickled. But:
     import colab_swarm as cs, torch
     def model(): return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     def load(part): ...  # arrays, a torch Dataset or a datasets.Dataset; volunteers never call it
-    job = cs.Job("my-job", model, data=lambda: load("train"), validation=lambda: load("test"),
-                 plan=cs.WorkPlan(subsets=50, max_epochs=40, alpha="e/(e+1)", target_accuracy=0.9))
+    job = cs.workunits.Job("my-job", model, data=lambda: load("train"), validation=lambda: load("test"),
+                 plan=cs.workunits.WorkPlan(subsets=50, max_epochs=40, alpha="e/(e+1)", target_accuracy=0.9))
 
-    coordinator = cs.coordinate("job.py", tunnel="cloudflared")     # or url="https://…"; a folder keeps all its state
+    coordinator = cs.workunits.coordinate("job.py", tunnel="cloudflared")     # or url="https://…"
     coordinator.link                                                # a line, a QR code, badges
-    volunteer = cs.volunteer("https://…/#my-job.…", trust_code=True)  # read the code before you trust it
+    volunteer = cs.workunits.volunteer("https://…/#my-job.…", trust_code=True)  # read the code before you trust it
     volunteer.watch()
     coordinator.wait()
     model = coordinator.model()
@@ -101,7 +101,7 @@ In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust
 `swarm.coordinate(job)` and `swarm.volunteer()` find each other. `store="redis://…"`, PostgreSQL or MariaDB
 keep the state elsewhere (`pip install "colab-swarm[workunits]"`), `servers=3` takes three parameter servers,
 else there are as many as the results need. `job.train_serially()` is the baseline;
-`colab_swarm.sim.preemption` reckons what preemptible machines save.
+`colab_swarm.workunits.preemption` reckons what preemptible machines save.
 
 ## The paper and the modules
 
@@ -110,9 +110,9 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 
 | section | module |
 |---|---|
-| equation 1, VC-ASGD | `colab_swarm.workunits.assimilator`, `parameter_server` |
+| equation 1, VC-ASGD | `colab_swarm.workunits.weights`, `parameter_server` |
 | III-D: parameter servers, eventual consistency (Redis) | `redis_store`, `crew`, `staffing` |
-| IV: preemptible machines, price and time | `colab_swarm.sim.preemption` |
+| IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
 | IV-D: strong consistency (SQL) | `sql`, `sqlite` |
 | work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `validator`, `reliability` |
 
@@ -123,3 +123,11 @@ Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL
 9). With the coordinator killed 20 times and volunteers 76 times, 360 of 360 units were assimilated exactly
 once. `python -m colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits` measure again.
 """
+
+from __future__ import annotations
+
+from colab_swarm.workunits.coordinator import coordinate
+from colab_swarm.workunits.job import Job, WorkPlan
+from colab_swarm.workunits.volunteering import volunteer
+
+__all__ = ["Job", "WorkPlan", "coordinate", "volunteer"]

@@ -4,51 +4,212 @@ Whatever the network does, a call goes on trying, and `CoordinatorClient.trouble
 fetched or sent before a connection broke is not fetched or sent again. Only what the coordinator itself refuses, by a
 `Problem`, ends a call: with `CallRefused`, whose code is the problem's. An error page of some proxy in between is
 trouble like any other.
+
+Subsets of data on a volunteer's disk, so that each is fetched once; bounded, the least recently used goes first.
+
+A file is named by the SHA-256 of what it holds, which is checked whenever it is read: a garbled one is as good as none.
+Its time of modification tells when it was last used. Several volunteers may share the folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import re
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
 import aiohttp
 import msgspec
 
-from colab_swarm.errors import CallRefused, NotAdmitted
+from colab_swarm.errors import CallRefused, NotAdmitted, ProtocolError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
-from colab_swarm.workunits.backoff import Backoff, BackoffSettings
-from colab_swarm.workunits.download import Download, Trouble
 from colab_swarm.workunits.job import MAX_CODE_CHARACTERS
-from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnits, JobCard, Problem, Subset, Taken
+from colab_swarm.workunits.messages import (
+    MAX_HELD,
+    AskForUnits,
+    Backoff,
+    BackoffSettings,
+    GiveBack,
+    GivenUnits,
+    JobCard,
+    Problem,
+    Subset,
+    Taken,
+)
 from colab_swarm.workunits.tokens import FRESH_S, Token
 from colab_swarm.workunits.weights import Floats, Schema
 
+
+class Trouble(ProtocolError):
+    """Worth another try, after ``asked_s`` seconds at least."""
+
+    def __init__(self, text: str, asked_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.asked_s = asked_s
+
+
+class Download:
+    """What is here of a file, across broken connections.
+
+    Attributes:
+        etag: version that ``data`` are of.
+
+    Args:
+        target: path of the request.
+        size_bytes: of the whole file.
+    """
+
+    def __init__(self, target: str, size_bytes: int) -> None:
+        self.target, self.size_bytes = target, size_bytes
+        self.etag, self.data = "", bytearray()
+
+    def headers(self) -> dict[str, str]:
+        """Ask for the rest of this version; if nobody knows which it is, for all of any."""
+        if not (self.data and self.etag):
+            return {}
+        return {"Range": f"bytes={len(self.data)}-", "If-Range": self.etag}
+
+    async def take(self, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
+        """Take an answer; what has come is kept, wherever it breaks off.
+
+        Raises:
+            Trouble: it is not what was asked for.
+        """
+        if status != 206:
+            self.data, self.etag = bytearray(), headers.get("ETag", "")
+        elif not headers.get("Content-Range", "").startswith(f"bytes {len(self.data)}-"):
+            self.data = bytearray()
+            raise Trouble(f"{self.target} came in another range than asked for")
+        async for piece in pieces:
+            if len(self.data) + len(piece) > self.size_bytes:
+                self.data = bytearray()
+                raise Trouble(f"{self.target} is longer than its {self.size_bytes:,} bytes")
+            self.data += piece
+        if len(self.data) < self.size_bytes:
+            raise Trouble(f"{self.target} ended after {len(self.data):,} of {self.size_bytes:,} bytes")
+
+
 logger = logging.getLogger(__name__)
+
+SUFFIX, PARTIAL = ".subset", ".partial"
+
+
+class SubsetCache:
+    """Files by their SHA-256, in hex.
+
+    Args:
+        folder: made at the first `put`.
+        max_bytes: of all files together.
+
+    Attributes:
+        hits, misses: what was asked for and was here, and was not.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self.hits = self.misses = 0
+
+    def get(self, digest: str) -> bytes | None:
+        """What was put, if it is still there and sound."""
+        found = self._read(digest)
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return found
+
+    def _read(self, digest: str) -> bytes | None:
+        path = self._folder / (digest + SUFFIX)
+        try:
+            data = path.read_bytes()
+            if sha256(data).hexdigest() == digest:
+                os.utime(path)
+                return data
+            logger.warning("%s is garbled and is fetched anew", path)
+            path.unlink()
+        except OSError:  # it went while we looked
+            return None
+        return None
+
+    def put(self, digest: str, data: bytes) -> None:
+        """Keep ``data``; where the disk does not let it, only a warning tells."""
+        if len(data) > self._max_bytes:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(self._max_bytes - len(data))
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=PARTIAL, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, self._folder / (digest + SUFFIX))
+        except OSError as error:
+            logger.warning("cannot keep %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
+
+    def held(self) -> tuple[str, ...]:
+        """What is here, last used first; as many as fit in a message."""
+        return tuple(path.stem for _, _, path in reversed(self._files()) if path.suffix == SUFFIX)[:MAX_HELD]
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Time of use, size in bytes and path, oldest first; with what a killed process left half written."""
+        found = []
+        for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{PARTIAL}")]:
+            try:
+                stat = path.stat()
+            except OSError:  # another volunteer made room
+                continue
+            found.append((stat.st_mtime, stat.st_size, path))
+        return sorted(found)
+
+    def _make_room(self, max_bytes: int) -> None:
+        files = self._files()
+        total = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if total <= max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+
 T = TypeVar("T")
+
 PIECE_BYTES = 1 << 20
+
 """Of an upload: what a broken connection costs at most."""
+
 READ_BYTES = 64 << 10
+
 MAX_CARD_BYTES = 16 << 20
+
 MAX_ANSWER_BYTES = 64 << 10
+
 MAX_CODE_BYTES = 4 * MAX_CODE_CHARACTERS
+
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
+
 """No bound on the whole: a large file may take its time as long as it moves."""
+
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
+
 """Ranges count bytes of the file itself; data are compressed already."""
+
 TROUBLE = (aiohttp.ClientError, OSError)
+
 """What is worth another try; so are timeouts and `Trouble`, which are OSErrors."""
+
 GOOD = (200, 206, 304)
+
 CONFLICT = 409
+
 """A piece does not go on where the coordinator is; header Received tells where that is."""
 
 

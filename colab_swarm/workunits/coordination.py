@@ -11,25 +11,30 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from colab_swarm.errors import StoreError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.workunits.beginnings import Beginnings, base_blob
-from colab_swarm.workunits.crew import Crew, Hand, ProcessHand, ThreadHand, code_of_servers
+from colab_swarm.workunits.assimilation import (
+    Crew,
+    Hand,
+    ProcessHand,
+    Staffing,
+    ThreadHand,
+    Validator,
+    code_of_servers,
+    moved,
+)
 from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.entries import Accepted, AnyEntry, Assigned, Met, Rejected, Unit
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.job_state import Replica
-from colab_swarm.workunits.logbook import Logbook
 from colab_swarm.workunits.messages import (
     AskForUnits,
     GiveBack,
@@ -39,16 +44,153 @@ from colab_swarm.workunits.messages import (
     Problem,
     Subset,
 )
-from colab_swarm.workunits.staffing import Staffing
-from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.overview import JobStatus
+from colab_swarm.workunits.state import (
+    Accepted,
+    AnyEntry,
+    Assigned,
+    Assimilated,
+    Measured,
+    Met,
+    Rejected,
+    Replica,
+    Unit,
+    encode_entry,
+)
 from colab_swarm.workunits.store import Store
-from colab_swarm.workunits.subsets import lay_out
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.unit_training import unit_seed
-from colab_swarm.workunits.validator import Validator, moved
+from colab_swarm.workunits.training import lay_out, unit_seed
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Logbook:
+    """Used by one coordinator, on one event loop. Whoever decides holds the `lock` and has called `settle` before.
+
+    Attributes:
+        lock: of the log and of what is made of it.
+        version: of the newest parameters.
+        fault: what is wrong with the store now, for people; empty while all is well.
+        finished: set when the job is done.
+    """
+
+    def __init__(
+        self, store: Store, dispatcher: Dispatcher, validator: Validator, clock: Callable[[], float]
+    ) -> None:
+        self.lock, self.finished = asyncio.Lock(), asyncio.Event()
+        self.version, self.fault = 0, ""
+        self._store, self._dispatcher, self._validator, self._clock = store, dispatcher, validator, clock
+        self._position = 0
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
+        self._up_to_date = False
+
+    async def settle(self) -> None:
+        """Read what is new, and write what is due by now: deadlines that passed, the end of an epoch.
+
+        Raises:
+            StoreError: the store fails, or another coordinator uses it; nothing is lost.
+        """
+        await self._read()
+        self._up_to_date = True
+        await self.write(self._dispatcher.expired(now=self._clock()))
+        while due := self._dispatcher.advance(now=self._clock()):
+            await self.write(due)
+
+    async def write(
+        self,
+        entries: Sequence[AnyEntry],
+        *,
+        put: Mapping[str, bytes] | None = None,
+        drop: Collection[str] = (),
+    ) -> None:
+        """Append a decision, with blobs, and read it back.
+
+        Raises:
+            StoreError: the store fails. Whether it was written is known after the next `settle`.
+        """
+        if entries:
+            self._mine.update(map(encode_entry, entries))
+            await self._ask(lambda: self._store.append(entries, put=put or {}, drop=drop))
+            await self._read()
+
+    async def waiting(self) -> int:
+        """Results that wait for a parameter server.
+
+        Raises:
+            StoreError: the store fails.
+        """
+        return await self._ask(self._store.waiting)
+
+    async def _read(self) -> None:
+        for position, entry in await self._ask(lambda: self._store.entries(self._position)):
+            if not isinstance(entry, Assimilated | Measured):
+                self._check_mine(entry)
+            self._dispatcher.apply(entry)
+            self._position = position
+            if isinstance(entry, Accepted):
+                self._validator.learn(entry.change)
+            elif isinstance(entry, Assimilated):
+                self.version = max(self.version, entry.version)
+        if self._dispatcher.finished is not None:
+            self.finished.set()
+
+    def _check_mine(self, entry: AnyEntry) -> None:
+        """Two coordinators would decide without knowing of each other; the one that began later goes on."""
+        written = encode_entry(entry)
+        if self._up_to_date and written not in self._mine:
+            self.fault = "another coordinator has taken over this job: stop this one, or rename its job"
+            raise StoreError(self.fault)
+        self._mine.discard(written)
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            answer = await asyncio.to_thread(call)
+        except StoreError as error:
+            if not self.fault:
+                logger.warning("the store fails, volunteers wait: %s", error)
+            self.fault = str(error)
+            raise
+        self.fault = ""
+        return answer
+
+
+def base_blob(unit: Unit) -> str:
+    """Name of the blob with the parameters that all replicas of a unit begin with."""
+    return f"base-{unit}"
+
+
+class Beginnings:
+    """Files of parameters (`Schema.encode`). The newest one is held in memory, for many ask at once."""
+
+    def __init__(self, store: Store, schema: Schema, log: Logbook) -> None:
+        self._store, self._schema, self._log = store, schema, log
+        self._loading = asyncio.Lock()
+        self._version, self._file = -1, memoryview(b"")
+
+    async def newest(self) -> tuple[int, memoryview]:
+        """Version and file of the newest parameters.
+
+        Raises:
+            StoreError: later perhaps.
+        """
+        async with self._loading:
+            if self._version < self._log.version:
+                found = await asyncio.to_thread(self._store.parameters)
+                self._file = memoryview(await asyncio.to_thread(self._schema.encode, found.values))
+                self._version = found.version
+            return self._version, self._file
+
+    async def of_unit(self, unit: Unit) -> memoryview:
+        """File of those that the replicas of a unit begin with.
+
+        Raises:
+            KeyError: it is not open.
+            StoreError: later perhaps.
+        """
+        return memoryview(self._schema.head() + await asyncio.to_thread(self._store.blob, base_blob(unit)))
 
 
 class Refused(Exception):

@@ -19,7 +19,10 @@ import random
 import statistics
 from collections.abc import Callable, Collection, Sequence
 
-from colab_swarm.workunits.entries import (
+from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.overview import JobOverview, overview_of
+from colab_swarm.workunits.state import (
+    FIRST_ERROR_RATE,
     Accepted,
     AnyEntry,
     Assigned,
@@ -27,14 +30,14 @@ from colab_swarm.workunits.entries import (
     Expired,
     Finished,
     GaveBack,
+    JobState,
     Rejected,
+    Reliability,
+    Replica,
     Returned,
     Unit,
+    UnitState,
 )
-from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.job_state import JobState, Replica, UnitState
-from colab_swarm.workunits.overview import JobOverview, overview_of
-from colab_swarm.workunits.reliability import FIRST_ERROR_RATE, Reliability
 
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0

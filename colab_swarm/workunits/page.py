@@ -3,11 +3,77 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
-from colab_swarm.markup import card, duration, legend, page, table, text, tiles
-from colab_swarm.workunits.overview import UnitCounts, VolunteerRow
-from colab_swarm.workunits.status import JobStatus
-from colab_swarm.workunits.svg import accuracy_svg
+from colab_swarm.markup import Labels, Metric, card, duration, exposition, legend, page, table, text, tiles
+from colab_swarm.workunits.overview import JobStatus, UnitCounts, VolunteerRow
+from colab_swarm.workunits.state import EpochEnded
+
+WIDTH, HEIGHT = 760, 240
+
+LEFT, RIGHT, TOP, BOTTOM = 48, 12, 12, 36
+
+MAX_POINTS = 400
+
+FEWEST_EPOCHS = 4
+
+"""Room for so many from the beginning, so that the first ones do not look like the end."""
+
+STEPS = (0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+def accuracy_svg(epochs: Sequence[EpochEnded], target: float | None) -> str:
+    """Mean accuracy of each epoch over the band from its lowest to its highest, and the target; empty without any."""
+    known = [one for one in epochs if math.isfinite(one.accuracy)]
+    if not known:
+        return ""
+    shown = [*known[:: math.ceil(len(known) / MAX_POINTS)], known[-1]]
+    edges = [edge for one in shown for edge in (one.low, one.high)] + ([target] if target is not None else [])
+    low, high = max(0.0, min(edges) - 0.02), min(1.0, max(edges) + 0.02)
+    last = max(shown[-1].epoch, FEWEST_EPOCHS)
+
+    def x(epoch: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (epoch - 1) / (last - 1)
+
+    def y(accuracy: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - accuracy) / (high - low)
+
+    band = [(one.epoch, one.high) for one in shown] + [(one.epoch, one.low) for one in reversed(shown)]
+    line = [(one.epoch, one.accuracy) for one in shown]
+    around, along = (" ".join(f"{x(e):.1f},{y(a):.1f}" for e, a in points) for points in (band, line))
+    parts = [_level(y(level), f"{level:.0%}") for level in _levels(low, high)]
+    parts += [
+        f'<text x="{x(epoch):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{epoch}</text>'
+        for epoch in range(1, last + 1, max(1, math.ceil(last / 12)))
+    ]
+    parts.append(f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 3}" text-anchor="middle">epoch</text>')
+    if target is not None:
+        parts.append(f'<path class="target" d="M{LEFT} {y(target):.1f}H{WIDTH - RIGHT}"/>')
+    parts.append(f'<polygon class="band" points="{around}"/><polyline class="mean" points="{along}"/>')
+    end = shown[-1]
+    parts.append(
+        f'<circle class="dot" cx="{x(end.epoch):.1f}" cy="{y(end.accuracy):.1f}" r="4">'
+        f"<title>epoch {end.epoch}: {end.accuracy:.1%}, {end.low:.1%} to {end.high:.1%}</title></circle>"
+    )
+    label = f"Accuracy over epochs, {end.accuracy:.1%} in epoch {end.epoch}"
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="{label}" font-size="12">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _levels(low: float, high: float) -> list[float]:
+    """About five round ones between two."""
+    step = next((step for step in STEPS if (high - low) / step <= 6), STEPS[-1])
+    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _level(y: float, text: str) -> str:
+    return (
+        f'<path class="level" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
+        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+    )
+
 
 STYLE = """
 .lead { max-width: 46em; margin-bottom: 12px; }
@@ -27,9 +93,13 @@ code { background: var(--back); padding: 1px 5px; border-radius: 4px; }
 .scroll { overflow-x: auto; } .scroll th, .scroll td { white-space: nowrap; padding-left: 12px; }
 .scroll th:first-child, .scroll td:first-child { white-space: normal; min-width: 120px; padding-left: 0; }
 """
+
 MAX_ROWS = 50
+
 PRESENT_S = 600.0
+
 """A volunteer of whom nothing was heard for longer is not counted."""
+
 PHASES = {
     "assimilated": "done",
     "queued": "trained, waiting for a parameter server",
@@ -163,7 +233,34 @@ def _help(status: JobStatus) -> str:
         return ""
     return card(
         "How to volunteer",
-        "<p>Ask the organizer for the link. In a notebook: <code>cs.volunteer(link)</code> after "
+        "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
         "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
         "You can stop whenever you like: what you leave goes to somebody else.</p>",
     )
+
+
+def render_prometheus(status: JobStatus) -> str:
+    """The figures of the job, one a line."""
+    return exposition(_metrics(status))
+
+
+def _metrics(status: JobStatus) -> Iterator[Metric]:
+    view = status.overview
+    job: Labels = (("job", status.name),)
+    yield "job_uptime_seconds", "gauge", {job: status.at - status.since}
+    yield "job_epoch", "gauge", {job: view.epoch}
+    yield "job_finished", "gauge", {job: view.finished is not None}
+    yield "job_store_fault", "gauge", {job: bool(status.fault)}
+    ended = [one.accuracy for one in view.epochs if math.isfinite(one.accuracy)]
+    yield "job_accuracy", "gauge", {job: ended[-1]} if ended else {}
+    units = {name: float(getattr(view.units, name)) for name in view.units.__dataclass_fields__}
+    yield "job_units", "gauge", {(*job, ("state", state)): number for state, number in units.items()}
+    yield "job_assimilated_units_total", "counter", {job: status.version}
+    yield "job_units_per_second", "gauge", {job: status.units_per_s}
+    yield "job_samples_per_second", "gauge", {job: status.samples_per_s}
+    update_s = dict(zip(("0.5", "0.95"), status.update_s or (), strict=False))
+    yield "job_update_seconds", "gauge", {(*job, ("quantile", q)): value for q, value in update_s.items()}
+    yield "job_parameter_servers", "gauge", {job: status.servers}
+    yield "job_parameter_server_deaths_total", "counter", {job: status.server_deaths}
+    yield "job_backlog", "gauge", {job: status.backlog}
+    yield "job_volunteers", "gauge", {job: len(view.volunteers)}

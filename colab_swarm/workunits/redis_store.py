@@ -29,7 +29,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import Accepted, AnyEntry, decode_entry, encode_entry
+from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
 from colab_swarm.workunits.store import Parameters, Stopwatch, Update, assimilated, check_size, not_begun
 from colab_swarm.workunits.weights import Floats
 

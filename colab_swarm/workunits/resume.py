@@ -6,6 +6,7 @@ A file per assignment, written when it is given and again every so often while i
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,79 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
-from colab_swarm.tensors.tensorfile import TensorBytes, read_tensors, write_tensors
+from colab_swarm.tensors.statedict import (
+    TensorBytes,
+    decode_skeleton,
+    encode_skeleton,
+    flatten,
+    read_tensors,
+    unflatten,
+    write_tensors,
+)
 from colab_swarm.workunits.messages import GivenUnit
+from colab_swarm.workunits.training import UnitTraining
+
+
+@dataclass(frozen=True)
+class UnitProgress:
+    """One of the units that a volunteer works on at a time.
+
+    Attributes:
+        unit: which, for people; empty while there is none.
+        phase: ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``.
+        done, batches: trained so far, and of the whole unit; 0 before training.
+        loss: of the last batch.
+        seconds: since the unit was given.
+    """
+
+    unit: str = ""
+    phase: str = "asking"
+    done: int = 0
+    batches: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class VolunteerSnapshot:
+    """What one volunteer does and has done in a job.
+
+    Attributes:
+        job: its name.
+        state: what goes on, or why it ended, for people.
+        over: whether it has ended.
+        fault: traceback of the job's own code, if that is why it ended.
+        epoch, accuracy: where the job is, and of its last epoch, as the coordinator told last.
+        units: in hand.
+        accepted, refused, given_back: units so far.
+        refusal: why the last one was refused.
+        samples: trained in accepted units.
+        sent_bytes, received_bytes: of results, and of data and parameters.
+        seconds: since it began.
+        cache_hits, cache_misses: units whose data were on this disk already, and were not.
+    """
+
+    job: str
+    state: str
+    over: bool
+    fault: str
+    epoch: int
+    accuracy: float | None
+    units: tuple[UnitProgress, ...]
+    accepted: int
+    refused: int
+    given_back: int
+    refusal: str
+    samples: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+    cache_hits: int = 0
+    cache_misses: int = 0
+
 
 logger = logging.getLogger(__name__)
+
 SUFFIX = ".unit"
 
 
@@ -116,3 +185,34 @@ def _tensor(part: TensorBytes) -> torch.Tensor:
     if not part.data.nbytes:
         return torch.empty(part.shape, dtype=kind)
     return torch.frombuffer(bytearray(part.data), dtype=kind).reshape(part.shape)
+
+
+@dataclass
+class Slot:
+    """What one slot works on; ``held`` from the moment it is given until it is done with."""
+
+    phase: str = "asking"
+    held: UnitInHand | None = None
+    training: UnitTraining | None = None
+    loss: float | None = None
+    began: float = 0.0
+    saved: float = 0.0
+
+    def take(self, held: UnitInHand) -> None:
+        """It was given this unit."""
+        self.held, self.training, self.loss = held, None, None
+        self.began = self.saved = time.monotonic()
+
+    def let_go(self) -> None:
+        """It is done with its unit."""
+        self.held = self.training = None
+
+    def progress(self) -> UnitProgress:
+        """For panels."""
+        held, training = self.held, self.training
+        if held is None:
+            return UnitProgress(phase=self.phase)
+        unit, seconds = f"epoch {held.unit.epoch}, subset {held.unit.subset}", time.monotonic() - self.began
+        if training is None:
+            return UnitProgress(unit, self.phase, seconds=seconds)
+        return UnitProgress(unit, self.phase, training.done, training.batches, self.loss, seconds)

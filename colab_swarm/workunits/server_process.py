@@ -16,10 +16,10 @@ import threading
 
 import torch
 
+from colab_swarm.workunits.assimilation import ParameterServer
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.open_store import open_store
-from colab_swarm.workunits.parameter_server import ParameterServer
-from colab_swarm.workunits.unit_training import Evaluator
+from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.training import Evaluator
 
 
 def main(arguments: list[str] | None = None) -> None:

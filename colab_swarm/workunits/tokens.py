@@ -140,7 +140,9 @@ class Gate:
 
 def _decoded(header: str) -> SignedRequest:
     if not header.startswith(SCHEME) or len(header) > MAX_HEADER_CHARACTERS:
-        raise NotAdmitted("no token: use the link that the coordinator prints, in cs.volunteer(link)")
+        raise NotAdmitted(
+            "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
+        )
     try:
         return _decoder.decode(base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, *UNDECODABLE) as error:

@@ -1,378 +1,247 @@
-"""A volunteer: asks a coordinator for units, trains them, brings the results; and goes on where it was killed.
-
-Each of its slots asks, fetches, trains, uploads, and asks again. The coordinator's faults never end it, only what it
-refuses does. All units of the process are trained in turns on one thread, for torch's random numbers are the
-process's: so replicas of a unit agree, and several slots overlap one's training with another's transfers.
-"""
+"""`cs.workunits.volunteer`: give this machine's time to somebody's job."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+import atexit
+import contextlib
+import re
+import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
 import torch
+from filelock import FileLock, Timeout
 
-from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.moe.device import DeviceThread
-from colab_swarm.pausing import Gate
-from colab_swarm.workunits.backoff import Backoff, BackoffSettings
-from colab_swarm.workunits.cache import SubsetCache
+from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.net.identity import Identity
+from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.platforms import require_terms
+from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
+from colab_swarm.runtime import Gate, Runtime
 from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.workunits.coordinator import WorkLink
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import GivenUnit, GivenUnits, JobCard
-from colab_swarm.workunits.resume import UnitInHand, UnitSaves
-from colab_swarm.workunits.rows import Rows
-from colab_swarm.workunits.slot import Slot
-from colab_swarm.workunits.unit_training import Lesson, UnitTraining
-from colab_swarm.workunits.volunteer_snapshot import UnitProgress, VolunteerSnapshot
-from colab_swarm.workunits.weights import Floats, Schema
+from colab_swarm.workunits.messages import JobCard
+from colab_swarm.workunits.resume import VolunteerSnapshot
+from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-TURN_S = 0.1
-"""How long a unit is trained before another may be."""
-BANNED_S = 60.0
-MIN_WAIT_S = 0.05
-FAREWELL_S = 5.0
-"""How long giving units back may take."""
-AFTER_REFUSAL = BackoffSettings(first_s=0.5, most_s=60.0)
-THREAD = DeviceThread()
+FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
+PLACES = 64
+"""Volunteers of one name on one machine."""
+VIEWS = Views(
+    render_html, render_text, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
+)
+_volunteers: set[Volunteer] = set()
+
+
+class Volunteer:
+    """A volunteer at work in the background. Show it, `watch` it, `stop` it."""
+
+    def __init__(self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, place: Place) -> None:
+        self._runtime, self._client, self._work, self._place = runtime, client, work, place
+        self._stopped = False
+
+    @property
+    def url(self) -> str:
+        """Of the coordinator, whose page shows how the job goes."""
+        return self._client.url
+
+    def snapshot(self) -> VolunteerSnapshot:
+        """What it does; safe from any thread."""
+        return self._work.snapshot()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the job is done, or nothing more can be; returns whether it has ended within ``seconds``."""
+
+        async def waiting() -> bool:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._work.wait_over()
+            return self.snapshot().over
+
+        return self._runtime.call(waiting())
+
+    def stop(self, *, finish_s: float = FINISH_S) -> None:
+        """Finish what can be within ``finish_s``, give the rest back, and end. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            self._runtime.call(self._leave(finish_s))
+        finally:
+            self._place.lock.release()
+            _volunteers.discard(self)
+
+    async def _leave(self, finish_s: float) -> None:
+        await self._work.leave(finish_s=finish_s)
+        await self._client.close()
+
+    def panel(self) -> Panel[VolunteerSnapshot]:
+        """A live view: widgets in a notebook, text elsewhere."""
+        return Panel(self.snapshot, self.stop, views=VIEWS)
+
+    def watch(self, seconds: float | None = None) -> None:
+        """Show what it does for ``seconds``, or until it ends or you interrupt; it goes on afterwards."""
+        self.panel().watch(seconds)
+
+    def __repr__(self) -> str:
+        return f"Volunteer({summary(self.snapshot())})"
+
+    def _repr_html_(self) -> str:
+        return render_html(self.snapshot())
 
 
 @dataclass(frozen=True)
-class VolunteerSettings:
-    """How a volunteer works.
-
-    Attributes:
-        folder: where data and units in hand are kept.
-        units: worked on at a time.
-        name: what people call it.
-        device: where to train.
-        save_s: a unit is saved so often.
-        cache_bytes: of data kept.
-        gate: closed while the machine is wanted for something else.
-    """
+class Place:
+    """A folder for one volunteer, locked while it works: two of them would train the same units."""
 
     folder: Path
-    units: int = 1
-    name: str = ""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    save_s: float = 30.0
-    cache_bytes: int = 2 << 30
-    gate: Gate = field(default_factory=Gate)
+    lock: FileLock
 
-    def __post_init__(self) -> None:
-        if self.units < 1:
-            raise ValueError(f"units={self.units}: it must be 1 at least")
-
-
-class _Over(Exception):
-    """There is nothing more to do; the text says why. ``fault``: traceback of the job's code."""
-
-    def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
-        super().__init__(text)
-        self.fault, self.finished = fault, finished
+    @classmethod
+    def take(cls, folder: Path, name: str) -> Place:
+        """The first of ``name``, ``name-2`` … below ``folder`` that nobody uses."""
+        plain = _plain(name)
+        for number in range(1, PLACES + 1):
+            own = folder / (plain if number == 1 else f"{plain}-{number}")
+            own.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(own / "lock", thread_local=False)
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=0)
+                return cls(own, lock)
+        raise ValueError(f"{PLACES} volunteers called {name!r} work in {folder}: give another name=")
 
 
-class Volunteering:
-    """Trains units of one job until it is told to leave, or there is nothing more to do.
+def _plain(name: str) -> str:
+    """As the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def volunteer(
+    link: str,
+    *,
+    job: Job | None = None,
+    trust_code: bool = False,
+    units: int = 1,
+    name: str = "",
+    folder: str | Path | None = None,
+    device: str | torch.device | None = None,
+    i_have_read_the_terms: bool = False,
+) -> Volunteer:
+    """Train units of somebody's job on this machine, by nothing but outgoing HTTP(S) requests.
+
+    What was in hand when the kernel died goes on if the same ``name`` and ``folder`` come back before the deadline.
+    Calling it again while it works gives the same volunteer (re-run cells freely).
 
     Args:
-        client: of the job's coordinator; it is not closed.
-        job: its model, loss and optimizer.
-        card: the coordinator's.
-        settings: how it works.
-        clock: seconds since the epoch.
-        rng: chance.
+        link: that the coordinator shows.
+        job: your own copy of the job, whose code then runs instead of the coordinator's.
+        trust_code: run the code that the coordinator sends; read it first.
+        units: trained at a time.
+        name: what others see; this machine's name by default.
+        folder: for data and unfinished units; in your home by default.
+        device: to train on; a GPU where there is one.
+        i_have_read_the_terms: that the platform's terms allow this; asked for on Colab.
 
     Raises:
-        ValueError: the job's model is not the coordinator's.
+        InviteError: the link is mistyped, expired, or no link to a coordinator.
+        JoinError: the coordinator does not answer, or does not let this peer take part.
+        TermsError: the platform's terms have not been read.
+        ValueError: the code is not trusted yet (the text says where to read it), or ``job`` is another job.
     """
-
-    def __init__(
-        self,
-        client: CoordinatorClient,
-        job: Job,
-        card: JobCard,
-        settings: VolunteerSettings,
-        *,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._schema = Schema.of(THREAD.submit(job.first_model).result())
-        if self._schema.head() != card.schema:
-            raise ValueError(
-                f"this job's model is not that of {card.name!r}: {_difference(self._schema, card)}"
-            )
-        self._client, self._job, self._card, self._settings = client, job, card, settings
-        self._clock, self._rng = clock, rng or random.Random()
-        self._subsets = {subset.sha256: subset for subset in card.subsets}
-        self._cache = SubsetCache(settings.folder / "data", settings.cache_bytes)
-        same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
-        owner = sha256(client.token.identity.id + same).hexdigest()
-        self._saves = UnitSaves(settings.folder / "units", owner)
-        self._slots = [Slot() for _ in range(settings.units)]
-        self._left_behind: deque[UnitInHand] = deque()
-        self._leaving, self._finish_s = asyncio.Event(), 0.0
-        self._asking = asyncio.Lock()
-        self._work: asyncio.Task[None] | None = None
-        self._over: _Over | None = None
-        self._told = GivenUnits()
-        self._accepted = self._refused = self._given_back = self._samples = 0
-        self._refusal, self._banned = "", ""
-        self._began, self._ended = time.monotonic(), 0.0
-
-    def start(self) -> None:
-        """Begin, in the running loop."""
-        self._work = asyncio.create_task(self._run(), name="volunteer")
-
-    async def wait_over(self) -> None:
-        """Return when it has ended; `snapshot` says why."""
-        if self._work is not None:
-            await asyncio.shield(self._work)
-
-    async def leave(self, *, finish_s: float = 30.0) -> None:
-        """Finish what is in hand if ``finish_s`` is enough, give back the rest, and end."""
-        self._finish_s = finish_s
-        self._leaving.set()
-        await self.wait_over()
-
-    def snapshot(self) -> VolunteerSnapshot:
-        """What it does; may be called from any thread."""
-        units = tuple(slot.progress() for slot in self._slots)
-        return VolunteerSnapshot(
-            job=self._card.name,
-            state=self._state(units),
-            over=self._over is not None,
-            fault="" if self._over is None else self._over.fault,
-            epoch=self._told.epoch,
-            accuracy=self._told.accuracy,
-            units=units,
-            accepted=self._accepted,
-            refused=self._refused,
-            given_back=self._given_back,
-            refusal=self._refusal,
-            samples=self._samples,
-            sent_bytes=self._client.sent_bytes,
-            received_bytes=self._client.received_bytes,
-            seconds=(self._ended or time.monotonic()) - self._began,
-            cache_hits=self._cache.hits,
-            cache_misses=self._cache.misses,
-        )
-
-    def _state(self, units: tuple[UnitProgress, ...]) -> str:
-        if self._over is not None:
-            return str(self._over)
-        if self._client.trouble:
-            return self._client.trouble
-        if self._leaving.is_set():
-            return "leaving, once the units in hand are done"
-        if self._settings.gate.closed:
-            return "paused"
-        phases = {unit.phase for unit in units}
-        busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
-        return busy[0] if busy else self._banned or "waiting for units"
-
-    # --- from the first unit to the last ------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        over = _Over("left")
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
-                slots = [group.create_task(self._serve(slot)) for slot in self._slots]
-                await self._leaving.wait()
-                await self._finish(slots)
-                raise over
-        except* Exception as ends:
-            over = _first(ends)
-        await self._farewell(over)
-        self._over, self._ended = over, time.monotonic()
-
-    async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for units in hand, and for units that may be on their way; but not for a coordinator that is away."""
-        pairs = zip(slots, self._slots, strict=True)
-        last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
-        if last:
-            await asyncio.wait(last, timeout=self._finish_s)
-
-    async def _farewell(self, over: _Over) -> None:
-        """Give back what is in hand. What cannot be given back stays on disk for the next time."""
-        with suppress(TimeoutError):  # the thread is done with what it was at: nothing is saved from now on
-            async with asyncio.timeout(FAREWELL_S):
-                await THREAD.run(lambda: None)
-        units = [slot.held.unit for slot in self._slots if slot.held is not None]
-        units += [held.unit for held in self._left_behind]
-        if units and not over.finished:
-            try:
-                async with asyncio.timeout(FAREWELL_S):
-                    await self._client.give_back([unit.assignment for unit in units])
-            except (PeerError, TimeoutError) as error:
-                logger.info("units were not given back: %s", error or "no answer")
-                return
-            self._given_back += len(units)
-        for unit in units:
-            self._saves.drop(unit)
-        for slot in self._slots:
-            slot.let_go()
-
-    async def _serve(self, slot: Slot) -> None:
-        backoff = Backoff(AFTER_REFUSAL, self._rng)
-        while not self._leaving.is_set():
-            if not await self._next(slot) or slot.held is None:
-                continue
-            try:
-                await self._train(slot, slot.held)
-            except CallRefused as error:
-                self._refused, self._refusal = self._refused + 1, str(error)
-                logger.info("unit %s was refused: %s", slot.held.unit.assignment, error)
-                pause_s = backoff.failed()
-            else:
-                backoff.succeeded()
-                pause_s = 0.0
-            self._saves.drop(slot.held.unit)
-            slot.let_go()
-            await self._pause(pause_s)
-
-    # --- one unit -----------------------------------------------------------------------------------------------------
-
-    async def _next(self, slot: Slot) -> bool:
-        """Get a unit, or wait a while; whether there is one to train."""
-        if self._left_behind:
-            slot.take(self._left_behind.popleft())
-            return True
-        slot.phase = "asking"
-        await self._settings.gate.wait_open()
-        try:
-            async with self._asking:  # one at a time: else what another slot was just given seems lost
-                told = await self._client.ask(
-                    1, held=self._cache.held(), name=self._settings.name, in_hand=self._in_hand()
-                )
-                for unit in told.units[:1]:
-                    slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
-        except CallRefused as error:
-            if error.code != "banned":
-                raise _Over(f"the coordinator refuses: {error}") from error
-            self._banned, slot.phase = str(error), "waiting"
-            await self._pause(BANNED_S)
-            return False
-        self._banned, self._told = "", told
-        if told.finished:
-            raise _Over("the job is finished", finished=True)
-        if slot.held is not None:
-            return not self._leaving.is_set()
-        slot.phase = "waiting"
-        await self._pause(max(told.wait_s, MIN_WAIT_S))
-        return False
-
-    def _in_hand(self) -> list[str]:
-        held = [slot.held for slot in self._slots if slot.held is not None]
-        return [one.unit.assignment for one in (*held, *self._left_behind)]
-
-    async def _train(self, slot: Slot, held: UnitInHand) -> None:
-        """From a unit to its result.
-
-        Raises:
-            CallRefused: nobody wants the result.
-        """
-        unit, slot.phase = held.unit, "downloading"
-        if held.training is None:
-            await asyncio.to_thread(self._saves.save, held)
-        data = await self._data(unit)
-        values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
-        training = slot.training = await self._compute(lambda: self._begin(held, data, values))
-        slot.phase = "training"
-        while training.done < training.batches:
-            await self._compute(lambda: self._some_batches(slot, training))
-        schema = self._schema
-        result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
-        slot.phase = "uploading"
-        await self._client.upload(unit.assignment, result)
-        self._accepted += 1
-        self._samples += self._subsets[unit.data].rows * training.lesson.local_epochs
-
-    async def _data(self, unit: GivenUnit) -> bytes:
-        subset = self._subsets.get(unit.data)
-        if subset is None:
-            raise _Over("the coordinator's data have changed: volunteer anew")
-        data = await asyncio.to_thread(self._cache.get, unit.data)
-        if data is None:
-            data = await self._client.data(subset)
-            await asyncio.to_thread(self._cache.put, unit.data, data)
-        return data
-
-    def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
-        """On the thread: the training of a unit, from the beginning or from where it was saved."""
-        model = self._job.first_model()
-        if values is not None:
-            self._schema.load(model, values)
-        lesson = Lesson(self._card.local_epochs, self._card.batch_size, held.unit.seed)
-        rows = Rows.decode(data)
-        training = UnitTraining(self._job, rows, lesson, model=model, device=self._settings.device)
-        if held.training is not None:
-            training.load_state_dict(held.training)
-        return training
-
-    def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
-        """On the thread: train for a turn; and save if it is time to."""
-        end = time.monotonic() + TURN_S
-        while training.done < training.batches:
-            slot.loss = training.step()
-            now = time.monotonic()
-            if slot.held is not None and now - slot.saved >= self._settings.save_s:
-                slot.saved = now
-                self._saves.save(replace(slot.held, training=training.state_dict()))
-            if now >= end:
-                return
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Run the job's own code, on the thread.
-
-        Raises:
-            _Over: it raised.
-        """
-        await self._settings.gate.wait_open()
-        try:
-            return await THREAD.run(work)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # whatever it is, SystemExit too, trying again would bring the same
-            fault = "".join(traceback.format_exception(error))
-            logger.warning("the job's code failed:\n%s", fault)
-            said = traceback.format_exception_only(error)[-1].strip()
-            raise _Over(f"the job's code failed: {said}", fault=fault) from error
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but not when it is time to leave."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._leaving.wait()
-
-
-def _first(ends: ExceptionGroup[Exception]) -> _Over:
-    """Why it is over."""
-    for end in ends.exceptions:
-        if isinstance(end, _Over):
-            return end
-    fault = "".join(traceback.format_exception(ends.exceptions[0]))
-    logger.error("volunteering failed:\n%s", fault)
-    return _Over(f"colab-swarm failed: {ends.exceptions[0]}", fault=fault)
-
-
-def _difference(schema: Schema, card: JobCard) -> str:
+    parsed, name = WorkLink.parse(link), name or socket.gethostname()
+    for other in list(_volunteers):
+        if other.url == parsed.url.rstrip("/") and other._place.folder.name == _plain(name):
+            if not other.snapshot().over:
+                return other
+            other.stop()  # and leaves its place
+    require_terms(i_have_read_the_terms)
+    place = Place.take(default_folder(folder), name)
     try:
-        schema.decode(card.schema)
-    except ValueError as error:
-        return str(error)
-    return "its size differs"
+        identity = Identity.load_or_create(place.folder / "volunteer.key")
+        client = CoordinatorClient(
+            parsed.url, parsed.token(identity), run_id=parsed.invite.run_id, authority=parsed.authority
+        )
+        return open_volunteer(
+            client, place, job=job, trust_code=trust_code, units=units, name=name, device=device
+        )
+    except BaseException:
+        place.lock.release()
+        raise
+
+
+def open_volunteer(
+    client: CoordinatorClient,
+    place: Place,
+    *,
+    job: Job | None,
+    trust_code: bool,
+    units: int,
+    name: str,
+    device: str | torch.device | None,
+    gate: Gate | None = None,
+) -> Volunteer:
+    """Begin to work for the coordinator that ``client`` speaks to, while the gate is open; see `volunteer`."""
+    runtime = Runtime.shared()
+    try:
+        card, code = runtime.call(_first_answers(client, with_code=job is None))
+        if job is None:
+            job = _trusted(card, code, place.folder, trust_code=trust_code)
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or Gate())
+        work = Volunteering(client, job, card, settings)
+        runtime.call(_begin(work))
+    except BaseException:
+        runtime.call(client.close())
+        raise
+    volunteer = Volunteer(runtime, client, work, place)
+    _volunteers.add(volunteer)
+    return volunteer
+
+
+async def _begin(work: Volunteering) -> None:
+    work.start()
+
+
+async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
+    try:
+        async with asyncio.timeout(FIRST_ANSWER_S):
+            card = await client.card()
+            return card, await client.code(card) if with_code and card.code_sha256 else ""
+    except PeerError as error:
+        raise JoinError(str(error)) from error
+    except TimeoutError as error:
+        raise JoinError(
+            f"no coordinator answers at {client.url} ({client.trouble or 'silence'}): is it still running? "
+            "Ask its organizer for the newest link"
+        ) from error
+
+
+def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job:
+    if not code:
+        raise ValueError(
+            f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
+            "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)"
+        )
+    path = folder / "jobs" / f"{card.name}-{card.code_sha256[:12]}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(code, encoding="utf-8")
+    if not trust_code:
+        raise ValueError(
+            f"the job {card.name!r} runs its organizer's code on this machine ({len(code.splitlines())} lines): "
+            f"read {path}, and if you trust it, volunteer with trust_code=True"
+        )
+    return Job.from_code(code, str(path))
+
+
+def default_folder(folder: str | Path | None) -> Path:
+    """Where volunteers keep what they need, if nobody says."""
+    return Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for volunteer in list(_volunteers):
+        with contextlib.suppress(Exception):
+            volunteer.stop(finish_s=0.0)

@@ -26,15 +26,12 @@ from colab_swarm.markup import content_security_policy
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
 from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
-from colab_swarm.workunits.entries import Unit
 from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem
-from colab_swarm.workunits.page import render_live, render_page
-from colab_swarm.workunits.prometheus import render_prometheus
-from colab_swarm.workunits.ranges import piece_of, range_of
-from colab_swarm.workunits.spool import Gap
-from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.overview import JobStatus
+from colab_swarm.workunits.page import render_live, render_page, render_prometheus
+from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import Crowded, Gate
-from colab_swarm.workunits.uploads import Uploads
+from colab_swarm.workunits.uploads import Gap, Uploads, piece_of, range_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.group import Group, Member
-from colab_swarm.averaging.partition import Span
+from colab_swarm.averaging.group import Group, Member, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.sim import LAN, FiredFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for

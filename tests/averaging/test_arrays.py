@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from colab_swarm.averaging.arrays import ArrayAverages, flatten
+from colab_swarm.averaging.moshpit import ArrayAverages, flatten
 from colab_swarm.events import EventLog
-from colab_swarm.presence import assemble, find_others
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.swarm.network import assemble, find_others
 
 
 def test_a_mean_has_the_shape_and_kind_of_what_was_given() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.assembly import Assembly, Waiting
 from colab_swarm.averaging.group import Coming, Group, JoinRound, RoundCall, RoundRefused, Ticket
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import Rooms
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, SimNetwork, run_virtual

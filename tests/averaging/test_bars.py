@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colab_swarm.averaging.bars import BARRED_S, REFUSALS_S, Bars
+from colab_swarm.averaging.matchmaking import BARRED_S, REFUSALS_S, Bars
 from colab_swarm.net.peers import PeerId
 
 ALICE = PeerId(bytes(32))

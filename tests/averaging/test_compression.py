@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.averaging.exchange import Chunk, Exchange, Sending
-from colab_swarm.averaging.partition import Span
+from colab_swarm.averaging.group import Span
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Float16, Floats, Int8, Precision, mean_codec_for
 from colab_swarm.tensors.feedback import ErrorFeedback

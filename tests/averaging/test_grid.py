@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.grid import (
+from colab_swarm.averaging.moshpit import (
     Grid,
     RoundMeter,
     RoundTime,

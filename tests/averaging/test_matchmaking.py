@@ -17,8 +17,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker, Rooms
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual

@@ -12,8 +12,8 @@ from colab_swarm.averaging.group import JoinRound
 from colab_swarm.averaging.moshpit import GridAverager, GridResult
 from colab_swarm.bench.groups import Story, Town, is_contribution, play
 from colab_swarm.events import EventLog
-from colab_swarm.presence import assemble, find_others
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.tensors.codecs import Floats
 
 WINDOW_S = 5.0

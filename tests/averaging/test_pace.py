@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.pace import LEAD, STALL_S, Pace
+from colab_swarm.averaging.exchange import LEAD, STALL_S, Pace
 
 
 def test_a_small_span_waits_for_a_large_one() -> None:

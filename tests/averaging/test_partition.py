@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.partition import (
+from colab_swarm.averaging.group import (
     CHUNK_BYTES,
     Span,
     chunk_values,

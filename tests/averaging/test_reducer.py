@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.partition import Span, cut_chunks
+from colab_swarm.averaging.group import Span, cut_chunks
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.tensors.codecs import Floats
 

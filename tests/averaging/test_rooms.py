@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import Rooms
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
 from colab_swarm.averaging.group import RoundRefused
-from colab_swarm.averaging.recovery import RecallSpan
-from colab_swarm.averaging.round import Averager, AveragingSettings
+from colab_swarm.averaging.round import Averager, AveragingSettings, RecallSpan
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, run_virtual

@@ -6,10 +6,9 @@ import asyncio
 import dataclasses
 import json
 
-from colab_swarm.averaging.exchange import Chunk
+from colab_swarm.averaging.exchange import Chunk, Trace
 from colab_swarm.averaging.group import Group, Member
 from colab_swarm.averaging.round import Averager
-from colab_swarm.averaging.trace import Trace
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.sim import LAN, SimNetwork, run_virtual

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from colab_swarm.backbone.backbone import Backbone
 from colab_swarm.backbone.config import CollaborationFile, Dashboard, RunFile
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
 PREFIX = "simulation-0/model"
@@ -33,10 +33,10 @@ class Scene:
 
     def keep(self, swarm: Swarm, seconds: float) -> Backbone:
         """Be the backbone for so long, in virtual time."""
-        return swarm._runtime.call(self._keep(swarm, seconds))
+        return swarm.runtime.call(self._keep(swarm, seconds))
 
     async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        self.backbone = Backbone(swarm._services, swarm.run_id, self.file)
+        self.backbone = Backbone(swarm.services, swarm.run_id, self.file)
         await self.backbone.start()
         await asyncio.sleep(seconds)
         return self.backbone

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.backbone.curve import LossCurve
-from colab_swarm.backbone.vault import Vault
-from colab_swarm.swarm import Swarm
+from colab_swarm.backbone.keeper import Vault
+from colab_swarm.backbone.observer import LossCurve
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
 from tests.training.toy import join_training, loss_of, model, parameters_of
@@ -76,7 +76,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         keeper = scene.backbone and scene.backbone.keepers[PREFIX]
         assert keeper and keeper.standing_in is None  # bob's optimizer is still there
         sim.network.now().crash("bob")
-        sim.run(lambda swarm: swarm._runtime.call(keeper.look()))
+        sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
         assert keeper.observer.trainers == {}
         assert keeper.standing_in == keeper.vault.history[-1].step
 

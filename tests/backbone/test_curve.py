@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.backbone.curve import MAX_POINTS, LossCurve, LossPoint, weighted_quantile
+from colab_swarm.backbone.observer import MAX_POINTS, LossCurve, LossPoint, weighted_quantile
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import Branch, ProgressRecord
 

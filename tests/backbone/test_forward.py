@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from colab_swarm.backbone.config import Forward
-from colab_swarm.backbone.curve import LossPoint
-from colab_swarm.backbone.forward import Forwarder
+from colab_swarm.backbone.hub import Forwarder
+from colab_swarm.backbone.observer import LossPoint
 
 TRACKER = """
 import json

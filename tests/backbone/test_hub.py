@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.backbone.hub import HubPush, HubSettings
-from colab_swarm.backbone.vault import Checkpoint, Vault
+from colab_swarm.backbone.keeper import Checkpoint, Vault
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.backbone.hub import StandIn, wait_until
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.backbone.vault import Vault
-from colab_swarm.tensors.tensorfile import read_tensors
+from colab_swarm.backbone.keeper import Vault
+from colab_swarm.tensors.statedict import read_tensors
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0
 BACKBONE = """
 import json, sys, threading
 from colab_swarm.backbone.config import read_run_file
-from colab_swarm.backbone.serve import serve
+from colab_swarm.backbone.backbone import serve
 with serve(read_run_file(sys.argv[1])) as served:
     print(json.dumps({"invite": served.invite, "dashboard": served.dashboard, "id": served.swarm.id.hex()}), flush=True)
     threading.Event().wait()

@@ -8,9 +8,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from colab_swarm.backbone.page import render_live, render_page
-from colab_swarm.backbone.prometheus import render_prometheus
-from colab_swarm.backbone.view import CollaborationView, View
+from colab_swarm.backbone.web import CollaborationView, View, render_live, render_page, render_prometheus
 from colab_swarm.markup import SCRIPT, content_security_policy
 from tests.backbone.views import EVIL, view
 

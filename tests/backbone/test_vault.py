@@ -12,14 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.backbone.vault import Vault
+from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.tensorfile import read_tensors
+from colab_swarm.tensors.statedict import read_tensors
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
-from colab_swarm.training.lamb import Lamb
-from colab_swarm.training.layout import Layout, TensorEntry, decode_layout, snapshot_of, tensors_of
+from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import Snapshot
+from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, snapshot_of, tensors_of
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 

@@ -10,8 +10,7 @@ import aiohttp
 import pytest
 
 from colab_swarm.backbone.config import Dashboard
-from colab_swarm.backbone.view import View
-from colab_swarm.backbone.web import ANSWERS_PER_S, DashboardServer
+from colab_swarm.backbone.web import ANSWERS_PER_S, DashboardServer, View
 from tests.backbone.views import view
 
 

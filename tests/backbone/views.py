@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from colab_swarm.backbone.curve import LossPoint
-from colab_swarm.backbone.observer import RoundRow
-from colab_swarm.backbone.roster import PeerLine, PeerSpan
-from colab_swarm.backbone.vault import Checkpoint
-from colab_swarm.backbone.view import CollaborationView, Given, View
-from colab_swarm.widgets.loss_band import sahajbert
+from colab_swarm.backbone.keeper import Checkpoint
+from colab_swarm.backbone.observer import LossPoint, PeerLine, PeerSpan, RoundRow
+from colab_swarm.backbone.web import CollaborationView, Given, View
+from colab_swarm.notebook.loss_band import sahajbert
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

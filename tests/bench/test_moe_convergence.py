@@ -8,7 +8,7 @@ from torch import nn
 
 from colab_swarm.bench import moe_convergence as bench
 from colab_swarm.bench.moe_convergence import DIM, Curve, Curves, Digits, Emulation, Experts, Scene
-from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.expert import FeedForward
 
 TINY = Scene((2, 3), trainers=3, delay_s=1.0, batches=6, evaluations=2)
 

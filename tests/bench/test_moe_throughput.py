@@ -6,7 +6,7 @@ import pytest
 
 from colab_swarm.bench import moe_throughput as bench
 from colab_swarm.bench.moe_throughput import CPU
-from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.expert import FeedForward
 
 
 @pytest.mark.slow

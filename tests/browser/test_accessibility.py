@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.jobs import view as job
-from colab_swarm.jobs import volunteer_view as volunteer
+from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, swarm_map, views
+from colab_swarm.notebook import coordinator_view as job
+from colab_swarm.notebook import volunteer_view as volunteer
 from colab_swarm.snapshot import Energy, Given, PeerRow, SessionTime
-from colab_swarm.widgets import consistency, doctor, experts, lesson, render, rounds, swarm_map
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.jobs.test_view import MARKS
-from tests.jobs.test_volunteer_view import SNAPSHOT as VOLUNTEER
-from tests.widgets import test_consistency, test_doctor, test_experts, test_lesson, test_rounds
+from tests.notebook import test_consistency, test_doctor_view, test_experts, test_lesson, test_rounds
+from tests.notebook.test_coordinator_view import MARKS
+from tests.notebook.test_volunteer_view import SNAPSHOT as VOLUNTEER
 from tests.workunits.statuses import status
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -59,7 +59,7 @@ SWARM = dataclasses.replace(
     paused=True,
 )
 VIEWS = {
-    "swarm": render.render_html(SWARM),
+    "swarm": views.render_html(SWARM),
     "rounds": rounds.render_html(SWARM),
     "map": swarm_map.render_html(SWARM),
     "experts": experts.render_html(test_experts.SNAPSHOT),
@@ -69,8 +69,8 @@ VIEWS = {
     "job": job.render_html(status(marks=MARKS)),
     "volunteer": volunteer.render_html(VOLUNTEER),
     "consistency": consistency.render_html(test_consistency.snapshot(0.2, 0.4, 1.3)),
-    "doctor": doctor.render_html([test_doctor.GOOD, test_doctor.LOOK, test_doctor.STOP]),
-    "lesson": lesson.lesson_html(test_lesson.LESSON_NOW),
+    "doctor": checks.render_html([test_doctor_view.GOOD, test_doctor_view.LOOK, test_doctor_view.STOP]),
+    "lesson": lessons.lesson_html(test_lesson.LESSON_NOW),
 }
 TRAINED = """import torch, colab_swarm as cs
 swarm = cs.create("accessible", peer_name="alice")

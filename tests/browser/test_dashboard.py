@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from colab_swarm.backbone.config import Dashboard
-from colab_swarm.backbone.view import View
-from colab_swarm.backbone.web import DashboardServer
+from colab_swarm.backbone.web import DashboardServer, View
 from tests.backbone.views import EVIL, view
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site

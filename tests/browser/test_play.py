@@ -26,8 +26,8 @@ def train(swarm):
     "simulation = cs.simulate(4, samples_per_s=8)\nlesson = simulation.play(train, speed=5)\nlesson",
     "lesson.stop()\nprint(lesson.wishes[0].verb, lesson.wishes[1].verb, lesson)",
     """
-from colab_swarm.asking import Asking
-from colab_swarm.recipes.asking import Classes
+from colab_swarm.notebook.try_model import Asking
+from colab_swarm.recipes.evaluation import Classes
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 Asking().try_model(None, model, Classes("0123456789", shape=(1, 8, 8), ink=1.0))
 """,

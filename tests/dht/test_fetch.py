@@ -7,8 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from colab_swarm.dht.messages import Fetch, Fetched
-from colab_swarm.dht.records import Record
+from colab_swarm.dht.records import Fetch, Fetched, Record
 from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import PeerId

@@ -7,8 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.lookup import GRACE, Lookup, Patience
-from colab_swarm.dht.routing import distance
+from colab_swarm.dht.routing import GRACE, Lookup, Patience, distance
 from colab_swarm.net.peers import Contact, PeerId
 
 TARGET = bytes(32)

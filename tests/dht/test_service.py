@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
-from colab_swarm.dht.records import Record
+from colab_swarm.dht.records import FindPeers, FindValue, FoundPeers, FoundValue, Record, Store, Stored
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault

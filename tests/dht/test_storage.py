@@ -10,9 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.messages import FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored
-from colab_swarm.dht.records import CLOCK_SLACK_S, Inspector, Limits, Record
-from colab_swarm.dht.storage import Storage
+from colab_swarm.dht.records import (
+    CLOCK_SLACK_S,
+    FindPeers,
+    FindValue,
+    FoundPeers,
+    FoundValue,
+    Inspector,
+    Limits,
+    Record,
+    Storage,
+    Store,
+    Stored,
+)
 from colab_swarm.net.identity import Identity
 
 KEY = bytes(32)

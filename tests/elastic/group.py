@@ -9,19 +9,17 @@ import torch
 from colab_swarm.elastic.group import PeerGroup
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.settings import ElasticSettings
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import BATCH, loss_of, model, parameters_of
 
 LR = 0.05
 
 
 def join_group(swarm: Swarm, net: torch.nn.Module, peers: int, **options: Any) -> ElasticOptimizer:
-    services = swarm._services
+    services = swarm.services
     settings = ElasticSettings(f"{swarm.run_id}/elastic/model", peers, **options)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
-    return ElasticOptimizer(
-        swarm._runtime, sgd, settings, PeerGroup(services), services.events, services.pace
-    )
+    return ElasticOptimizer(swarm.runtime, sgd, settings, PeerGroup(services), services.events, services.pace)
 
 
 def rows_of(member: int, peers: int) -> slice:

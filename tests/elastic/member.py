@@ -17,7 +17,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.elastic.schedulers import CrashTolerant
 from colab_swarm.elastic.settings import ElasticStep
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 
 OPTIONS = cs.PeerOptions(lan=False, use_relays=False)

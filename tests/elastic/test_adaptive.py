@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_emulation import Emulation, Scene
-from colab_swarm.elastic.adaptive import AdaptiveBeta
-from colab_swarm.elastic.bounds import Facts
-from colab_swarm.elastic.schedulers import NormBounded, Scheduler
+from colab_swarm.elastic.schedulers import AdaptiveBeta, Facts, NormBounded, Scheduler
 from tests.elastic.test_meter import DIM, SIZES, late, noisy_quadratic
 
 STEPS, SETTLED = 400, 60

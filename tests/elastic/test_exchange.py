@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Member
-from colab_swarm.elastic.exchange import Exchange, Piece, Receiver
-from colab_swarm.elastic.peer_exchange import READY, ElasticLink, PeerExchange
+from colab_swarm.elastic.group import READY, ElasticLink, PeerExchange
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.settings import ElasticSettings
+from colab_swarm.elastic.settings import ElasticSettings, Exchange, Piece, Receiver
 from colab_swarm.elastic.steps import OwnBucket, Steps
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft

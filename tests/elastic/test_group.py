@@ -15,7 +15,7 @@ from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.settings import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -154,7 +154,7 @@ def test_while_the_waiting_peers_are_read_again_the_known_ones_are_expected() ->
             forming._on_called(forming._ticket, carol)
 
         dht: Any = Answers(during)
-        services = dataclasses.replace(swarm._services, dht=dht)
+        services = dataclasses.replace(swarm.services, dht=dht)
         forming = _Forming(services, ElasticSettings("run/elastic/model", 2), "terms", replica)
         forming._present.add(bob)
         await forming._look()
@@ -162,7 +162,7 @@ def test_while_the_waiting_peers_are_read_again_the_known_ones_are_expected() ->
 
     with cs.simulate(1) as sim:
         swarm = sim.swarms["alice"]
-        swarm._runtime.call(main(swarm))
+        swarm.runtime.call(main(swarm))
     assert expected == [[bob], [carol]]  # carol called meanwhile, bob's record has expired
 
 

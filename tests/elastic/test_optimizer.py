@@ -20,8 +20,8 @@ from colab_swarm.elastic.schedulers import (
 from colab_swarm.elastic.settings import ElasticStep
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, PeerLeft
-from colab_swarm.simulation import Simulation
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group, reference, rows_of
 from tests.training.toy import loss_of, model, parameters_of
 

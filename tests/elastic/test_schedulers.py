@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from colab_swarm.elastic.bounds import Facts
 from colab_swarm.elastic.schedulers import (
     Arrived,
     BoundedStaleness,
     CrashTolerant,
+    Facts,
     NormBounded,
     Scheduler,
     Standing,

@@ -10,15 +10,12 @@ import torch
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import Event, EventLog
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.checkpoints import SavedExpert, cut, freeze
-from colab_swarm.moe.chunks import Shelf
+from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule
+from colab_swarm.moe.expert import ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted
-from colab_swarm.moe.memory import measure
-from colab_swarm.moe.services import ExpertServices
+from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted, measure
+from colab_swarm.moe.saves import SavedExpert, Shelf, cut, freeze
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 GRID = Grid("ffn", (2, 3))

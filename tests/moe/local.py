@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.moe.dispatch import ExpertAccess
+from colab_swarm.moe.calls import ExpertAccess, ExpertInfo
 from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.services import ExpertInfo
 from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.codecs import Floats
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from colab_swarm.moe.balance import Usage, balance_loss
+from colab_swarm.moe.layer import Usage, balance_loss
 
 
 def test_the_loss_is_the_squared_coefficient_of_variation() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from colab_swarm.moe.bans import Bans, BanSettings
+from colab_swarm.moe.records import Bans, BanSettings
 
 
 def test_each_failure_in_a_row_is_left_out_twice_as_long() -> None:

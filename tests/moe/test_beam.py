@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.moe.beam import Mask, beam_search
-from colab_swarm.moe.grid import Index
+from colab_swarm.moe.grid import Index, Mask, beam_search
 from colab_swarm.tensors.codecs import Floats
 
 Scores = list[Floats]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.moe.blocks import FeedForward, Nop, TransformerBlock
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop, TransformerBlock
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 

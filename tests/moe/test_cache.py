@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from colab_swarm.moe.cache import Cache
+from colab_swarm.moe.directory import Cache
 from colab_swarm.sim import run_virtual, virtual_time
 
 

@@ -12,12 +12,16 @@ import torch
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, ExpertCalls
-from colab_swarm.moe.expert import Expert, ExpertRule
-from colab_swarm.moe.messages import BackwardExpert, ForwardExpert, Part
+from colab_swarm.moe.calls import (
+    LINK_BUSY_RETRY_S,
+    BackwardExpert,
+    ExpertCalls,
+    ExpertInfo,
+    ForwardExpert,
+    Part,
+)
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.server import ExpertServer
-from colab_swarm.moe.services import ExpertInfo
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time

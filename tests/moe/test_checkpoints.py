@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.checkpoints import (
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.saves import (
     CHUNK_BYTES,
     Manifest,
     SavedExpert,
     check_fit,
     cut,
+    cut_digests,
+    digest_of,
     freeze,
     thaw,
 )
-from colab_swarm.moe.chunks import cut_digests, digest_of
-from colab_swarm.moe.expert import Expert, ExpertRule
 
 RULE = ExpertRule(
     lambda parameters: torch.optim.Adam(parameters, lr=1e-2),

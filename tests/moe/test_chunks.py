@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.chunks import ChunkStore, Save, Shelf, cut_digests, digest_of
+from colab_swarm.moe.saves import ChunkStore, Save, Shelf, cut_digests, digest_of
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 

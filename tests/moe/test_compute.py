@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.moe.batching import Key
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.compute import Answer, Call, compute
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import Answer, Call, Expert, ExpertRule, FeedForward, compute
 from colab_swarm.net.peers import Refusal
 from colab_swarm.tensors.codecs import CODECS, codec_of
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from colab_swarm.moe.device import DeviceThread
 from colab_swarm.sim import run_virtual
+from colab_swarm.tensors.device import DeviceThread
 from tests.net.swarm import run
 
 

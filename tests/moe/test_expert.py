@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.blocks import FeedForward, Nop
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ADAM = ExpertRule(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from colab_swarm.moe.gating import Gating, mixing_weights, priorities
+from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 
 
 def test_a_priority_is_the_sum_of_its_indices_scores() -> None:

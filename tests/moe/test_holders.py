@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, StateError
-from colab_swarm.moe.checkpoints import SavedExpert
-from colab_swarm.moe.chunks import digest_of
 from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SavePlace, SaveRecord
 from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
+from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual, virtual_time
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of

@@ -15,12 +15,11 @@ from torch import nn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertCalls, ExpertServices
 from colab_swarm.moe.copies import SavePlace, SaveRecord
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.host import ExpertHost, plan_host
 from colab_swarm.moe.hosting import Hosting, HostSettings, Premises, Wanted
-from colab_swarm.moe.services import ExpertServices
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-from colab_swarm.moe.expert import ExpertRule
+from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import plan_host, sample_of
 from colab_swarm.moe.hosting import HostSettings, Wanted

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.errors import NoExpertsError
-from colab_swarm.moe.gating import priorities
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, priorities
 from tests.moe.local import LR, LocalExperts, access, tanh_expert
 
 GRID = Grid("ffn", (2, 3))

@@ -15,17 +15,12 @@ from torch import Tensor, nn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertAccess, ExpertCalls, ExpertServices
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.dispatch import ExpertAccess
-from colab_swarm.moe.expert import Expert, ExpertRule
-from colab_swarm.moe.gating import mixing_weights, priorities
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
-from colab_swarm.moe.remote import RemoteExpert
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, mixing_weights, priorities
 from colab_swarm.moe.server import ExpertServer
-from colab_swarm.moe.services import ExpertServices
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 from colab_swarm.net.node import Node
 from colab_swarm.runtime import Runtime

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from colab_swarm.moe.expert import ExpertRule
-from colab_swarm.moe.memory import MOST, Footprint, experts_that_fit, explain, free_bytes, measure
+from colab_swarm.moe.hosting import MOST, Footprint, experts_that_fit, explain, free_bytes, measure
 
 FOOTPRINT = Footprint(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.messages import PART_BYTES, encoded, spans
+from colab_swarm.moe.calls import PART_BYTES, encoded, spans
 from colab_swarm.tensors.codecs import CODECS, codec_of
 
 NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]

@@ -8,10 +8,9 @@ import pytest
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import ExpertCalls
-from colab_swarm.moe.messages import ForwardExpert, Part
+from colab_swarm.moe.calls import ExpertCalls, ForwardExpert, Part
 from colab_swarm.moe.server import PAUSED_RETRY_S, ExpertServer
-from colab_swarm.pausing import Gate
+from colab_swarm.runtime import Gate
 from tests.moe.test_server import DIM, expert, info, samples
 from tests.net.swarm import peers, run, until
 

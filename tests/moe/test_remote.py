@@ -8,7 +8,7 @@ from torch import nn
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.remote import RemoteExpert
+from colab_swarm.moe.layer import RemoteExpert
 from tests.moe.local import LocalExperts, access, tanh_expert
 
 GRID = Grid("ffn", (3,))

@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-from colab_swarm.moe.calls import ExpertCalls
-from colab_swarm.moe.expert import Expert, ExpertRule
-from colab_swarm.moe.messages import BackwardExpert, CallExpert, ForwardExpert, Part
+from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls, ExpertInfo, ForwardExpert, Part
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.server import ExpertServer, ServerSettings
-from colab_swarm.moe.services import ExpertInfo
-from colab_swarm.net.admission import OpenAdmission
+from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time

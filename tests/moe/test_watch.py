@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.snapshot import ExpertsSnapshot
-from colab_swarm.moe.tally import ExpertStatistics
-from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsWatch, Rates
+from colab_swarm.moe.server import ExpertStatistics
+from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, Rates
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from colab_swarm.sim import run_virtual

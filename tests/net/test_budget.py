@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.budget import RateMeter, TokenBucket
+from colab_swarm.net.carrier import RateMeter, TokenBucket
 
 
 def test_a_bucket_lets_a_burst_through_and_then_keeps_the_rate() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.clock import SwarmClock
+from colab_swarm.net.linker import SwarmClock
 
 
 def test_two_skewed_peers_meet_in_the_middle() -> None:

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
-from colab_swarm.net import answers
-from colab_swarm.net.dialling import dial_any
+from colab_swarm.net import link as answers
 from colab_swarm.net.frames import Kind, encode
+from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.hello import Introduction
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S

@@ -18,7 +18,7 @@ from colab_swarm.net import upgrade
 from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import Path, Way
 from colab_swarm.net.circuits import Circuits
-from colab_swarm.net.listener import TICKET
+from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.peers import Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
     Accepted,

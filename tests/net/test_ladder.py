@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from colab_swarm.net.ladder import Ladder, Report, Rung
 from colab_swarm.net.peers import PeerId
+from colab_swarm.net.reachability import Ladder, Report, Rung
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)

@@ -17,7 +17,7 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.net.admission import OpenAdmission
+from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Refusal, Role
 from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, run, silence, start, until

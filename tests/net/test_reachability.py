@@ -13,10 +13,9 @@ from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
 from colab_swarm.net.addresses import may_dial_back
-from colab_swarm.net.ladder import Rung
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
-from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
+from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch, Rung
 from colab_swarm.net.relay import Relay
 from tests.net.swarm import Echo, peers, run, until
 

@@ -252,7 +252,7 @@ def test_peers_without_a_place_are_not_called() -> None:
 
 
 def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.net.dialling.DETOUR_AFTER_S", 0.0)
+    monkeypatch.setattr("colab_swarm.net.handshake.DETOUR_AFTER_S", 0.0)
 
     async def main() -> None:
         async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):

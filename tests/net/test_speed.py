@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
-from colab_swarm.net.peers import UNDECODABLE, Stream
-from colab_swarm.net.speed import (
+from colab_swarm.net.metering import (
     MAX_SIZE_BYTES,
     PAUSE_S,
     Beat,
@@ -23,6 +22,7 @@ from colab_swarm.net.speed import (
     _absorb,
     measure,
 )
+from colab_swarm.net.peers import UNDECODABLE, Stream
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 from tests.net import swarm as real
 

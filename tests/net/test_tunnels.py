@@ -17,8 +17,7 @@ import pytest
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
-from colab_swarm.net.guardian import Guardian
-from colab_swarm.net.ngrok import ADVICE, explain
+from colab_swarm.net.agents import ADVICE, Guardian, explain
 from colab_swarm.net.node import Node
 from colab_swarm.net.tunnels import QuotaMeter, Tunnel, TunnelSettings, probe
 from colab_swarm.snapshot import describe
@@ -115,7 +114,7 @@ def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_
 def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.ngrok.API_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("colab_swarm.net.agents.API_TIMEOUT_S", 0.2)
     events = EventLog()
 
     async def main() -> None:

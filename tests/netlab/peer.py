@@ -135,7 +135,7 @@ def state(swarm: cs.Swarm) -> dict[str, Any]:
 def main() -> None:
     verb, what, options = sys.argv[1], sys.argv[2], cs.PeerOptions(**json.loads(sys.argv[3]))
     swarm = (cs.create if verb == "create" else cs.join)(what, options=options)
-    node = swarm._services.peers
+    node = swarm.services.peers
     assert isinstance(node, Node)
     node.serve(Echo, echo)
     node.serve_stream(Piece, take)

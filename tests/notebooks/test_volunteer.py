@@ -17,12 +17,12 @@ import colab_swarm as cs
 
 inputs = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
 labels = (inputs[:, 0] > 0).astype(np.int64)
-job = cs.Job(
+job = cs.workunits.Job(
     "signs",
     lambda: nn.Linear(8, 2),
     data=(inputs, labels),
     validation=(inputs, labels),
-    plan=cs.WorkPlan(subsets=2, max_epochs=2, local_epochs=5),
+    plan=cs.workunits.WorkPlan(subsets=2, max_epochs=2, local_epochs=5),
 )
 """
 
@@ -32,13 +32,13 @@ def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_
     job, folder = tmp_path / "job.py", tmp_path / "coordinator"
     job.write_text(CODE)
     with (
-        cs.coordinate(job, folder=folder, host="127.0.0.1", servers=1) as coordinator,
+        cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1) as coordinator,
         opened("volunteer", tmp_path) as notebook,
     ):
         link = str(coordinator.link)
         notebook.run()
         shown = notebook.run(LINK=link)
-        assert "trust_code=True" in shown and 'cs.Job(\n    "signs"' in shown
+        assert "trust_code=True" in shown and 'cs.workunits.Job(\n    "signs"' in shown
         with pytest.raises(CellFailed, match="trust_code=True"):
             notebook.run(MY_NAME="alice")
         notebook.run(MY_NAME="alice", I_TRUST_THE_CODE=True)

@@ -9,11 +9,19 @@ import pytest
 import torch
 from transformers import AlbertForPreTraining, PreTrainedTokenizerFast
 
-from colab_swarm.recipes.albert import SIZES, albert, albert_config, mean_loss
-from colab_swarm.recipes.hyperparameters import SETTINGS, AlbertSettings, albert_optimizer, parameter_groups
-from colab_swarm.recipes.memory import Fit
+from colab_swarm.recipes.masked_lm import (
+    SETTINGS,
+    SIZES,
+    AlbertSettings,
+    Fit,
+    albert,
+    albert_config,
+    albert_optimizer,
+    mean_loss,
+    parameter_groups,
+)
 from colab_swarm.recipes.streaming import StreamedBatches
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layerwise import Lamb
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,9 @@ def test_the_learning_rate_rises_for_5000_steps_and_falls_to_nothing_at_125000()
 def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.recipes.albert._fit_this_machine", lambda *_: Fit(2, checkpointing=True))
+    monkeypatch.setattr(
+        "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: Fit(2, checkpointing=True)
+    )
     model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
     assert isinstance(batches, StreamedBatches)
     batch = next(batches)
@@ -151,6 +161,6 @@ def test_a_wrong_size_or_length_is_refused() -> None:
 @pytest.mark.slow
 def test_importing_the_recipe_imports_no_large_library() -> None:
     large = "{'transformers', 'datasets', 'tokenizers'}"
-    program = f"import sys, colab_swarm.recipes.albert; print(*{large} & {{*sys.modules}})"
+    program = f"import sys, colab_swarm.recipes.masked_lm; print(*{large} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""

@@ -8,9 +8,9 @@ import torch
 from transformers import AlbertForMaskedLM, AlbertForPreTraining, PreTrainedTokenizerFast
 from transformers.modeling_outputs import MaskedLMOutput
 
-from colab_swarm.recipes.albert import SIZES, albert_config
 from colab_swarm.recipes.evaluation import Guess, fill_mask, masked_loss
-from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.recipes.masked_lm import SIZES, albert_config
+from colab_swarm.recipes.text import train_tokenizer
 
 RHYME = ["one two three four five six seven eight nine ten eleven twelve " * 4]
 

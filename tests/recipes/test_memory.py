@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining
 
-from colab_swarm.recipes.albert import SIZES, AlbertSize
-from colab_swarm.recipes.memory import (
+from colab_swarm.recipes.masked_lm import (
     ENOUGH,
     LAYER_VALUES,
+    SIZES,
+    AlbertSize,
     Fit,
     checkpoint_layers,
     fit_memory,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.recipes.prefetch import Prefetched
-from colab_swarm.recipes.shards import Stopped
+from colab_swarm.recipes.streaming import Prefetched, Stopped
 
 TIMEOUT_S = 20
 

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from colab_swarm.recipes.pretraining import IGNORED, PretrainingBatches, peer_seed
-from colab_swarm.recipes.text import TextSource, open_text
-from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.recipes.text import TextSource, open_text, train_tokenizer
 from tests.recipes.test_text import read
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from colab_swarm.recipes.sentences import Passage, order_sample, passages, split_sentences
-from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.recipes.text import Passage, order_sample, passages, split_sentences, train_tokenizer
 from tests.recipes.test_text import read
 
 

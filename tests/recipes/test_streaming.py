@@ -20,7 +20,7 @@ from colab_swarm.recipes.streaming import (
     StreamedBatches,
     TextMix,
 )
-from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.recipes.text import train_tokenizer
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
 from tests.recipes.test_sentences import Passage

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from colab_swarm.recipes.tokenizer import SPECIALS, load_tokenizer, train_tokenizer
+from colab_swarm.recipes.text import SPECIALS, load_tokenizer, train_tokenizer
 from tests.recipes.test_text import read
 
 BENGALI = [
@@ -21,7 +21,7 @@ BENGALI = [
 PROGRAM = """
 import hashlib, random
 from colab_swarm.recipes.text import open_text
-from colab_swarm.recipes.tokenizer import train_tokenizer
+from colab_swarm.recipes.text import train_tokenizer
 tokenizer = train_tokenizer(open_text("python-docs")(random.Random(0)), vocabulary=2000)
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """

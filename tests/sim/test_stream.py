@@ -10,7 +10,7 @@ from colab_swarm.errors import CallRefused, PeerLost, ProtocolError
 from colab_swarm.net.mux import STREAM_WINDOW_BYTES, item_cost
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Message, Refusal, Stream, StreamEnded
 from colab_swarm.sim import run_virtual, virtual_time
-from colab_swarm.sim.stream import encode
+from colab_swarm.sim.link import encode
 from tests.sim.talk import Ask, Tell, Unserved, pair
 
 CHUNK = bytes(1 << 16)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.tensors.codecs import codec_of
-from colab_swarm.tensors.sparse import SAMPLE_VALUES, TopK
+from colab_swarm.tensors.codecs import SAMPLE_VALUES, TopK, codec_of
 
 shares = st.sampled_from([0.0001, 0.001, 0.01, 0.07, 0.25, 0.5])
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import colab_swarm as cs
 from colab_swarm.errors import HostError
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.host import HostOptimizer, host_optimizer
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layerwise import Lamb
 from tests.training.toy import BATCH, ROWS, loss_of, model, parameters_of, wait_for_peers
 
 RANKS = 2

@@ -13,8 +13,8 @@ import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
 from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.net.peers import Message
-from colab_swarm.simulation import Simulation
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, train_freely
 
@@ -34,7 +34,7 @@ def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
     """Until this peer knows of the assistant and of all trainers."""
     collaboration = optimizer.collaboration
     while len(collaboration.progress.records) < trainers or not collaboration.assistants.records:
-        swarm._runtime.call(collaboration.refresh())
+        swarm.runtime.call(collaboration.refresh())
 
 
 def train_halves(swarm: Swarm, steps: int) -> Result:
@@ -69,7 +69,7 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
     with simulation("bob", "carol") as sim:
         results = sim.run(lambda swarm: train_halves(swarm, 10))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assistance = sim.swarms["alice"].assistance
+        assistance = sim.swarms["alice"].training.assistance
         helped = sim.swarms["alice"].events.recent(RoundFinished)
     assert len(lineages(results)) == 1
     for name in HALVES:
@@ -85,7 +85,7 @@ def test_a_newcomer_gets_the_state_of_peers_it_cannot_reach_through_the_assistan
         sim.join("dave", at=6.0, listen=False)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         received = sim.swarms["dave"].events.recent(StateReceived)
-        assert sim.swarms["alice"].assistance.snapshot().mirrored_bytes > 0
+        assert sim.swarms["alice"].training.assistance.snapshot().mirrored_bytes > 0
         assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
     assert results["dave"] and len(lineages(results)) == 1
 
@@ -100,7 +100,7 @@ def test_training_goes_on_when_the_assistant_crashes_in_a_round_and_comes_back(p
         results = sim.run(lambda swarm: train_or_assist(swarm, 90))
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].assistance.snapshot().rounds > 20
+        assert sim.swarms["alice"].training.assistance.snapshot().rounds > 20
     assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
     assert results["bob"] and results["carol"] and len(lineages(results)) == 1
 
@@ -119,7 +119,7 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         sim.join("dave")
         results = sim.run(lambda swarm: train_or_assist(swarm, 12))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].assistance.snapshot().rounds >= 8
+        assert sim.swarms["alice"].training.assistance.snapshot().rounds >= 8
     assert len(lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
 
@@ -171,7 +171,7 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to
     for only, helped in ((None, {"one", "two"}), ("two", {"two"})):
         with simulation("bob", "carol") as sim:
             sim.run(lambda swarm, only=only: train(swarm, only))
-            prefixes = sim.swarms["alice"].assistance.snapshot().collaborations
+            prefixes = sim.swarms["alice"].training.assistance.snapshot().collaborations
         assert {prefix.partition("/")[2] for prefix in prefixes} == helped
 
 
@@ -185,7 +185,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
             assert "stopped" in repr(assistance)
             return 0
         optimizer = join_training(swarm, model())
-        swarm._runtime.call(optimizer.collaboration.refresh())
+        swarm.runtime.call(optimizer.collaboration.refresh())
         return len(optimizer.collaboration.assistants.records)
 
     with simulation("bob") as sim:
@@ -196,8 +196,8 @@ def test_an_assistant_may_begin_to_train() -> None:
     def train(swarm: Swarm) -> Result:
         if swarm.name == "alice":
             swarm.assist()
-            while not swarm.assistance.snapshot().collaborations:
-                swarm._runtime.call(asyncio.sleep(1))
+            while not swarm.training.assistance.snapshot().collaborations:
+                swarm.runtime.call(asyncio.sleep(1))
         return train_freely(swarm, 12)
 
     with simulation("bob", "carol") as sim:

@@ -9,7 +9,7 @@ import pytest
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim.clock import run_virtual
+from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.training.catch_up import CatchUp, Values
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.state import Snapshot

@@ -9,8 +9,8 @@ import colab_swarm as cs
 from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.events import RoundFinished, StateReceived
-from colab_swarm.swarm import Swarm
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from tests.training.toy import (
     ROWS,
@@ -52,7 +52,7 @@ def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
         optimizer.step(samples=rows.stop - rows.start)
         while optimizer._gathered.samples:  # until a round has begun with them
             optimizer._land(wait=True)
-            optimizer._act(swarm._runtime.call(optimizer.collaboration.wait_due(float("inf"))))
+            optimizer._act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
     optimizer.wait_step()
     return parameters_of(net), optimizer.lineage
 

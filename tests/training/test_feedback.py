@@ -10,14 +10,13 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.partition import Span
+from colab_swarm.averaging.group import Span
 from colab_swarm.errors import StateError
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
-from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 from colab_swarm.training.settings import TrainingSettings
 from tests.training.toy import join_training, loss_of, model
 

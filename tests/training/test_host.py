@@ -13,7 +13,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.training.host import host_optimizer
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layerwise import Lamb
 from tests.training.host_rank import RANKS, STEPS
 from tests.training.toy import (
     ROWS,
@@ -60,7 +60,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
 
         def take_the_other_rows(alive: Alive) -> None:
             while len(optimizer.collaboration.progress.records) < 2 and alive():
-                carol._runtime.call(optimizer.collaboration.refresh())
+                carol.runtime.call(optimizer.collaboration.refresh())
             while optimizer.global_step < STEPS and alive():
                 step = optimizer.global_step
                 loss_of(net, step, slice(3, 10)).backward()

@@ -10,10 +10,8 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.training.checkpoint import CheckpointFolder
-from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.kept_steps import KeptSteps
-from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.checkpoint import CheckpointFolder, KeptSteps
+from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 
 
 class Optimizer:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layerwise import Lamb
 
 
 def reference(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from colab_swarm.training.lars import Lars
+from colab_swarm.training.layerwise import Lars
 
 
 def reference(

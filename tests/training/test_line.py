@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colab_swarm.training.line import KEPT_PER_ROUND, ROUNDS, Rate
+from colab_swarm.training.rounds import KEPT_PER_ROUND, ROUNDS, Rate
 
 MB = 1_000_000
 

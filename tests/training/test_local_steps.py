@@ -15,9 +15,9 @@ from colab_swarm.events import BudgetChosen, RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN
 from colab_swarm.sim.profiles import HostProfile
-from colab_swarm.swarm import Swarm
-from colab_swarm.training.lamb import Lamb
-from colab_swarm.training.thrift import Budget, Choice, Thrift
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.settings import Budget, Choice, Thrift
 from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
 
 STEPS = 4
@@ -194,14 +194,14 @@ def play(*, budget: Budget | None = None, reduces: bool = True) -> tuple[int, fl
         )
         if swarm.name == "bob" and not reduces:
             optimizer.collaboration._rounds.choice = Choice(False, "float32", 1, 0.0, True)
-            swarm._services.peers.limit(BUDGET.rate_bps)
+            swarm.services.peers.limit(BUDGET.rate_bps)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()
             optimizer.step(samples=2)
 
     line = HostProfile(upload_bps=3e6, download_bps=3e6)
     with cs.simulate(3, network=replace(LAN, name="lines", hosts=(line,)), seed=1, samples_per_s=10.0) as sim:
-        bob = sim.swarms["bob"]._services.peers
+        bob = sim.swarms["bob"].services.peers
         sim.run(train, seconds=60.0 * MINUTES)
         steps = sim.swarms["alice"].snapshot().step
         traffic = bob.statistics()

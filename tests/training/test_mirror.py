@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.rooms import Rooms
+from colab_swarm.averaging.matchmaking import Rooms
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, SimPeers, run_virtual
-from colab_swarm.training.mirror import Mirror
-from colab_swarm.training.state import ChunkOf, Snapshot, StateSharing
+from colab_swarm.training.state import ChunkOf, Mirror, Snapshot, StateSharing
 from tests.training.test_state import BLOB, snapshot
 
 

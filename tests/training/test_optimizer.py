@@ -18,12 +18,11 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.sim import SimNetwork, run_virtual
-from colab_swarm.simulation import Simulation
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
-from colab_swarm.training.lamb import Lamb
-from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.records import progress_key
+from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import Services
 from colab_swarm.training.state import Snapshot
@@ -370,7 +369,7 @@ async def lie(services: Services, step: int) -> None:
 def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_newcomers() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, bytes] | None:
         if swarm.name == "bob":
-            swarm._runtime.call(lie(swarm._services, 10**9))
+            swarm.runtime.call(lie(swarm.services, 10**9))
             return None
         return train_freely(swarm, 60)
 
@@ -390,7 +389,7 @@ def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
             sim.network._names[swarm.name].listen = listen
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=10)
-            swarm._runtime.call(optimizer.collaboration._exchange())
+            swarm.runtime.call(optimizer.collaboration._exchange())
             own = optimizer.collaboration.progress.own
             told.append((own.reduces, own.addresses))
         return told

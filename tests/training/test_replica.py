@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colab_swarm.errors import StateError
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from tests.training.toy import loss_of, model, parameters_of
 

@@ -6,7 +6,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.events import Event, RoundFinished, StateReceived
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import ROWS, join_training, loss_of, model
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.events import Fault
-from colab_swarm.swarm import Swarm
+from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model, wait_for_peers
 
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.pausing import Gate
-from colab_swarm.runtime import Runtime
-from colab_swarm.training.turn import Turn
+from colab_swarm.runtime import Gate, Runtime
+from colab_swarm.training.optimizer import Turn
 from tests.training.toy import join_training, loss_of, model
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from colab_swarm.swarm import Swarm
-from colab_swarm.training.lamb import Lamb
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
 
 ROWS = {"alice": slice(0, 1), "bob": slice(1, 3), "carol": slice(3, 6), "dave": slice(6, 10)}
@@ -54,7 +54,7 @@ def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmO
 def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
     """Until this peer has seen the records of ``count`` peers, itself included."""
     while len(optimizer.collaboration.progress.records) < count:
-        swarm._runtime.call(optimizer.collaboration.refresh())
+        swarm.runtime.call(optimizer.collaboration.refresh())
 
 
 def train_own_rows(

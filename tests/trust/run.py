@@ -14,8 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.authority import AuthoritySettings
-from colab_swarm.trust.book import AuthorityBook
+from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
 from colab_swarm.trust.member import Credentials, Member
 from colab_swarm.trust.service import ClosedRun, LinkControl, Trust
 from tests.net.swarm import LOOPBACK, echo, identity

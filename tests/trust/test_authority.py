@@ -13,8 +13,7 @@ from colab_swarm.net.huggingface import Account
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.authority import Allowlist, AuthoritySettings
-from colab_swarm.trust.messages import RequestMembership
+from colab_swarm.trust.authority import Allowlist, AuthoritySettings, RequestMembership
 from tests.net.swarm import run, until
 from tests.trust.run import Clock, Echo, Peer, call, run_with
 

@@ -9,7 +9,7 @@ import pytest
 
 from colab_swarm.net.membership import Grant
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.trust.book import AuthorityBook
+from colab_swarm.trust.authority import AuthorityBook
 
 RUN, NOW = "my-run-0badcafe", 1_750_000_000.0
 ALICE, BOB, CAROL = (PeerId(name * 32) for name in (b"a", b"b", b"c"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.trust.clockwatch import ClockWatch
+from colab_swarm.trust.member import ClockWatch
 
 
 def test_half_a_minute_is_not_worth_a_word() -> None:

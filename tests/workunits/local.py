@@ -19,11 +19,10 @@ from torch import nn
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Message
 from colab_swarm.workunits.coordination import Coordination, CoordinationSettings
-from colab_swarm.workunits.entries import AnyEntry
 from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
-from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.state import AnyEntry
+from colab_swarm.workunits.store import MemoryStore, Store
 from colab_swarm.workunits.tokens import Gate, Token
 from colab_swarm.workunits.uploads import Uploads
 from colab_swarm.workunits.web import CoordinatorServer

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench import store_servers
-from colab_swarm.workunits.entries import Accepted, Assimilated, Unit
-from colab_swarm.workunits.open_store import open_store
-from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.state import Accepted, Assimilated, Unit
+from colab_swarm.workunits.store import Store, open_store
 from colab_swarm.workunits.weights import Floats
 
 SERVERS = {

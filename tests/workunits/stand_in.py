@@ -16,11 +16,11 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.identity import Identity
-from colab_swarm.workunits.backoff import BackoffSettings
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import (
     AskForUnits,
+    BackoffSettings,
     GiveBack,
     GivenUnit,
     GivenUnits,
@@ -30,7 +30,7 @@ from colab_swarm.workunits.messages import (
     Taken,
 )
 from colab_swarm.workunits.tokens import Gate, Token
-from colab_swarm.workunits.unit_training import unit_seed
+from colab_swarm.workunits.training import unit_seed
 from colab_swarm.workunits.weights import Floats, Schema
 
 RUN = "test-run"

@@ -6,9 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.entries import EpochEnded, Measured, Unit
-from colab_swarm.workunits.overview import JobOverview, UnitCounts, VolunteerRow
-from colab_swarm.workunits.status import JobStatus
+from colab_swarm.workunits.overview import JobOverview, JobStatus, UnitCounts, VolunteerRow
+from colab_swarm.workunits.state import EpochEnded, Measured, Unit
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

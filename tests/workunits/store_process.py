@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.store import open_store
 from colab_swarm.workunits.weights import Floats
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.workunits.assimilator import PIECE, assimilate
-from colab_swarm.workunits.weights import Floats
+from colab_swarm.workunits.weights import PIECE, Floats, assimilate
 
 
 def unrolled(

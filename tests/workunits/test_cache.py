@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits import cache as module
-from colab_swarm.workunits.cache import SubsetCache
+from colab_swarm.workunits import client as module
+from colab_swarm.workunits.client import SubsetCache
 
 
 def put(cache: SubsetCache, folder: Path, data: bytes, *, used_at: float) -> str:

@@ -21,10 +21,8 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
-from colab_swarm.workunits.backoff import Backoff, BackoffSettings
-from colab_swarm.workunits.client import CoordinatorClient, _decoded, _problem
-from colab_swarm.workunits.download import Trouble
-from colab_swarm.workunits.messages import GivenUnits, JobCard, Problem, Taken
+from colab_swarm.workunits.client import CoordinatorClient, Trouble, _decoded, _problem
+from colab_swarm.workunits.messages import Backoff, BackoffSettings, GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.workunits.entries import Accepted, Unit
-from colab_swarm.workunits.sqlite import SqliteStore
+from colab_swarm.workunits.state import Accepted, Unit
+from colab_swarm.workunits.store import SqliteStore
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.local import coordinating, run, tiny_job
 

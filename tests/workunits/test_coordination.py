@@ -13,11 +13,10 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.coordination import CoordinationSettings
-from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.memory import MemoryStore
 from colab_swarm.workunits.messages import Taken
-from colab_swarm.workunits.open_store import open_store
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
+from colab_swarm.workunits.store import MemoryStore, open_store
 from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
 
 CODE = """

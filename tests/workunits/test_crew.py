@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colab_swarm.workunits.crew import Crew, code_of_servers
+from colab_swarm.workunits.assimilation import Crew, code_of_servers
 from colab_swarm.workunits.job import Job
 
 
@@ -68,7 +68,7 @@ def test_all_are_waited_for_at_the_end() -> None:
 
 
 def test_servers_measure_by_the_plan_that_the_coordinator_has_not_by_the_files() -> None:
-    code = "import torch\nimport colab_swarm as cs\njob = cs.Job('tiny', torch.nn.Identity, (), ())"
+    code = "import torch\nimport colab_swarm as cs\njob = cs.workunits.Job('tiny', torch.nn.Identity, (), ())"
     job = Job.from_code(code, "job.py").with_plan(seed=7, validation_samples=5)
     found = Job.from_code(code_of_servers(job), "job.py of servers").plan
     assert (found.seed, found.validation_samples) == (7, 5)

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
-from colab_swarm.workunits.entries import (
+from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.overview import UnitCounts, UnitMark
+from colab_swarm.workunits.state import (
+    FREE_RETURNS,
+    LONGEST_REST_S,
     Accepted,
     AnyEntry,
     Assigned,
@@ -21,9 +25,6 @@ from colab_swarm.workunits.entries import (
     Rejected,
     Returned,
 )
-from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import UnitCounts, UnitMark
-from colab_swarm.workunits.reliability import FREE_RETURNS, LONGEST_REST_S
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
 

@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 
 from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.entries import (
+from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
     Assigned,
@@ -27,7 +28,6 @@ from colab_swarm.workunits.entries import (
     decode_entry,
     encode_entry,
 )
-from colab_swarm.workunits.job import WorkPlan
 
 SUBSETS, EPOCHS = 20, 3
 MISBEHAVIOUR = {"alice": 0.0, "bob": 0.05, "carol": 0.1, "dave": 0.3, "erin": 0.5, "frank": 0.9}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colab_swarm.workunits.job import Job, WorkPlan, cross_entropy, share_correct
-from colab_swarm.workunits.unit_training import Evaluator
+from colab_swarm.workunits.training import Evaluator
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 

@@ -8,12 +8,9 @@ import re
 import msgspec
 import pytest
 
-from colab_swarm.workunits.entries import EpochEnded
-from colab_swarm.workunits.overview import UnitCounts
-from colab_swarm.workunits.page import render_live, render_page
-from colab_swarm.workunits.prometheus import render_prometheus
-from colab_swarm.workunits.status import JobStatus
-from colab_swarm.workunits.svg import accuracy_svg
+from colab_swarm.workunits.overview import JobStatus, UnitCounts
+from colab_swarm.workunits.page import accuracy_svg, render_live, render_page, render_prometheus
+from colab_swarm.workunits.state import EpochEnded
 from tests.backbone.test_page import Tags
 from tests.workunits.statuses import EVIL, NOW, status
 
@@ -41,7 +38,7 @@ def test_the_page_says_where_the_job_is() -> None:
     for text in (
         "4,970,122 numbers", "50,000 samples", "Epoch 7 of 20 at most", "<b>17</b> done", "<b>21</b> not begun",
         "71.9%", "404", "24 ms", "90 ms", "target 82.0%", "alice", "high (99%)", "fair (71%)", "new",
-        "banned for 28 min", "2 min ago", "without a name", "cs.volunteer(link)",
+        "banned for 28 min", "2 min ago", "without a name", "cs.workunits.volunteer(link)",
     ):  # fmt: skip
         assert text in live, text
 
@@ -49,7 +46,7 @@ def test_the_page_says_where_the_job_is() -> None:
 def test_a_job_that_has_just_begun_and_one_that_is_over_have_a_page_too() -> None:
     assert "Known when the first epoch is over" in render_live(NEW) and "None yet." in render_live(NEW)
     over = render_live(status(finished="accuracy 0.823 reached the target 0.82"))
-    assert "Finished after epoch 6: accuracy 0.823" in over and "cs.volunteer" not in over
+    assert "Finished after epoch 6: accuracy 0.823" in over and "cs.workunits.volunteer" not in over
 
 
 def test_a_store_that_is_away_is_told() -> None:

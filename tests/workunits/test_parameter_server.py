@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import Accepted, AnyEntry, Assimilated, Measured, Unit
-from colab_swarm.workunits.memory import MemoryStore
-from colab_swarm.workunits.parameter_server import LEASE_S, ParameterServer
-from colab_swarm.workunits.sqlite import SqliteStore
-from colab_swarm.workunits.store import Store, Update
-from colab_swarm.workunits.unit_training import Evaluator
+from colab_swarm.workunits.assimilation import LEASE_S, ParameterServer
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
+from colab_swarm.workunits.store import MemoryStore, SqliteStore, Store, Update
+from colab_swarm.workunits.training import Evaluator
 from tests.workunits.digits import digits_job
 
 CODE = """

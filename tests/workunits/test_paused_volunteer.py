@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.pausing import LOOK_S, Gate
-from colab_swarm.workunits.volunteering import Volunteering
+from colab_swarm.runtime import LOOK_S, Gate
+from colab_swarm.workunits.work_loop import Volunteering
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import StandIn
 from tests.workunits.test_volunteering import Valve, play

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colab_swarm.workunits.reliability import FIRST_BAN_S, LONGEST_BAN_S, Reliability
+from colab_swarm.workunits.state import FIRST_BAN_S, LONGEST_BAN_S, Reliability
 
 
 def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_get_lost() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from colab_swarm.workunits.rows import Rows, rows_of
+from colab_swarm.workunits.job import Rows, rows_of
 
 IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)
 

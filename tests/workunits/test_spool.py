@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits.spool import Gap, Spool
+from colab_swarm.workunits.uploads import Gap, Spool
 
 ONE, OTHER = "0" * 32, "f" * 32
 

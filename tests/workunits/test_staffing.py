@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colab_swarm.workunits.staffing import Staffing, StaffingSettings
+from colab_swarm.workunits.assimilation import Staffing, StaffingSettings
 
 SETTINGS = StaffingSettings(most=4, crowd=2.0, grow_s=2.0, shrink_s=30.0)
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import AnyEntry, Assimilated, Met
-from colab_swarm.workunits.open_store import open_store
-from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.state import AnyEntry, Assimilated, Met
+from colab_swarm.workunits.store import Store, open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import KINDS, accepted, begun, check_invariants, new_job, plus_one
 

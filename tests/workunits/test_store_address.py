@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.memory import MemoryStore
-from colab_swarm.workunits.open_store import open_store
-from colab_swarm.workunits.sqlite import SqliteStore
+from colab_swarm.workunits.store import MemoryStore, SqliteStore, open_store
 
 UNREACHABLE = (
     "redis://:topsecret@127.0.0.1:1/0",

@@ -11,7 +11,7 @@ from redis import Redis
 from colab_swarm.bench.store_servers import redis_server
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits import redis_store
-from colab_swarm.workunits.entries import Assimilated
+from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
 

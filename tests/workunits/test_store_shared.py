@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from colab_swarm.workunits.entries import Assimilated, Rejected
+from colab_swarm.workunits.state import Assimilated, Rejected
 from tests.workunits.servers import SHARED, accepted, begun, check_invariants, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", SHARED, indirect=True)

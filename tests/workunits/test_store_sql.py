@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from colab_swarm.workunits import sql
-from colab_swarm.workunits.entries import Assimilated, Met
+from colab_swarm.workunits.state import Assimilated, Met
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
 

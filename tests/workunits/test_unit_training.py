@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.unit_training import Lesson, UnitTraining, unit_seed
+from colab_swarm.workunits.training import Lesson, UnitTraining, unit_seed
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from colab_swarm.workunits.assimilation import KNOWN, Validator, moved
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.validator import KNOWN, Validator, moved
 
 BASE = np.zeros(5418, np.float32)
 

@@ -16,14 +16,13 @@ import pytest
 from torch import Tensor, nn
 
 from colab_swarm.net.identity import Identity
-from colab_swarm.workunits import volunteering as module
-from colab_swarm.workunits.job import Job, cross_entropy
+from colab_swarm.workunits import work_loop as module
+from colab_swarm.workunits.job import Job, Rows, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
-from colab_swarm.workunits.rows import Rows
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.unit_training import Lesson, UnitTraining
-from colab_swarm.workunits.volunteering import Volunteering, VolunteerSettings
+from colab_swarm.workunits.training import Lesson, UnitTraining
 from colab_swarm.workunits.weights import Floats
+from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 

@@ -14,10 +14,10 @@ import pytest
 from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
 from colab_swarm.workunits.client import CoordinatorClient
-from colab_swarm.workunits.entries import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.resume import _load
+from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.volunteering import Volunteering, VolunteerSettings
+from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, run
 from tests.workunits.stand_in import QUICK, StandIn, client_of

@@ -16,10 +16,10 @@ import pytest
 from torch import nn
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.entries import Accepted, AnyEntry
-from colab_swarm.workunits.memory import MemoryStore
+from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
-from colab_swarm.workunits.rows import Rows
+from colab_swarm.workunits.state import Accepted, AnyEntry
+from colab_swarm.workunits.store import MemoryStore
 from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS
 from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
-from colab_swarm.workunits.entries import Rejected
 from colab_swarm.workunits.messages import GivenUnits
+from colab_swarm.workunits.state import Rejected
 from colab_swarm.workunits.tokens import Gate
 from colab_swarm.workunits.web import MAX_PIECE_BYTES
 from colab_swarm.workunits.weights import Schema

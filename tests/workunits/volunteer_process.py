@@ -14,7 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import cross_entropy
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.volunteering import Volunteering, VolunteerSettings
+from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import RUN
 

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from colab_swarm.recipes.finetune.data import Example, Splits
 from colab_swarm.recipes.finetune.tasks import Coder, Task
-from colab_swarm.recipes.hyperparameters import parameter_groups
-from colab_swarm.recipes.tokenizer import load_tokenizer
+from colab_swarm.recipes.masked_lm import parameter_groups
+from colab_swarm.recipes.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AlbertForPreTraining, PreTrainedTokenizerFast
 
-from colab_swarm.recipes.albert import AlbertSize, albert_config
 from colab_swarm.recipes.finetune.__main__ import main
 from colab_swarm.recipes.finetune.data import Example, Splits
 from colab_swarm.recipes.finetune.tasks import Classification, Coder, Tagging, Task
 from colab_swarm.recipes.finetune.training import FineTuning, evaluate, finetune
-from colab_swarm.recipes.tokenizer import SPECIALS, load_tokenizer
+from colab_swarm.recipes.masked_lm import AlbertSize, albert_config
+from colab_swarm.recipes.text import SPECIALS, load_tokenizer
 
 SMALL = AlbertSize(layers=1, hidden=32, heads=2)
 NAMES, PLACES = ["alice", "bob", "carol", "dave"], ["dhaka", "sylhet", "khulna"]

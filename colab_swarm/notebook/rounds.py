@@ -1,0 +1,288 @@
+"""The round waterfall: what each member of an averaging round did when, and what came of it. Pure functions.
+
+A lane has three tracks, for much happens at once: above what this peer sent, in the middle what the member
+contributed to this peer's span, below the means that the member gave back. Time runs from the forming of the group
+to the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from colab_swarm.events import MemberTrace, RoundFinished
+from colab_swarm.markup import count, plain, size, text
+from colab_swarm.notebook import theme
+from colab_swarm.snapshot import SwarmSnapshot
+
+RECENT = 20
+"""Rounds in the strip."""
+MAX_LANES = 40
+MIN_S, MAX_S = 1e-6, 1e6
+ID_CHARS = 8
+LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
+BAR_WIDTH, STRIP_HEIGHT = 24, 46
+NONE_YET = "No averaging round has ended yet: peers average once they have the samples of a step together."
+GROUP = "the group forms"
+
+
+@dataclass(frozen=True)
+class _Track:
+    """A kind of transfer: its place in `MemberTrace`, meaning, look and character."""
+
+    field: str
+    meaning: str
+    hue: str
+    dashes: str
+    height: float
+    character: str
+
+
+TRACKS = (
+    _Track("sent", "this peer sent it values", "blue", "", 4, "░"),
+    _Track("received", "its values came", "amber", "4 2", 10, "▒"),
+    _Track("means", "its means came", "green", "1.5 1.5", 16, "▓"),
+)
+
+
+def render_html(snapshot: SwarmSnapshot, back: int = 0) -> str:
+    """A round of a swarm under the strip of the last ones.
+
+    Args:
+        back: how many rounds before the last one it is.
+    """
+    return theme.wrap(waterfall_html(snapshot.rounds, back, _names(snapshot)), "averaging rounds")
+
+
+def render_text(snapshot: SwarmSnapshot, back: int = 0) -> str:
+    """The same, as lines."""
+    return waterfall_text(snapshot.rounds, back, _names(snapshot))
+
+
+def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
+    """One of these rounds in full, all of them as a strip; without the style sheet.
+
+    Args:
+        rounds: oldest first.
+        back: how many rounds before the last one it is; beyond the first one it is the first.
+        names: of peers, by the first `ID_CHARS` of their ids.
+    """
+    if not rounds:
+        return f'<p class="soft">{NONE_YET}</p>'
+    rounds = [_sound(one) for one in rounds]
+    chosen = max(len(rounds) - 1 - back, 0)
+    shown = rounds[chosen]
+    head = theme.heading(f"round {shown.step}", text(_facts(shown), 400))
+    why = f'<p class="soft">shares: {text(shown.explanation, 400)}</p>' if shown.explanation else ""
+    return head + _strip(rounds, chosen) + why + _lanes(shown, names)
+
+
+def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
+    """The same, as lines."""
+    if not rounds:
+        return NONE_YET
+    rounds = [_sound(one) for one in rounds]
+    shown = rounds[max(len(rounds) - 1 - back, 0)]
+    lines = [f"round {shown.step}: {plain(_facts(shown), 400)}"]
+    if shown.members:
+        rows = [
+            (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[1]}")
+            for member in _members(shown)
+        ]
+        width = max(len(name) for name, *_ in rows)
+        lines += [f"  {name.ljust(width)}  {slots}  {outcome}" for name, slots, outcome in rows]
+        lines += [f"  {more}" for more in _more(shown)]
+        lines.append(f"  · {GROUP}" + "".join(f"  {track.character} {track.meaning}" for track in TRACKS))
+    recent = rounds[-RECENT:]
+    lines.append(f"  last {count(len(recent), 'round')}: " + ", ".join(map(_brief, recent)))
+    return "\n".join(lines)
+
+
+def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
+    here = {peer.id[:ID_CHARS]: peer.name + (" (me)" if peer.me else "") for peer in snapshot.peers}
+    return {**snapshot.names, **here}
+
+
+def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
+    short = member.peer[:ID_CHARS]
+    return plain(names.get(short, short), 24)
+
+
+def _members(finished: RoundFinished) -> list[MemberTrace]:
+    """Those who failed come first, so that a crowd hides nobody of them."""
+    return sorted(finished.members, key=lambda member: not member.dropped)[:MAX_LANES]
+
+
+def _more(finished: RoundFinished) -> list[str]:
+    hidden = len(finished.members) - MAX_LANES
+    return [f"… and {hidden} more members"] if hidden > 0 else []
+
+
+def _sound(finished: RoundFinished) -> RoundFinished:
+    """With times that can be drawn: a record may hold anything."""
+    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
+    averaging_s = finished.averaging_s if 0 <= finished.averaging_s < seconds else seconds
+    return replace(finished, seconds=seconds, averaging_s=averaging_s)
+
+
+def _waited_s(finished: RoundFinished) -> float:
+    return finished.seconds - finished.averaging_s
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _lost(finished: RoundFinished) -> bool:
+    return finished.spans_lost > 0 or finished.kept_local > 0
+
+
+def _facts(finished: RoundFinished) -> str:
+    came, began = len(finished.contributors), finished.group_size
+    facts = [
+        f"values of {came} of {count(began, 'peer')}",
+        f"{finished.samples:,.0f} samples",
+        f"{_time(finished.seconds)}, of which {_time(_waited_s(finished))} for the group to form",
+        f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
+    ]
+    if finished.predicted_s is not None:
+        facts.append(f"averaging took {_time(finished.averaging_s)}, {_time(finished.predicted_s)} expected")
+    if finished.spans_lost:
+        facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
+    if finished.kept_local:
+        facts.append(f"{finished.kept_local:,} values stayed this peer's own")
+    return ", ".join(facts)
+
+
+def _brief(finished: RoundFinished) -> str:
+    return _time(finished.seconds) + ("✖" if _lost(finished) else "")
+
+
+def _share(member: MemberTrace) -> str:
+    return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
+
+
+def _outcome(member: MemberTrace) -> tuple[str, str]:
+    """Hue, and symbol and words."""
+    if member.dropped:
+        return "red", f"✖ {plain(member.dropped, 80)}"
+    if not any((member.sent, member.received, member.means)):
+        return "soft", "– nothing to exchange"  # so it is with itself
+    return "green", "✔ all came"
+
+
+def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
+    """Its transfers as parts of the round, 0 to 1."""
+    waited = _waited_s(finished)
+    spans = []
+    for track in TRACKS:
+        times = getattr(member, track.field)
+        if times is not None and all(map(math.isfinite, times)):
+            begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
+            spans.append((track, begin, max(begin, end)))
+    return spans
+
+
+def _part_waited(finished: RoundFinished) -> float:
+    return _waited_s(finished) / finished.seconds
+
+
+def _slots(member: MemberTrace, finished: RoundFinished) -> str:
+    slots = ["·" if slot < SLOTS * _part_waited(finished) else " " for slot in range(SLOTS)]
+    for track, begin, end in _spans(member, finished):
+        first = min(int(begin * SLOTS), SLOTS - 1)
+        for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
+            slots[slot] = track.character
+    return "".join(slots)
+
+
+def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
+    if not finished.members:
+        return '<p class="soft">This round left no trace of who did what when.</p>'
+    rows = [
+        (
+            text(_name(member, names)),
+            _lane(member, finished),
+            f"{member.weight:,.0f}",
+            _share(member),
+            f'<span class="{_outcome(member)[0]}">{text(_outcome(member)[1], 90)}</span>',
+        )
+        for member in _members(finished)
+    ]
+    axis = (
+        '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
+        f"<span>{_time(finished.seconds)}</span></span>"
+    )
+    columns = ("member", axis, "samples", "reduces", "what came of it")
+    widths = ("18%", "40%", "9%", "9%", "24%")
+    more = "".join(f'<p class="soft">{line}</p>' for line in _more(finished))
+    return (
+        theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
+        + more
+        + _key()
+    )
+
+
+def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:
+    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'<path class="{hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="{thick:g}"'
+        f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
+    )
+
+
+def _lane(member: MemberTrace, finished: RoundFinished) -> str:
+    waited = LANE_WIDTH * _part_waited(finished)
+    drawn = [_line("soft", "1 4", 1.5, 0, waited, 10, GROUP)] if waited else []
+    told = []
+    for track, begin, end in _spans(member, finished):
+        left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
+        times = " to ".join(_time(part * finished.seconds) for part in (begin, end))
+        told.append(f"{track.meaning}: {times}")
+        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, told[-1]))
+    return (
+        f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
+        f'preserveAspectRatio="none" aria-label="{"; ".join(told) or "nothing to exchange"}">{"".join(drawn)}</svg>'
+    )
+
+
+def _key() -> str:
+    entries = [("soft", "1 4", 1.5, GROUP)]
+    entries += [(track.hue, track.dashes, 4, track.meaning) for track in TRACKS]
+    shown = (
+        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
+        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
+        for hue, dashes, thick, meaning in entries
+    )
+    return f'<p class="key soft">{"".join(shown)}</p>'
+
+
+def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
+    """The last rounds as bars: hollow while the group formed, full while it averaged."""
+    begin = min(max(len(rounds) - RECENT, 0), chosen)
+    recent = rounds[begin : begin + RECENT]
+    longest = max(one.seconds for one in recent)
+    bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
+    width = BAR_WIDTH * len(recent)
+    told = f"{count(len(recent), 'round')}, the longest {_time(longest)}"
+    return (
+        f'<svg viewBox="0 0 {width} {STRIP_HEIGHT + 30}" width="{width}" role="img" '
+        f'aria-label="{told}">{bars}</svg><p class="soft">last {told}; hollow: {GROUP}, full: averaging, '
+        "✖ something was lost, ▲ shown below</p>"
+    )
+
+
+def _bar(finished: RoundFinished, index: int, longest: float, chosen: bool) -> str:
+    left, wide, hue = BAR_WIDTH * index + 4, BAR_WIDTH - 8, "red" if _lost(finished) else "blue"
+    tall = max(STRIP_HEIGHT * finished.seconds / longest, 1.0)
+    hollow = tall * _part_waited(finished)
+    top, middle = 14 + STRIP_HEIGHT - tall, left + wide / 2
+    marks = f'<text x="{middle}" y="{top - 3:.1f}" text-anchor="middle">✖</text>' if _lost(finished) else ""
+    marks += f'<text x="{middle}" y="{STRIP_HEIGHT + 27}" text-anchor="middle">▲</text>' if chosen else ""
+    return (
+        f'<g class="{hue}"><title>round {finished.step}: {text(_facts(finished), 400)}</title>'
+        f'<rect x="{left}" y="{top:.1f}" width="{wide}" height="{tall:.1f}" fill="none" stroke="currentColor"/>'
+        f'<rect x="{left}" y="{top + hollow:.1f}" width="{wide}" height="{tall - hollow:.1f}" fill="currentColor"/>'
+        f"{marks}</g>"
+    )

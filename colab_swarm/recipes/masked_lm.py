@@ -1,0 +1,368 @@
+"""How many samples fit a GPU, and how to make more of them fit.
+
+What training of ALBERT keeps in memory, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
+
+- 6 P: parameters, gradient, LAMB's two moments, the swarm's accumulated gradient and its copy under way;
+- per token and layer 28 H for the backward pass: 8 H of the layer's input, queries, keys, values, attention and layer
+  norms, and 20 H of the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
+- per token 3 V: logits, their softmax, and the gradient of it.
+
+With checkpointing a layer keeps only its input, H per token, and one layer at a time is computed again. The count
+of 28 H is what autograd keeps: the test asks it. Autocast to half precision needs less.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, Askable, MaskedText
+from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
+from colab_swarm.recipes.streaming import StreamedBatches, TextMix
+from colab_swarm.recipes.text import (
+    TextSource,
+    TokenizerSource,
+    load_tokenizer,
+    open_text,
+    pack,
+    train_tokenizer,
+)
+from colab_swarm.training.layerwise import Lamb
+
+if TYPE_CHECKING:
+    from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
+
+
+VALUE_BYTES = 4
+
+STATE_COPIES = 6
+
+LAYER_VALUES = 28
+
+VOCABULARY_VALUES = 3
+
+RESERVED_BYTES = 1 << 30
+
+"""CUDA's context, kernels and work space."""
+
+USABLE = 0.85
+
+"""Share of the memory that fragmentation leaves."""
+
+ENOUGH = 4
+
+"""Samples at once that keep a GPU busy: with so many, computing every layer twice would only cost time."""
+
+MOST = 64
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How to train on one GPU: samples at once, and whether to compute layers twice to save memory."""
+
+    batch_size: int
+    checkpointing: bool
+
+
+def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> Fit:
+    """The micro-batch for a GPU, a power of two: without checkpointing if `ENOUGH` samples fit, else with it.
+
+    Args:
+        size: of the model.
+        memory_bytes: of the whole GPU.
+        sequence_length: tokens of a sample; None for the size's own.
+
+    Raises:
+        ValueError: not even one sample fits.
+    """
+    length = sequence_length or size.sequence_length
+    room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
+    plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
+    checkpointing = plain < ENOUGH
+    fitting = min(saving if checkpointing else plain, MOST)
+    if fitting < 1:
+        raise ValueError(
+            f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: take a smaller size or shorter samples"
+        )
+    return Fit(1 << (fitting.bit_length() - 1), checkpointing)
+
+
+def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
+    """Memory that one more sample in a micro-batch takes while it is trained on."""
+    layers = LAYER_VALUES + size.layers if checkpointing else LAYER_VALUES * size.layers
+    return sequence_length * VALUE_BYTES * (layers * size.hidden + VOCABULARY_VALUES * size.vocabulary)
+
+
+def parameter_count(size: AlbertSize) -> int:
+    """Parameters of an ALBERT for pretraining: embeddings, one layer that all share, and three heads."""
+    hidden, embedding = size.hidden, 128
+    embeddings = (size.vocabulary + 512 + 2 + 2) * embedding + (embedding + 1) * hidden
+    layer = 4 * (hidden + 1) * hidden + 8 * hidden * hidden + 5 * hidden + 4 * hidden
+    heads = (hidden + 1) * hidden + (hidden + 3) * embedding + size.vocabulary + 2 * (hidden + 1)
+    return embeddings + layer + heads
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let an ALBERT compute its layers again in the backward pass; `transformers` does not offer it for ALBERT."""
+    for group in model.albert.encoder.albert_layer_groups:
+        group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False)
+
+
+@dataclass(frozen=True)
+class AlbertSettings:
+    """The settings that sahajBERT was trained with (DeDLOC, section 4.3).
+
+    Its public run had a schedule of 1,000,000 steps and ended after 19,519: the learning rate hardly fell.
+
+    Attributes:
+        lr, betas, eps, weight_decay, clamp: of `Lamb`; no decay for biases and layer norms.
+        max_grad_norm: the averaged gradient is clipped to it.
+        warmup_steps, total_steps: global steps over which the learning rate rises, then falls to 0, linearly.
+        target_batch_size: samples per global step, of the whole swarm.
+        codec: of gradients on the wire.
+        matchmaking_s: how long a round waits for peers; notebooks need longer than machines of one data centre.
+    """
+
+    lr: float = 1.76e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    clamp: float = 1e4
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 5_000
+    total_steps: int = 125_000
+    target_batch_size: int = 4096
+    codec: str = "float16"
+    matchmaking_s: float = 10.0
+
+
+SETTINGS = {
+    "tiny": AlbertSettings(lr=1e-2, warmup_steps=10, total_steps=2_000, target_batch_size=256),
+    "base": AlbertSettings(),
+    "large": AlbertSettings(),
+    "xlarge": AlbertSettings(lr=5e-3, warmup_steps=3_125, total_steps=15_625, target_batch_size=16_384),
+}
+
+"""By size. Large is sahajBERT, xlarge the second run of its makers, sahajBERT-XL (DeDLOC, appendix I.7)."""
+
+
+def albert_optimizer(
+    model: torch.nn.Module, settings: AlbertSettings | str = "tiny"
+) -> tuple[Lamb, LambdaLR]:
+    """LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
+
+    Args:
+        settings: the size's, by its name, or your own.
+    """
+    chosen = SETTINGS[settings] if isinstance(settings, str) else settings
+    optimizer = Lamb(
+        parameter_groups(model, chosen.weight_decay),
+        lr=chosen.lr,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        clamp=chosen.clamp,
+    )
+
+    def share(step: int) -> float:
+        if step < chosen.warmup_steps:
+            return (step + 1) / chosen.warmup_steps
+        return max(0.0, (chosen.total_steps - step) / (chosen.total_steps - chosen.warmup_steps))
+
+    return optimizer, LambdaLR(optimizer, share)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: matrices with weight decay; biases and layer norms without.
+
+    The latter are told by having one axis, so it holds for any model.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+MAX_POSITIONS = 512
+
+WITHOUT_GPU_BYTES = 8 << 30
+
+"""Where there is no GPU, the micro-batch is chosen as if there were one with so much memory."""
+
+Batches: TypeAlias = PretrainingBatches | StreamedBatches
+
+
+class HasId(Protocol):
+    """All that the recipe wants of a swarm."""
+
+    @property
+    def id(self) -> bytes: ...
+
+
+class Probe(Protocol):
+    """What lets the user of a swarm ask a model."""
+
+    def can_ask(self, model: torch.nn.Module, askable: Askable) -> None:
+        """Ask this model from now on."""
+
+
+@runtime_checkable
+class HasProbe(Protocol):
+    """A swarm whose user can ask the model."""
+
+    @property
+    def probe(self) -> Probe: ...
+
+
+@dataclass(frozen=True)
+class AlbertSize:
+    """What differs between the sizes. The FFN is four times as wide as ``hidden``; layers share weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 32_000
+    sequence_length: int = 512
+
+
+SIZES = {
+    "tiny": AlbertSize(layers=2, hidden=128, heads=2, vocabulary=2_000, sequence_length=64),
+    "base": AlbertSize(layers=12, hidden=768, heads=12),
+    "large": AlbertSize(layers=24, hidden=1024, heads=16),
+    "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
+}
+
+"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny one that learns within a minute on one CPU core."""
+
+
+def albert(
+    size: str = "tiny",
+    *,
+    text: TextSource | Mapping[str, float] = "python-docs",
+    tokenizer: TokenizerSource | None = None,
+    language: str = "",
+    swarm: HasId | None = None,
+    batch_size: int | None = 16,
+    sequence_length: int | None = None,
+    seed: int = 0,
+) -> tuple[AlbertForPreTraining, Batches]:
+    """An untrained ALBERT and endless batches for it: ``model(**batch).loss`` is what to minimise.
+
+    Peers that give the same ``size``, ``text``, ``tokenizer`` and ``seed`` hold equal parameters and
+    tokenizers; each reads the text in an order of its own. Where texts differ, give all peers one tokenizer.
+
+    Args:
+        size: ``"tiny"``, ``"base"``, ``"large"`` or ``"xlarge"``.
+        text: see `open_text`; or several sources with their weights, such as ``{"wiki/*.jsonl": 0.23, "oscar":
+            0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
+        tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
+        language: of a tokenizer that is trained here, see `train_tokenizer`.
+        swarm: whose ``id`` decides this peer's order, and whose ``try_model`` asks this model; None stands for a peer
+            without a name.
+        batch_size: samples of one batch; None: what this machine's GPU holds, see `fit_memory`, and if need be with
+            a model that computes its layers twice to save memory.
+        sequence_length: tokens of one sample; None for 64 (tiny) or 512.
+        seed: of the initial parameters and, together with the peer's id, of the batches.
+
+    Raises:
+        ValueError: an argument is out of range, or text or tokenizer cannot be found.
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
+    shape = SIZES[size]
+    length = sequence_length or shape.sequence_length
+    if length > MAX_POSITIONS:
+        raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
+    fit = _fit_this_machine(shape, length) if batch_size is None else Fit(batch_size, checkpointing=False)
+    if tokenizer is None:
+        words = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
+    else:
+        words = load_tokenizer(tokenizer)
+    batches = _batches(text, words, fit.batch_size, length, peer_seed(seed, swarm.id if swarm else b""))
+    model = _build(albert_config(shape, words), seed)
+    if fit.checkpointing:
+        checkpoint_layers(model)
+    if isinstance(swarm, HasProbe):
+        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
+        swarm.probe.can_ask(model, MaskedText(words, examples))
+    return model, batches
+
+
+def _batches(
+    text: TextSource | Mapping[str, float],
+    words: PreTrainedTokenizerFast,
+    batch_size: int,
+    length: int,
+    seed: int,
+) -> Batches:
+    if isinstance(text, Mapping):
+        return StreamedBatches(text, words, batch_size=batch_size, sequence_length=length, seed=seed)
+    return PretrainingBatches(
+        open_text(text), words, batch_size=batch_size, sequence_length=length, seed=seed
+    )
+
+
+def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
+    """Text to train a tokenizer on, the same for all peers."""
+    rng = random.Random(seed)
+    if isinstance(text, Mapping):
+        return pack(TextMix(text, seed=seed).until_read(rng))
+    return open_text(text)(rng)
+
+
+def _fit_this_machine(shape: AlbertSize, length: int) -> Fit:
+    has_gpu = torch.cuda.is_available()
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
+    return fit_memory(shape, memory_bytes, sequence_length=length)
+
+
+def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> AlbertConfig:
+    """The configuration of `transformers` for a size and a tokenizer; no dropout, as in ALBERT v2."""
+    from transformers import AlbertConfig
+
+    return AlbertConfig(
+        vocab_size=len(tokenizer),
+        embedding_size=128,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.hidden,
+        hidden_act="gelu_new",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        max_position_embeddings=MAX_POSITIONS,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+    )
+
+
+def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
+    """The loss over the next ``count`` batches, without training on them."""
+    was_training = model.training
+    device = next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            float(model(**{name: tensor.to(device) for name, tensor in next(batches).items()}).loss)
+            for _ in range(count)
+        ]
+    model.train(was_training)
+    return sum(losses) / count
+
+
+def _build(config: AlbertConfig, seed: int) -> AlbertForPreTraining:
+    """Parameters drawn from ``seed``, so that all peers begin equal; other randomness is untouched."""
+    from transformers import AlbertForPreTraining
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return AlbertForPreTraining(config).train()

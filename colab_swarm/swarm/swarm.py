@@ -1,0 +1,598 @@
+"""`Swarm`: one peer's membership in a run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from colab_swarm.errors import PeerError
+from colab_swarm.net.reachability import Reachability, Rung
+from colab_swarm.runtime import Runs
+from colab_swarm.swarm.membership import PeerContext, RunMembership
+from colab_swarm.swarm.network import Presence
+from colab_swarm.swarm.overview import Overview
+from colab_swarm.swarm.session import SwarmSession
+from colab_swarm.swarm.trained import SwarmTraining
+from colab_swarm.training.settings import AveragingOptions, Services
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from colab_swarm.averaging.moshpit import GridResult
+    from colab_swarm.elastic.optimizer import ElasticOptimizer
+    from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
+    from colab_swarm.invite import Setting
+    from colab_swarm.moe.expert import ExpertRule
+    from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
+    from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
+    from colab_swarm.moe.trainer import AsyncTrainer
+    from colab_swarm.moe.watch import ExpertsSnapshot
+    from colab_swarm.net.peers import Contact, PeerId
+    from colab_swarm.notebook.invitation import Invitation
+    from colab_swarm.notebook.panel import Panel
+    from colab_swarm.notebook.receipt import Receipt
+    from colab_swarm.notebook.recorder import Recorder
+    from colab_swarm.notebook.try_model import Asking, TryModel
+    from colab_swarm.snapshot import SwarmSnapshot
+    from colab_swarm.swarm.work import WorkInSwarm
+    from colab_swarm.training.assistant import Assistance
+    from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.settings import Budget
+    from colab_swarm.trust.contributions import Leaderboard
+    from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
+    from colab_swarm.workunits.job import Job
+    from colab_swarm.workunits.volunteering import Volunteer
+
+
+class Swarm(AbstractContextManager["Swarm"]):
+    """One peer's membership in a run. Use `create`, `join` or `simulate` to get one.
+
+    Attributes:
+        id: this peer's id, 32 bytes: the hash of its public key.
+        name: this peer's name for people.
+        run, run_id: the run's name for people, and its unique id.
+        is_owner: True if this peer created the run.
+        settings: training settings that the invitation carries, such as ``{"target_batch_size": 4096}``.
+        events: everything that happens to this peer, as typed events.
+        training: what this peer trains, and its help to others.
+        membership: its rights in the run.
+        session: when its platform's session ends, and the folder that saves the peer.
+        network: its session on the real network; None in a simulation.
+        left: whether it has left.
+    """
+
+    def __init__(
+        self,
+        runtime: Runs,
+        services: Services,
+        *,
+        run_id: str,
+        name: str,
+        network: Presence | None = None,
+    ) -> None:
+        context = PeerContext(runtime, services, network, run_id, name)
+        self.context, self.runtime, self.services, self.network = context, runtime, services, network
+        self.id, self.name, self.run_id, self.run = services.peers.id, name, run_id, context.run
+        self.events, self.left = services.events, False
+        self.training = SwarmTraining(context)
+        self.membership = RunMembership(context)
+        self.is_owner, self.settings = self.membership.is_owner, self.membership.settings
+        self.session = SwarmSession(context, self.training, self.leave)
+        self.training.on_optimizer = self._on_optimizer
+        self._overview = Overview(
+            runtime, services, network, lambda: self.training.latest, run=self.run, name=name
+        )
+        self._experts: SwarmExperts | None = None
+        self._panel: Panel[SwarmSnapshot] | None = None
+        self._recorder: Recorder | None = None
+        self._leaving = threading.RLock()
+
+    @property
+    def contact(self) -> Contact:
+        """This peer's id and the addresses where others can dial it."""
+        return self.services.peers.contact
+
+    @property
+    def reachability(self) -> Reachability:
+        """How others reach this peer, and why not better: ``print(swarm.reachability.explain())``."""
+        if self.network is not None:
+            return self.network.reachability.current
+        addresses = self.contact.addresses
+        return Reachability(Rung.DIRECT if addresses else Rung.OUTGOING, addresses=addresses)
+
+    def invite(
+        self,
+        *,
+        role: str | None = None,
+        hours: float | None = None,
+        uses: int | None = None,
+        settings: Mapping[str, Setting] | None = None,
+    ) -> Invitation:
+        """Return an invitation: one line that lets others join. A notebook shows it with a QR code and badges.
+
+        The authority, the peer that created the run, makes new invitations. Other peers pass on the one they joined
+        with, with fresh addresses. In an open run any peer can make one.
+
+        Args:
+            role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
+            hours: how long the invitation can be used; 24 by default.
+            uses: how many peers can join; unlimited by default. The authority counts, so it must be online.
+            settings: training settings for those who join, such as ``{"target_batch_size": 4096}``.
+
+        Raises:
+            JoinError: no known peer accepts connections, so nobody could use it.
+            PermissionError: only the authority can make such an invitation.
+            ValueError: the role, hours or uses are out of range.
+        """
+        return self.membership.invite(role=role, hours=hours, uses=uses, settings=settings)
+
+    def revoke(self, peer: PeerId | str) -> None:
+        """Remove a peer from the run for good. All other peers close their links to it within a minute.
+
+        Args:
+            peer: its id, or the first hex digits of it as panels show them. The text of an invitation removes every
+                peer that joined with it.
+
+        Raises:
+            PermissionError: this peer did not create the run, or the run is open to everybody.
+            ValueError: the digits match no known peer, or several.
+        """
+        known = {*self.services.peers.linked(), *self.training.known_peers()}
+        self.membership.remove(peer, known)
+
+    def contributions(self) -> Leaderboard:
+        """Return the leaderboard: each peer's contribution as other peers confirmed it, most samples first."""
+        return self.membership.contributions(self._overview.names())
+
+    def receipt(self) -> Receipt:
+        """Return this peer's contribution, signed by the peers that saw it. The receipt can be verified offline.
+
+        Peers publish what they saw every 30 s.
+
+        Raises:
+            PermissionError: in a simulation, which keeps no ledger.
+        """
+        return self.membership.receipt()
+
+    def optimizer(
+        self,
+        optimizer: Optimizer,
+        *,
+        target_batch_size: int,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        name: str = "model",
+        budget: Budget | None = None,
+        **averaging: Unpack[AveragingOptions],
+    ) -> SwarmOptimizer:
+        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. A second call with the same name replaces the first.
+
+        Args:
+            optimizer: a torch optimizer over the model's parameters; all peers use the same kind and settings.
+            target_batch_size: samples of all peers together for one global step.
+            scheduler: stepped once per global step.
+            max_grad_norm: clip the averaged gradient to this norm.
+            name: distinguishes several models of one run.
+            budget: limits the traffic of this peer.
+            **averaging: ``codec``, ``mean_codec``, ``error_feedback``, ``delayed``, ``local_steps``, ``matchmaking_s``:
+                see `AveragingOptions`. All peers use the same, except for ``delayed``.
+
+        Raises:
+            ValueError, TypeError: a setting is not usable.
+            PermissionError: this peer joined as a viewer or reducer.
+            StateError: a swarm trains this model already, but no peer could send its state.
+        """
+        self._check_worker()
+        return self.training.optimizer(
+            optimizer,
+            target_batch_size=target_batch_size,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            name=name,
+            budget=budget,
+            averaging=averaging,
+        )
+
+    def elastic_optimizer(
+        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Unpack[ElasticOptions]
+    ) -> ElasticOptimizer:
+        """Let a small group step ``optimizer`` without waiting for all gradients; see `ElasticOptimizer`.
+
+        Waits until the group is complete. All members start from the first member's parameters.
+
+        Args:
+            optimizer: a torch optimizer over the model's parameters; all members use the same kind and settings.
+            peers: members of the group, this one included, 2 to 16.
+            name: of the group; distinguishes several models of one run.
+            **options: ``scheduler`` (see `colab_swarm.elastic`), ``codec``, ``error_feedback``, ``wait_s``: see
+                `ElasticSettings`. All members use the same.
+
+        Raises:
+            ValueError: a setting is not usable, or differs from the other members'.
+            PermissionError: this peer joined as a viewer or reducer.
+            StateError: the group did not form.
+        """
+        self._check_worker()
+        return self.training.elastic_optimizer(optimizer, peers=peers, name=name, options=options)
+
+    def average(
+        self,
+        values: Any,
+        *,
+        weight: float = 1.0,
+        group_size: int | None = None,
+        name: str = "values",
+        codec: str = "float32",
+    ) -> tuple[Any, GridResult]:
+        """Return the mean of an array over all peers that call this at about the same time, and how the round went.
+
+        Args:
+            values: a NumPy array or torch tensor; the same length at every peer.
+            weight: of this peer's values; 0: only receive.
+            group_size: of the groups that average in turn; None: chosen from failures and times.
+            name: distinguishes several averages.
+            codec: on the wire, one per name; onebit and topk lose most of the values.
+
+        Raises:
+            ValueError: values, weight, group_size or codec are not usable.
+            PermissionError: this peer joined as a viewer or reducer.
+        """
+        self._check_worker()
+        return self.training.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
+
+    def assist(self, name: str | None = None) -> Assistance:
+        """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
+
+        Peers that only dial out can train together through this peer.
+
+        Args:
+            name: the only model to help with, as given to `optimizer`; None: every model of the run.
+        """
+        self._check_here()
+        return self.training.assist(name)
+
+    def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
+        """Return a live view of this elastic member's inconsistency, beside the bound that theory gives.
+
+        In a training loop, call its ``tick()`` after each step. It warns when the bound is exceeded.
+
+        Raises:
+            KeyError: there is no elastic optimizer of this name.
+        """
+        from colab_swarm.notebook.consistency import consistency_panel
+
+        return consistency_panel(self.training.elastic[name])
+
+    def host_experts(
+        self,
+        prefix: str,
+        make_expert: Callable[[], nn.Module],
+        *,
+        grid: Sequence[int],
+        count: int | Sequence[str] | None = None,
+        sample: Sequence[int] | None = None,
+        rule: ExpertRule | None = None,
+        **options: Unpack[HostOptions],
+    ) -> ExpertHost:
+        """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
+
+        Experts of dead hosts continue from their last save.
+
+        Args:
+            prefix: names the kind of experts.
+            make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps the shape
+                (n, *sample).
+            grid: number of experts along each dimension of the grid; the same for all peers.
+            count: how many, or their names (``["ffn.0.3"]``); None: as many as fit, with the arithmetic printed.
+            sample: shape of one sample; -1: any length. The experts that ship know theirs.
+            rule: how each expert learns; by default Adam with learning rate 1e-3.
+            **options: ``folder``, ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostOptions`.
+
+        Raises:
+            ValueError: the module cannot be an expert, or an argument is not usable.
+            PermissionError: this peer joined as a viewer or reducer.
+        """
+        self._check_worker()
+        return self._use_experts().host(
+            prefix, grid, make_expert, sample=sample, rule=rule, count=count, options=options
+        )
+
+    def mixture_of_experts(
+        self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **options: Unpack[MixtureOptions]
+    ) -> MixtureOfExperts:
+        """Return a layer (..., dim) -> (..., dim) whose experts the swarm hosts; see `MixtureOfExperts`.
+
+        Args:
+            prefix, grid: as given to `host_experts`.
+            dim: of the inputs' last dimension.
+            k: experts called per sample.
+            **options: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``codec``, ``timeout_s``: see
+                `MixtureOptions`.
+
+        Raises:
+            ValueError: an argument is not usable.
+        """
+        return self._use_experts().mixture(prefix, grid, dim, k=k, options=options)
+
+    def expert(
+        self, uid: str, *, grid: Sequence[int], codec: str = "float32", timeout_s: float = 30.0
+    ) -> RemoteExpert:
+        """Return one expert, such as ``ffn.3.7``, as a module; it learns when you call ``backward()``."""
+        return self._use_experts().remote(uid, grid, codec=codec, timeout_s=timeout_s)
+
+    def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
+        """Return a live table of the swarm's experts: who hosts them, how much each is used, and this peer's own.
+
+        Args:
+            prefix, grid: as given to `host_experts`.
+
+        Raises:
+            ValueError: an argument is not usable.
+        """
+        panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
+        return panel
+
+    def trainer(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        optimizer: Optimizer,
+        **settings: Any,
+    ) -> AsyncTrainer[Any]:
+        """Train with many batches in flight, so that slow experts delay nothing; see `AsyncTrainer`.
+
+        Args:
+            model: contains mixtures of experts.
+            loss: takes a copy of the model and a batch.
+            optimizer: of the model's own parameters; may come from `optimizer`.
+            **settings: see `TrainerSettings`: ``concurrency``, ``max_grad_norm``, ``patience_s``, ``progress``,
+                ``on_update``.
+
+        Raises:
+            RuntimeError: in a simulation, whose peers have one thread each.
+        """
+        from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
+
+        if self.network is None:
+            raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
+        return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
+
+    def _use_experts(self) -> SwarmExperts:
+        from colab_swarm.moe.calls import ExpertServices
+        from colab_swarm.moe.host import SwarmExperts
+        from colab_swarm.notebook.experts import show_experts
+
+        self._check_here()
+        if self._experts is None:
+            mine = self.services
+            services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id, mine.gate)
+            self._experts = SwarmExperts(self.runtime, services, show_experts)
+        return self._experts
+
+    def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
+        """Hand out a job in work units (VC-ASGD) to peers of this swarm and to everyone with the coordinator's link.
+
+        Args:
+            job: a `Job`, or the file that defines one.
+            **options: ``folder``, ``store``, ``servers``, ``host``, ``port``, ``url``, ``tunnel``: see
+                `CoordinatorOptions`.
+
+        Raises:
+            FileNotFoundError, ValueError, TypeError, StoreError, OSError: see `colab_swarm.workunits.coordinate`.
+            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
+        """
+        self._check_worker()
+        coordinator = self._work().coordinate(job, options)
+        self.session.stops.append(coordinator.stop)
+        return coordinator
+
+    def volunteer(
+        self,
+        *,
+        job: Job | None = None,
+        trust_code: bool = False,
+        units: int = 1,
+        folder: str | Path | None = None,
+        device: str | None = None,
+    ) -> Volunteer:
+        """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`, which needs a link.
+
+        Raises:
+            JoinError: no peer of this swarm coordinates, or it does not answer.
+            ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
+            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
+        """
+        self._check_worker()
+        volunteer = self._work().volunteer(
+            job=job, trust_code=trust_code, units=units, folder=folder, device=device
+        )
+        self.session.stops.append(volunteer.stop)
+        return volunteer
+
+    def _work(self) -> WorkInSwarm:
+        from colab_swarm.swarm.work import WorkInSwarm
+
+        self._check_here()
+        entrance = self.context.require_network().entrance
+        return WorkInSwarm(self.runtime, self.services, entrance, self.name)
+
+    def panel(self) -> Panel[SwarmSnapshot]:
+        """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.
+
+        While a cell waits for other peers, as in ``optimizer.step()``, widgets refresh by themselves.
+        """
+        from colab_swarm.notebook.panel import Panel
+        from colab_swarm.notebook.platforms import has_frontend
+
+        live = has_frontend()
+        if self._panel is None:
+            self._panel = Panel(self.snapshot, self.leave, pause=self.session.pause, live=live)
+        if live:
+            self.runtime.while_waiting(self._panel.tick)
+        return self._panel
+
+    def watch(self, seconds: float | None = None) -> None:
+        """Show the swarm for ``seconds`` (until interrupted if None). The peer continues afterwards."""
+        self.panel().watch(seconds)
+
+    def record(self, path: str | Path) -> Recorder:
+        """Record events from now on into a file, one line of JSON per event. `colab_swarm.replay` draws it offline.
+
+        ``close()`` of the returned recorder ends it, as do a second call and leaving.
+
+        Args:
+            path: the file; an earlier recording there is continued.
+
+        Raises:
+            ValueError: the file is not a recording.
+            OSError: the file cannot be written.
+        """
+        from colab_swarm.notebook.recorder import Header, Recorder
+
+        self._end_recording()
+        header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self.runtime.time())
+        self._recorder = Recorder(self.events, path, header, names=self._overview.names)
+        return self._recorder
+
+    def try_model(
+        self,
+        question: Any = None,
+        *,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        labels: Sequence[str] | None = None,
+        shape: tuple[int, ...] | None = None,
+        ink: float | None = None,
+    ) -> TryModel:
+        """Ask the model as it is now and as this peer received it: with a form, or one question.
+
+        Call it between two steps.
+
+        Args:
+            question: a text with [MASK], or the values of what is to be classified.
+            model: None for the one of ``cs.recipes.albert(…, swarm=swarm)``.
+            tokenizer: of a masked language model.
+            labels: of a classifier, such as ``"0123456789"``.
+            shape: of one thing to classify, such as (8, 8).
+            ink: value of a drawn pixel; for the digits of scikit-learn, divided by 16: 1.
+
+        Raises:
+            ValueError: there is no such model, or it cannot be asked so.
+        """
+        from colab_swarm.recipes.evaluation import Askable, Classes, MaskedText
+
+        askable: Askable | None = None if labels is None else Classes(labels, shape, ink)
+        if tokenizer is not None:
+            askable = MaskedText(tokenizer)
+        return self.probe.try_model(question, model, askable)
+
+    @cached_property
+    def probe(self) -> Asking:
+        """The models that `try_model` can ask."""
+        from colab_swarm.notebook.try_model import Asking
+
+        return Asking()
+
+    def _on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
+        self.probe.on_optimizer(name, optimizer)
+
+    def snapshot(self) -> SwarmSnapshot:
+        """Return what a panel shows, as one frozen record. Thread-safe."""
+        reached = str(self.reachability)
+        return self._overview.snapshot(reached=reached, left=self.left, session=self.session.time())
+
+    def __repr__(self) -> str:
+        linked = len(self.services.peers.linked())
+        state = "left" if self.left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
+        return f"Swarm({self.run}, {self.name}, {state})"
+
+    def _repr_html_(self) -> str:
+        from colab_swarm.notebook.views import render_html
+
+        return render_html(self.snapshot())
+
+    def paused(self) -> AbstractContextManager[None]:
+        """``with swarm.paused():`` stops this peer's background work while you need the machine.
+
+        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches up. Links stay
+        open. Blocks may be nested; do not train inside.
+        """
+        return self.session.paused()
+
+    def pause(self) -> None:
+        """Stop background work until `unpause`; training cells wait. Idempotent."""
+        self.session.pause(True)
+
+    def unpause(self) -> None:
+        """Continue after `pause`; a ``with swarm.paused():`` that is active lasts to its end. Idempotent."""
+        self.session.pause(False)
+
+    def leave(self, *, hand_over_s: float = 0.0) -> None:
+        """Leave the run and close all links. Idempotent. A part that fails to close is raised after all others closed.
+
+        Args:
+            hand_over_s: how long to wait for a last round, so that gradients accumulated here are not lost.
+        """
+        with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
+            if self.left:
+                return
+            with contextlib.ExitStack() as parts:  # it closes what came last first
+                parts.callback(self._end_recording)
+                parts.callback(self._close_network)
+                parts.callback(self.training.close)
+                if self.training.assistance is not None:
+                    parts.callback(self.training.assistance.stop)
+                parts.callback(self._turn_away)
+                if self._experts is not None:
+                    parts.callback(self._experts.close)
+                for close in reversed(self.training.closings(hand_over_s)):
+                    parts.callback(close)
+
+    def _turn_away(self) -> None:
+        self.left = True
+        self.services.gate.release()  # a paused trainer would wait for ever
+
+    def _close_network(self) -> None:
+        self.runtime.call(_close(self.services, self.network))
+
+    def _end_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def vanish(self) -> None:
+        """End like a killed process, without a word to others. For simulated crashes, on the runtime's loop."""
+        self.left = True
+        self.training.vanish()
+        if self._experts is not None:
+            self._experts.vanish()
+        self.services.dht.vanish()
+
+    def _check_here(self) -> None:
+        if self.left:
+            raise RuntimeError("this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back")
+
+    def _check_worker(self) -> None:
+        self._check_here()
+        self.membership.check_role()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+async def _close(services: Services, network: Presence | None) -> None:
+    try:
+        if network is not None:
+            await network.leave()
+        else:
+            with contextlib.suppress(PeerError):
+                await services.dht.stop()
+            await services.averager.close()
+    finally:  # an interrupt leaves no link open
+        await services.peers.close()

@@ -1,0 +1,196 @@
+"""LAMB, the optimizer for large batches that the swarm's ALBERT recipe uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam whose step is scaled per tensor by the ratio of weight norm to step norm.
+
+    With g the gradient and t the step from 1, for each parameter tensor w (You et al. 2020, Algorithm 2)::
+
+        m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
+        r  = m^ / (sqrt(v^) + eps) + weight_decay w        with m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
+        w <- w - lr min(|w|, clamp) / |r| r                a ratio with a zero norm is taken as 1
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate; 1.76e-3 at batch 4096 for ALBERT-large.
+        betas: decay of the running means of the gradient and of its square, each in [0, 1).
+        eps: added to the root of the mean square.
+        weight_decay: decoupled, inside the trust ratio; 0 for biases and layer norms is usual.
+        clamp: largest weight norm that enters the ratio.
+        bias_correction: whether to divide m and v by ``1 - beta^t``.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        clamp: float = 1e4,
+        bias_correction: bool = True,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("clamp", clamp)):
+            if not value >= 0 or math.isinf(value):
+                raise ValueError(f"{name}={value} must be a finite number >= 0")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"clamp": clamp, "bias_correction": bias_correction})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient; returns the closure's loss, if one is given.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (w, w.grad, group) for group in self.param_groups for w in group["params"] if w.grad is not None
+        ]
+        if any(gradient.is_sparse for _, gradient, _ in work):
+            raise RuntimeError("Lamb does not support sparse gradients: use sparse=False in the embedding")
+        for weight, gradient, group in work:
+            self._step_tensor(weight, gradient, group)
+        return loss
+
+    def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """One tensor at a time: as fast as fused lists here, and needs memory for the largest tensor only."""
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        step = state["step"].item() if group["bias_correction"] else math.inf  # beta^inf = 0: no correction
+        root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        update = mean.div(root).div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"])
+        weight_norm = _norm(weight).clamp(max=group["clamp"])
+        update_norm = _norm(update)
+        # On the device: reading the norms here would make the host wait for it at every tensor.
+        trust = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        weight.sub_(update.mul_(trust * group["lr"]))
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm
+
+
+EPS = 1e-8
+
+"""Added to the gradient's norm in the ratio."""
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD with momentum whose gradient is scaled per tensor by the ratio of weight norm to gradient norm.
+
+    With g the gradient, for each parameter tensor w (You, Gitman and Ginsburg 2017; LARC as in NVIDIA's apex)::
+
+        r = trust |w| / (|g| + weight_decay |w| + eps)       LARC ("clip"):  r = min(r / lr, 1)
+        m <- momentum m + r (g + weight_decay w)             a zero norm: g itself, without decay
+        w <- w - lr m
+
+    A group whose ``lr`` is 0 is frozen: nothing piles up in its momentum, so it begins calmly when the scheduler
+    lets it.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate; 4.8 at batch 4096 for SwAV.
+        momentum: in [0, 1).
+        weight_decay: inside the ratio.
+        trust: the ratio's factor, "trust coefficient".
+        clip: LARC: the ratio only lowers the learning rate, it never raises it.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+        clip: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("trust", trust)):
+            if not value >= 0 or math.isinf(value):
+                raise ValueError(f"{name}={value} must be a finite number >= 0")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must be in [0, 1)")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"trust": trust, "clip": clip})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient; returns the closure's loss, if one is given.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (w, w.grad, group)
+            for group in self.param_groups
+            if group["lr"]
+            for w in group["params"]
+            if w.grad is not None
+        ]
+        if any(gradient.is_sparse for _, gradient, _ in work):
+            raise RuntimeError("Lars does not support sparse gradients: use sparse=False in the embedding")
+        for weight, gradient, group in work:
+            self._step_tensor(weight, gradient, group)
+        return loss
+
+    def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        lr, decay = group["lr"], group["weight_decay"]
+        weight_norm, gradient_norm = _norm(weight), _norm(gradient)
+        # On the device: reading the norms here would make the host wait for it at every tensor.
+        adapts = (weight_norm > 0) & (gradient_norm > 0)
+        ratio = group["trust"] * weight_norm / (gradient_norm + decay * weight_norm + EPS)
+        if group["clip"]:
+            ratio = (ratio / lr).clamp(max=1.0)
+        update = gradient.add(weight * adapts, alpha=decay)
+        update.mul_(torch.where(adapts, ratio, 1.0))
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
+        weight.sub_(momentum, alpha=lr)

@@ -1,0 +1,181 @@
+"""How a peer gets into a run, and lets others in: what `create` and `join` know before the first link is up."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from colab_swarm.errors import JoinError
+from colab_swarm.invite import NAME, Access, Invite, role_named
+from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.peers import Contact, PeerId, Peers
+from colab_swarm.trust.authority import Allowlist, Authority, AuthorityBook, AuthoritySettings
+from colab_swarm.trust.contributions import Row
+from colab_swarm.trust.member import Credentials
+from colab_swarm.trust.service import ClosedRun
+
+ENTRIES, ADDRESSES = 3, 4
+"""Peers that an invitation names, and addresses of each: it has to fit in a QR code."""
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """A peer's way into a run.
+
+    Attributes:
+        run_id: the run.
+        access: who may join.
+        closed: what its trust needs; None in an open run.
+        invitation: by which it came; None if it began the run.
+        known, given: of an earlier session: peers, and what they were seen to give.
+    """
+
+    run_id: str
+    access: Access
+    closed: ClosedRun | None
+    invitation: Invite | None = None
+    known: tuple[Contact, ...] = ()
+    given: tuple[Row, ...] = ()
+
+    @classmethod
+    def found(
+        cls,
+        name: str,
+        identity: Identity,
+        *,
+        access: Access,
+        allow: Allowlist | None,
+        key_file: str | Path | None,
+    ) -> Entrance:
+        """Begin a run, with this peer as its authority; with the key file of an earlier one, go on with that.
+
+        Raises:
+            ValueError: the name, or what is allowed, is not usable, or the key file is another run's.
+        """
+        if not NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
+            )
+        if (access == "allowlist") != (allow is not None):
+            raise ValueError(
+                "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
+            )
+        run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
+        if access == "open":
+            return cls(run_id, access, None)
+        book = AuthorityBook(run_id) if key_file is None else AuthorityBook.open(key_file, run_id)
+        if book.run_id.rpartition("-")[0] != name:
+            raise ValueError(
+                f"{key_file} is the key of the run {book.run_id.rpartition('-')[0]!r}: use another file for {name!r}"
+            )
+        key = identity.public_key
+        admission = MembershipAdmission(book.run_id, authority=key, own=key)
+        settings = AuthoritySettings() if allow is None else AuthoritySettings.asking_for(allow)
+        return cls(book.run_id, access, ClosedRun(admission, None, book, settings))
+
+    @classmethod
+    def by(
+        cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
+    ) -> Entrance:
+        """Join a run.
+
+        Args:
+            invitation: to it.
+            identity: of this peer.
+            token: of Hugging Face, where the run asks for one.
+            membership: of an earlier session, if there was one.
+        """
+        grant = invitation.grant
+        if grant is None:
+            return cls(invitation.run_id, invitation.access, None, invitation)
+        admission = MembershipAdmission(
+            invitation.run_id, authority=invitation.authority, own=identity.public_key
+        )
+        closed = ClosedRun(admission, Credentials(grant, invitation.key, token, membership))
+        return cls(invitation.run_id, invitation.access, closed, invitation)
+
+    @property
+    def admission(self) -> MembershipAdmission | None:
+        """Who may link; None in an open run, where everybody may."""
+        return None if self.closed is None else self.closed.admission
+
+    @property
+    def _invited(self) -> tuple[Contact, ...]:
+        return () if self.invitation is None else self.invitation.entries
+
+    @property
+    def entries(self) -> tuple[Contact, ...]:
+        """Peers to begin with."""
+        found: dict[PeerId, Contact] = {}
+        for contact in (*self.known, *self._invited):
+            before = found.get(contact.id, contact).addresses
+            found[contact.id] = Contact(contact.id, tuple(dict.fromkeys((*before, *contact.addresses))))
+        return tuple(found.values())
+
+    def invite(
+        self,
+        peers: Peers,
+        authority: Authority | None,
+        *,
+        role: str | None = None,
+        hours: float | None = None,
+        uses: int | None = None,
+    ) -> Invite:
+        """An invitation by this peer.
+
+        Whoever is not the authority passes its own invitation on, with itself as one more way in.
+
+        Args:
+            peers: the network.
+            authority: where this peer is it.
+            role: worker, reducer or viewer; a worker by default.
+            hours: how long it is good for; 24 by default.
+            uses: how many may join by it; any number by default.
+
+        Raises:
+            JoinError: nobody could use it.
+            PermissionError: only the authority can say what an invitation allows.
+            ValueError: there is no such role, or the figures make no sense.
+        """
+        entries = self._ways_in(peers)
+        if self.closed is None:
+            if role is not None or uses is not None:
+                raise PermissionError(
+                    "everybody may do everything in an open run: create it with access='invite'"
+                )
+            return Invite(self.run_id, entries, peers.time() + 3600 * (24.0 if hours is None else hours))
+        if authority is None:
+            assert self.invitation is not None  # only the authority has none
+            if role is not None or hours is not None or uses is not None:
+                raise PermissionError(
+                    "only the organizer's peer decides who may join as what, and for how long; "
+                    "without arguments, invite() passes your own invitation on"
+                )
+            return self.invitation.with_entries(entries)
+        grant, secret = authority.grant(
+            role_named(role or "worker"), hours=24.0 if hours is None else hours, uses=uses or 0
+        )
+        if not grant.offline and not (peers.contact.addresses and peers.contact.direct):
+            raise JoinError(
+                "newcomers must dial this peer to be admitted by such an invitation, and nobody can: "
+                "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use"
+            )
+        return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
+
+    def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
+        """A few peers that can be dialled, best without a relay: the authority and this peer first."""
+        found = [peers.contact, *self._invited, *map(peers.contact_of, sorted(peers.linked()))]
+        if self.admission is not None:
+            found.insert(0, peers.contact_of(id_of(self.admission.authority)))
+        by_id: dict[PeerId, Contact] = {}
+        for contact in sorted(found, key=lambda contact: not contact.direct):
+            if contact.addresses:
+                by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
+        if not by_id:
+            raise JoinError(
+                "nobody could use this invitation: no known peer accepts connections; "
+                "start one on any machine that does: colab-swarm backbone"
+            )
+        return tuple(by_id.values())[:ENTRIES]

@@ -1,0 +1,162 @@
+"""The doctor's judgement on facts that are made up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from colab_swarm.net.reachability import Reachability, Rung
+from colab_swarm.notebook.checks import (
+    Check,
+    Facts,
+    Gpu,
+    Light,
+    Line,
+    Machine,
+    Membership,
+    Needs,
+    Prediction,
+    Version,
+    Workload,
+    diagnose,
+    numbers,
+)
+from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+
+T4 = Gpu("Tesla T4", free_bytes=14_500_000_000, total_bytes=15_600_000_000)
+LAPTOP = Machine(
+    cores=8, free_ram_bytes=9_000_000_000, free_disk_bytes=50_000_000_000, open_files=4096, gpu=T4
+)
+TORCH = Version("torch", "2.9.0+cu126", "2.9")
+SWARM = Membership(
+    run="demo",
+    reachability=Reachability(Rung.DIRECT, addresses=("ws://203.0.113.7:4500",)),
+    linked=2,
+    trainers=(10.0, 20.0),
+    skew_s=0.2,
+    line=Line(20e6, 100e6, 0.05),
+)
+LARGE = Needs("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
+WORK = Workload(18_105_474, 4, 4096, 2.0)
+TOLD = Prediction(
+    first_sample_s=12.0,
+    samples_per_s=10.0,
+    swarm_samples_per_s=40.0,
+    step_s=120.0,
+    averaging_s=15.0,
+    gb_per_hour=2.2,
+    share=0.25,
+)
+WELL = Facts(PLAIN, LAPTOP, (TORCH,), True, SWARM, needs=LARGE, work=WORK, prediction=TOLD)
+
+
+def check(facts: Facts, name: str) -> Check:
+    (found,) = [each for each in diagnose(facts) if each.name == name]
+    return found
+
+
+def swarm(**changes: object) -> Facts:
+    return replace(WELL, membership=replace(SWARM, **changes))
+
+
+def on(**changes: object) -> Facts:
+    return replace(WELL, machine=replace(LAPTOP, **changes))
+
+
+def test_where_all_is_well_all_lights_are_green() -> None:
+    assert {each.light for each in diagnose(WELL)} == {Light.GREEN}
+
+
+AILING = [
+    (replace(WELL, platform=COLAB), "platform", Light.YELLOW, "i_have_read_the_terms=True"),
+    (replace(WELL, internet=False), "internet", Light.YELLOW, "cs.join()"),
+    (replace(WELL, internet=False, platform=KAGGLE), "internet", Light.RED, "switch Internet on"),
+    (
+        replace(WELL, versions=(Version("torch", "2.8.1", "2.9"),)),
+        "versions",
+        Light.RED,
+        'pip install -U "torch>=2.9"',
+    ),
+    (
+        replace(WELL, versions=(Version("python", "3.10.2", "3.11"),)),
+        "versions",
+        Light.RED,
+        "Python 3.11 or newer",
+    ),
+    (
+        replace(WELL, versions=(Version("torch", None, "2.9"),)),
+        "versions",
+        Light.YELLOW,
+        "colab-swarm[train]",
+    ),
+    (on(gpu=None), "compute", Light.YELLOW, "Colab and Kaggle"),
+    (on(gpu=replace(T4, free_bytes=10**9)), "compute", Light.RED, "smaller model"),
+    (on(free_ram_bytes=10**8), "memory", Light.RED, "restart the kernel"),
+    (on(free_disk_bytes=10**8), "disk", Light.YELLOW, "delete old"),
+    (on(open_files=256), "open files", Light.YELLOW, "ulimit -n 1024"),
+    (replace(WELL, membership=None, refused="expired"), "swarm", Light.RED, "cs.doctor"),
+    (swarm(linked=0), "swarm", Light.YELLOW, "swarm.invite()"),
+    (swarm(reachability=Reachability(Rung.OUTGOING)), "reachability", Light.YELLOW, "colab-swarm backbone"),
+    (swarm(reachability=Reachability(Rung.UNVERIFIED)), "reachability", Light.YELLOW, "ask again"),
+    (
+        swarm(reachability=Reachability(Rung.RELAYED, "3fa9c0de")),
+        "reachability",
+        Light.YELLOW,
+        "nothing to do",
+    ),
+    (swarm(skew_s=-90.0), "clock", Light.YELLOW, "set-ntp"),
+    (swarm(skew_s=900.0), "clock", Light.RED, "set-ntp"),
+    (swarm(line=None), "line", Light.YELLOW, "ask again"),
+    (swarm(line=Line(1e6, 1e8, 0.1)), "line", Light.YELLOW, "codec='int8'"),
+    (
+        replace(WELL, prediction=replace(TOLD, averaging_s=90.0)),
+        "prediction",
+        Light.YELLOW,
+        "target_batch_size=4096",
+    ),
+    (replace(WELL, prediction=replace(TOLD, step_s=3000.0)), "prediction", Light.YELLOW, "invite more peers"),
+]
+
+
+@pytest.mark.parametrize(("facts", "name", "light", "fix"), AILING, ids=lambda value: str(value)[:20])
+def test_each_ailment_is_seen_and_has_its_fix(facts: Facts, name: str, light: Light, fix: str) -> None:
+    found = check(facts, name)
+    assert found.light is light
+    assert fix in found.fix
+
+
+@pytest.mark.parametrize("facts", [ailing[0] for ailing in AILING])
+def test_no_light_but_a_green_one_is_without_a_fix(facts: Facts) -> None:
+    assert all(each.fix for each in diagnose(facts) if each.light is not Light.GREEN)
+
+
+def test_the_micro_batch_comes_with_its_arithmetic() -> None:
+    text = check(WELL, "compute").text
+    assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
+
+
+def test_why_a_peer_is_not_reached_in_a_better_way_is_told() -> None:
+    relayed = Reachability(Rung.RELAYED, "3fa9c0de", reasons=((Rung.DIRECT, "nobody could dial 10.0.0.2"),))
+    text = check(swarm(reachability=relayed), "reachability").text
+    assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
+
+
+def test_the_prediction_is_told_in_words() -> None:
+    assert check(WELL, "prediction").text == (
+        "first sample in 12 s; 10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
+        "of which 15 s averaging; 2.2 GB per hour"
+    )
+
+
+def test_a_peer_that_tells_of_infinite_speed_is_shown_so() -> None:
+    assert "beyond measure up" in check(swarm(line=Line(math.inf, 1e9, 0.0)), "line").text
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.9.0+cu126", (2, 9)), ("3.13.0rc1", (3, 13)), ("47", (47,)), ("1.0.dev3", (1,)), ("", ())],
+)
+def test_versions_are_compared_by_their_numbers(version: str, expected: tuple[int, ...]) -> None:
+    assert numbers(version) == expected

@@ -1,0 +1,176 @@
+"""`cs.explain`: every error of ours says why and what next, and so do those that people meet beside them."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from colab_swarm import errors
+from colab_swarm.errors import JoinError, PeerUnreachable, SwarmError
+from colab_swarm.notebook.explanation import Explanation, explain, extra_of
+from colab_swarm.runtime import Runtime
+
+ROOT = Path(errors.__file__).parent
+OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, SwarmError)]
+
+
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_each_error_of_ours_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
+    told = explain(kind)
+    assert (told.kind, told.said) == (kind.__name__, "")
+    assert len(told.cause) > 20 and len(told.fix) > 20
+    if kind is not SwarmError:
+        assert told.cause != explain(SwarmError).cause
+
+
+def test_an_error_is_told_with_its_text_and_what_led_to_it() -> None:
+    with pytest.raises(JoinError) as raised:
+        try:
+            raise PeerUnreachable("ws://x did not answer")
+        except PeerUnreachable as error:
+            raise JoinError("nobody is there") from error
+    text = str(explain(raised.value))
+    assert text.startswith("JoinError: nobody is there\n  cause: ")
+    assert text.endswith("  came from PeerUnreachable: ws://x did not answer")
+
+
+class _OutOfMemoryError(RuntimeError):
+    """As torch calls its own, without a GPU."""
+
+
+_OutOfMemoryError.__name__ = "OutOfMemoryError"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "fix"),
+    [
+        (KeyboardInterrupt(), "interrupted", "still in the swarm"),
+        (_OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "do not fit", "micro-batches"),
+        (RuntimeError("MPS backend out of memory"), "do not fit", "micro-batches"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "extra 'train'", "colab-swarm[train]"),
+        (ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), "extra", "colab-swarm[train]"),
+        (ModuleNotFoundError("No module named 'fbprophet'", name="fbprophet"), "fbprophet", "%pip install"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "port", "port=0"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk is full", "folder="),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x", "folder="),
+        (PermissionError("you joined as a viewer"), "role", "invitation"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "job.py"), "job.py", "path"),
+        (TimeoutError(), "in time", "cs.doctor()"),
+        (ConnectionResetError(), "connection", "cs.doctor()"),
+        (TypeError("peers=x"), "nothing has changed", "help(function)"),
+        (RuntimeError("this peer has left its swarm"), "left already", "run the cells again"),
+    ],
+)
+def test_errors_of_others_that_people_meet_are_known(error: BaseException, cause: str, fix: str) -> None:
+    told = explain(error)
+    assert cause in told.cause and fix in told.fix
+
+
+def test_a_value_that_we_refuse_is_told_apart_from_one_that_others_refuse() -> None:
+    from colab_swarm.moe.grid import Grid
+
+    with pytest.raises(ValueError) as ours:
+        Grid("ffn", ())
+    assert "nothing has changed" in explain(ours.value).cause
+    with pytest.raises(ValueError) as others:
+        ast.literal_eval("f()")
+    assert "knows nothing of this error: it was raised in ast" in explain(others.value).cause
+
+
+def test_what_fails_under_our_code_is_to_be_reported() -> None:
+    with pytest.raises(TypeError) as raised:
+        explain(42)  # type: ignore[arg-type]
+    assert "nothing has changed" in explain(raised.value).cause  # ours, and meant
+    trapped = _raised_under_ours()
+    assert "fault of ours" in explain(trapped).cause and "report it" in explain(trapped).fix
+
+
+def _raised_under_ours() -> BaseException:
+    async def fails() -> None:
+        json.loads("{")
+
+    with pytest.raises(ValueError) as raised:
+        Runtime.shared().call(fails())
+    return raised.value
+
+
+def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("last_value", "last_exc"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+    assert explain().kind == "no error"
+    monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))
+    assert explain() == explain(JoinError("nobody is there"))
+
+
+def test_the_html_says_the_same_and_lets_no_text_become_markup() -> None:
+    told = explain(JoinError("<script>x</script>\x1b[2J"))
+    page = told._repr_html_()
+    tree = ElementTree.fromstring(page.replace("<br>", "<br/>"))
+    shown = " ".join(" ".join(tree.itertext()).split())
+    assert told.cause in shown and told.fix in shown and "<script" not in page
+    assert "\x1b" not in page + str(told)
+
+
+def test_a_ring_of_errors_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert isinstance(explain(first), Explanation)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [Mute(), Mute, ExceptionGroup, ExceptionGroup("both", [Mute()])])
+def test_errors_that_cannot_tell_themselves_are_explained_too(error: Any) -> None:
+    told = explain(error)
+    assert told.kind in str(told) and told.kind in told._repr_html_()
+
+
+def test_modules_are_found_in_the_extras() -> None:
+    assert [extra_of(name) for name in ("segno", "sqlalchemy", "sklearn", "nosuch")] == [
+        "notebook",
+        "workunits",
+        "train",
+        None,
+    ]
+
+
+NEXT = re.compile(
+    r"[:;]|\b(help|ask|try|check|install|pass|call|wait|run|use|take|give|build|open|start|stop|host|free|say|update)\b"
+)
+"""What a text that names a next step has: an order, or a part after a colon that says what is wrong in particular."""
+TOLD_TO_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelError", "StoreError"}
+
+
+def _raised_texts() -> list[tuple[str, str]]:
+    """Texts written down where errors for users are raised; those that are made elsewhere are not."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            call = node.exc
+            if ast.unparse(call.func) in TOLD_TO_USERS and isinstance(
+                call.args[0], ast.Constant | ast.JoinedStr
+            ):
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(call.args[0])))
+    return found
+
+
+def test_errors_for_users_name_a_next_step_where_they_are_raised() -> None:
+    texts = _raised_texts()
+    assert len(texts) > 20
+    assert not [(where, text) for where, text in texts if not NEXT.search(text)]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.notebook.invitation import COLAB_URL, KAGGLE_URL, MAX_QR_CHARACTERS, Invitation
+
+LINE = "https://example.org/join#my-run.AbCd_-" + "x" * 300
+
+
+def invitation(line: str = LINE, run: str = "my-run", uses: int | None = 3) -> Invitation:
+    return Invitation(line, run=run, role="worker", expires_at=1_800_000_000.0, uses=uses)
+
+
+def parsed(markup: str) -> ElementTree.Element:
+    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
+
+
+def test_an_invitation_is_its_text() -> None:
+    assert invitation() == LINE
+    assert f"{invitation()}" == LINE
+    assert invitation()._repr_mimebundle_()["text/plain"] == LINE
+
+
+@pytest.mark.parametrize(("uses", "words"), [(None, "any number of times"), (1, "once"), (3, "3 times")])
+def test_role_expiry_and_uses_are_told(uses: int | None, words: str) -> None:
+    told = invitation(uses=uses).described()
+    assert told == f"join my-run as worker, {words}, until 2027-01-15 08:00 UTC"
+
+
+def test_an_invitation_travels_to_other_processes() -> None:
+    travelled = pickle.loads(pickle.dumps(invitation(uses=3)))
+    assert travelled == invitation() and travelled.uses == 3 and travelled.role == "worker"
+
+
+def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
+    page = invitation()._repr_html_()
+    tree = parsed(page)
+    assert LINE in "".join(tree.itertext())
+    assert [link.attrib["href"] for link in tree.iter("a")] == [
+        COLAB_URL.replace("NAME", "join_colab"),
+        KAGGLE_URL.replace("NAME", "join_kaggle"),
+    ]
+    assert any(element.tag.endswith("svg") for element in tree.iter())
+    assert not re.search(r"<script|src=\"|url\(|<img| on\w+=", page)
+    assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge
+
+
+def test_a_warning_is_shown_with_the_line_but_is_no_part_of_it() -> None:
+    warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
+    assert str(warned) == LINE
+    assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
+    assert '<p class="warn">Only &lt;here&gt;.</p>' in warned._repr_html_()
+    assert 'class="warn"' not in invitation()._repr_html_()
+
+
+def test_without_segno_or_for_a_long_line_words_stand_in_for_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
+    monkeypatch.setitem(sys.modules, "segno", None)
+    monkeypatch.setattr("colab_swarm.notebook.invitation.find_spec", lambda name: None)
+    assert "pip install segno" in invitation()._repr_html_()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.text(min_size=1, max_size=60) | st.just('"><script>alert(1)</script>'))
+def test_strange_words_stay_words(words: str) -> None:
+    usual = {element.tag for element in parsed(invitation()._repr_html_()).iter()}
+    words = "".join(letter for letter in words if letter.isprintable())
+    page = invitation(line=words or "x", run=words)._repr_html_()
+    assert {element.tag for element in parsed(page).iter()} <= usual

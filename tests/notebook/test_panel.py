@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets
+import pytest
+
+from colab_swarm.notebook import buttons, rounds, swarm_map
+from colab_swarm.notebook.panel import SWARM, Page, Panel
+from colab_swarm.notebook.views import render_html, render_text, summary
+from colab_swarm.snapshot import SwarmSnapshot
+from tests.notebook.test_views import SNAPSHOT
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+LEFT = dataclasses.replace(SNAPSHOT, state="left")
+
+
+def steps(last: SwarmSnapshot = LEFT, *, count: int = 3) -> Callable[[], SwarmSnapshot]:
+    """Read step 1, 2 …, and ``last`` from then on."""
+    numbered = (dataclasses.replace(SNAPSHOT, step=step) for step in range(1, count + 1))
+    snapshots = itertools.chain(numbered, itertools.repeat(last))
+    return lambda: next(snapshots)
+
+
+def nothing() -> None:
+    return None
+
+
+def everything(snapshot: SwarmSnapshot) -> str:
+    """All pages as text."""
+    pages = (render_text(snapshot), rounds.render_text(snapshot), swarm_map.render_text(snapshot))
+    return "\n\n".join(pages)
+
+
+def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
+    bundle = Panel(lambda: SNAPSHOT, nothing)._repr_mimebundle_()
+    assert bundle == {"text/plain": render_text(SNAPSHOT), "text/html": render_html(SNAPSHOT)}
+
+
+@pytest.mark.slow
+def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    bundle = panel._repr_mimebundle_()
+    assert bundle["text/plain"] == render_text(SNAPSHOT)
+    assert bundle["text/html"] == render_html(SNAPSHOT) == panel._view.value
+    assert bundle[VIEW] == {"model_id": panel._box.model_id, "version_major": 2, "version_minor": 0}
+
+
+def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> Any:
+    """The first control of a panel of this kind whose description begins so."""
+    row = [*panel._box.children, *panel._box.children[-1].children]
+    found = (one for one in row if type(one).__name__ == kind)
+    return next(one for one in found if not description or one.description.startswith(description))
+
+
+def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
+    panel = Panel(steps(count=2), nothing, live=True)
+    before = panel._view.value
+    control(panel, "Play").value += 1
+    assert "training, step 1<" in before
+    assert "training, step 2<" in panel._view.value
+
+
+def test_what_the_browser_asked_while_a_cell_ran_is_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 60.0)
+    panel = Panel(steps(count=100), nothing, live=True)
+    for _ in range(50):
+        control(panel, "Play").value += 1
+    assert "training, step 1<" in panel._view.value
+
+
+def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
+    left, go_on = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        go_on.wait(10)
+        left.set()
+
+    panel = Panel(lambda: SNAPSHOT, leave, live=True)
+    button = control(panel, "Button", "Leave")
+    button.click()
+    assert button.description == "Leave? Click again" and not button.disabled
+    panel.refresh()
+    assert button.description == "Leave? Click again"
+    button.click()
+    assert button.description == "Left" and button.disabled
+    assert not left.is_set()
+    go_on.set()
+    assert left.wait(10)
+
+
+def test_a_question_that_nobody_answers_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    button = control(panel, "Button", "Leave")
+    button.click()
+    monkeypatch.setattr(buttons, "SURE_S", -1.0)  # as if the time were up
+    panel.refresh()
+    assert button.description == "Leave"
+    button.click()
+    assert button.description == "Leave? Click again"
+
+
+def test_a_swarm_that_is_left_takes_no_clicks() -> None:
+    panel = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
+    assert control(panel, "Button", "Left").disabled and control(panel, "Button", "Pause").disabled
+
+
+def test_the_pause_button_asks_for_the_opposite_of_what_is() -> None:
+    asked: queue.Queue[bool] = queue.Queue()
+    paused = False
+    panel = Panel(lambda: dataclasses.replace(SNAPSHOT, paused=paused), nothing, pause=asked.put, live=True)
+    button = control(panel, "Button", "Pause")
+    button.click()
+    assert asked.get(timeout=10) is True and button.description == "Resume"
+    paused = True
+    panel.refresh()
+    assert button.description == "Resume"
+    button.click()
+    assert asked.get(timeout=10) is False and button.description == "Pause"
+
+
+def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop", "Leave"}
+
+
+def test_the_stop_button_interrupts_a_busy_cell_from_beside_it_and_nothing_else() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    button = control(panel, "Button", "Stop")
+    button.click()  # on the main thread: the cell is over
+    clicker = threading.Thread(target=button.click)
+    with pytest.raises(KeyboardInterrupt):
+        clicker.start()
+        threading.Event().wait(10)
+    clicker.join(10)
+
+
+def test_every_control_says_what_it_does() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
+    assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
+    assert len(control(panel, "ToggleButtons").tooltips) == 3
+
+
+def test_only_the_page_in_sight_is_drawn() -> None:
+    drawn: list[str] = []
+
+    def page(name: str) -> Callable[..., str]:
+        def draw(snapshot: SwarmSnapshot, *chosen: int) -> str:
+            drawn.append(name)
+            return f"{name} {snapshot.step} {chosen}"
+
+        return draw
+
+    pages = {"second": Page(page("second"), page("text"), slider=("back", 3))}
+    views = dataclasses.replace(SWARM, html=page("swarm"), pages=pages)
+    panel = Panel(lambda: SNAPSHOT, nothing, views=views, live=True)
+    control(panel, "ToggleButtons").value = "second"
+    assert drawn == ["swarm", "second"]
+    slider = control(panel, "IntSlider")
+    assert (slider.description, slider.max, slider.layout.display) == ("back", 3, "")
+    slider.value = 2
+    assert panel._view.value == "second 12 (2,)"
+    assert panel._repr_mimebundle_()["text/plain"] == "text 12 (2,)"
+    control(panel, "ToggleButtons").value = "swarm"
+    assert slider.layout.display == "none" and panel._view.value == "swarm 12 ()"
+
+
+def test_nothing_is_sent_while_nothing_changes() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    sent: list[object] = []
+    panel._view.observe(sent.append)
+    panel.refresh()
+    assert not sent
+
+
+def test_further_controls_stand_under_the_view() -> None:
+    panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
+    assert panel._box.children[-2].value == "more"
+
+
+def test_two_panels_of_a_swarm_live_beside_each_other() -> None:
+    read = steps(count=4)
+    one, other = Panel(read, nothing, live=True), Panel(read, nothing, live=True)
+    one.refresh()
+    other.refresh()
+    assert "training, step 3<" in one._view.value and "training, step 4<" in other._view.value
+
+
+def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    def read() -> SwarmSnapshot:
+        raise RuntimeError("no snapshot")
+
+    panel = Panel(read, nothing, live=False)
+    panel.tick()
+    panel.tick()
+    assert [record.message for record in caplog.records] == [
+        "the panel cannot be drawn, which does not matter to the training"
+    ]
+
+
+def test_a_view_that_cannot_be_drawn_fills_no_notebook_with_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
+    broken: list[bool] = []
+
+    def read() -> SwarmSnapshot:
+        if broken:
+            raise RuntimeError("no snapshot")
+        return SNAPSHOT
+
+    panel = Panel(read, nothing, live=True)
+    broken.append(True)
+    for _ in range(3):
+        control(panel, "Play").value += 1  # raises nothing
+    assert len(caplog.records) == 1
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    crowd = dataclasses.replace(SNAPSHOT, peers=SNAPSHOT.peers * 30, me="zoë")
+    Panel(lambda: crowd, nothing, live=False).watch(seconds=0)
+    out.seek(0)
+    shown = out.read()
+    assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
+
+
+def test_watching_ends_when_the_swarm_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    Panel(steps(), nothing, live=False).watch(every_s=0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))
+    assert "\n".join(lines[1:]) == everything(LEFT)
+
+
+def test_watching_ends_after_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    Panel(lambda: SNAPSHOT, nothing, live=False).watch(seconds=0)
+    assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
+
+
+def test_an_interrupt_ends_the_watching_and_not_the_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    reads, stopped = itertools.count(), threading.Event()
+
+    def read() -> SwarmSnapshot:
+        if next(reads) == 2:
+            raise KeyboardInterrupt
+        return SNAPSHOT
+
+    Panel(read, stopped.set, live=False).watch(every_s=0)
+    assert "Stopped watching; the peer goes on" in capsys.readouterr().out
+    assert not stopped.is_set()
+
+
+def test_watching_with_widgets_repaints_the_view() -> None:
+    panel = Panel(steps(count=4), nothing, live=True)
+    panel.watch(every_s=0)
+    assert panel._view.value == render_html(LEFT)
+
+
+def test_repr_is_one_line() -> None:
+    assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
+
+
+def test_a_training_loop_keeps_the_view_live_without_being_slowed_down(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reads = 0
+
+    def read() -> SwarmSnapshot:
+        nonlocal reads
+        reads += 1
+        return SNAPSHOT
+
+    panel = Panel(read, nothing, live=False)
+    for _ in range(1000):
+        panel.tick()
+    assert reads < 10  # one, unless the machine stops for half a second
+    assert capsys.readouterr().out == summary(SNAPSHOT) + "\n"

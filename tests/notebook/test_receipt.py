@@ -1,0 +1,161 @@
+"""A receipt proves what it says, offline, and nothing else passes."""
+
+from __future__ import annotations
+
+import contextlib
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import colab_swarm as cs
+from colab_swarm.dht.records import Record
+from colab_swarm.dht.service import key_id
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Membership
+from colab_swarm.net.peers import Role
+from colab_swarm.notebook.receipt import Deeds, Given, Receipt, Voucher, total
+from colab_swarm.trust.contributions import MAX_AMOUNT, RECORD_S, Row, Tally, tally_key
+from tests.training.toy import train_freely
+
+NOW, RUN = 1_750_000_000.0, "demo-0badcafe"
+ALICE, BOB, CAROL, AUTHORITY = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
+
+
+def tally(writer: Identity, samples: float, *, run: str = RUN, role: Role = Role.WORKER) -> Record:
+    """What ``writer`` says of alice, in a run that the authority admits to."""
+    member = Membership(RUN, role, writer.public_key, "", NOW - 60, NOW + 60).signed(AUTHORITY.sign)
+    rows = (Row(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
+    value = msgspec.msgpack.encode(Tally(writer.public_key, member.encode(), rows))
+    record = Record(writer.id, value, NOW + RECORD_S, int(NOW * 1e6), RECORD_S, writer.public_key)
+    key = key_id(tally_key(run, writer.id))
+    return msgspec.structs.replace(record, signature=writer.sign(record.signed_bytes(key)))
+
+
+def receipt(*records: Record, given: Given | None = None, owner: Identity = ALICE) -> Receipt:
+    authority = AUTHORITY.public_key
+    vouchers = tuple(Voucher(r.owner, r.value, r.expires_at, r.version, r.signature) for r in records)
+    return Receipt(
+        run_id=RUN,
+        name="alice & <friends>",
+        key=owner.public_key,
+        began_at=NOW - 3600,
+        ended_at=NOW,
+        rounds=12,
+        given=total(RUN, owner.id, authority, records) if given is None else given,
+        authority=authority,
+        vouchers=vouchers,
+    ).signed(owner.sign)
+
+
+GOOD = receipt(tally(BOB, 100.0), tally(CAROL, 28.0))
+
+
+def test_a_receipt_proves_the_sum_of_what_the_others_signed(tmp_path: Path) -> None:
+    GOOD.save(tmp_path / "mine.json")
+    proven = Receipt.load(tmp_path / "mine.json").verify(authority=AUTHORITY.public_key)
+    assert proven.given == Given(samples=128.0, reduced_bytes=2e6, units=4.0)
+    assert (proven.peer, proven.vouchers, proven.authority) == (ALICE.id, 2, AUTHORITY.id)
+
+
+@pytest.mark.parametrize(
+    ("forged", "told"),
+    [
+        (msgspec.structs.replace(GOOD, rounds=13), "changed after it was signed"),
+        (msgspec.structs.replace(GOOD, key=BOB.public_key), "changed after it was signed"),
+        (
+            receipt(tally(BOB, 1.0), given=Given(samples=1e9)),
+            "says 1,000,000,000 samples, and .* say 1 samples",
+        ),
+        (receipt(tally(BOB, 1.0), tally(BOB, 2.0), given=Given()), "vouches twice"),
+        (receipt(tally(ALICE, 5.0), given=Given()), "vouches for itself"),
+        (receipt(tally(BOB, 1.0, run="other-0badcafe"), given=Given()), "of another run"),
+        (receipt(tally(BOB, 1.0, role=Role.VIEWER), given=Given()), "a viewer only"),
+        (receipt(tally(BOB, 1.0), given=Given(), owner=CAROL), "does not speak of this peer"),
+    ],
+)
+def test_what_was_changed_or_made_up_is_named(forged: Receipt, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        forged.verify()
+
+
+def test_a_voucher_with_another_amount_is_no_longer_signed_by_its_writer() -> None:
+    foreign = msgspec.structs.replace(tally(BOB, 1.0), value=tally(BOB, 1000.0).value)
+    with pytest.raises(ValueError, match=f"{BOB.id.hex()[:8]} vouches for is not signed by it"):
+        receipt(foreign, given=Given(samples=1000.0)).verify()
+
+
+def test_a_stranger_is_no_member_and_another_authority_is_noticed() -> None:
+    eve = Identity(bytes([9]) * 32)
+    own = Membership(RUN, Role.WORKER, eve.public_key, "", NOW, NOW + 60).signed(eve.sign)
+    value = msgspec.msgpack.encode(Tally(eve.public_key, own.encode(), (Row(ALICE.id, (9.0, 0, 0, 0, 0)),)))
+    record = Record(eve.id, value, NOW + RECORD_S, 1, 1.0, eve.public_key)
+    signature = eve.sign(record.signed_bytes(key_id(tally_key(RUN, eve.id))))
+    with pytest.raises(ValueError, match="was no member of the run"):
+        receipt(msgspec.structs.replace(record, signature=signature), given=Given()).verify()
+    with pytest.raises(ValueError, match="another authority"):
+        GOOD.verify(authority=eve.public_key)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200))
+def test_any_bytes_are_a_receipt_or_a_value_error(data: bytes | str) -> None:
+    with pytest.raises(ValueError, match="no receipt"):
+        Receipt.parse(data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, len(GOOD.json()) - 1), st.characters(codec="ascii"))
+def test_a_receipt_with_any_letter_changed_is_not_verified(at: int, letter: str) -> None:
+    text = GOOD.json()
+    changed = text[:at] + letter + text[at + 1 :]
+    try:
+        found = Receipt.parse(changed)
+    except ValueError:
+        return
+    if found != GOOD:  # white space and the unused bits of base64 say nothing
+        with pytest.raises(ValueError, match=r"\w"):
+            found.verify()
+
+
+def test_the_card_escapes_names_and_says_what_it_cannot_prove(tmp_path: Path) -> None:
+    GOOD.save(tmp_path / "mine.svg")
+    card = (tmp_path / "mine.svg").read_text()
+    texts = [element.text for element in ElementTree.fromstring(card).iter() if element.text]
+    assert "alice & <friends>" in texts and "128 samples" in texts
+    assert any("2 other peers vouch for it" in text for text in texts)
+    assert any("cannot be told from members that worked" in text for text in texts)
+    assert "<friends>" not in GOOD._repr_html_()
+    with pytest.raises(ValueError, match=r"\.json"):
+        GOOD.save(tmp_path / "mine.txt")
+
+
+def test_sums_beyond_all_bounds_can_be_kept_and_proven() -> None:
+    found = receipt(tally(BOB, MAX_AMOUNT), tally(CAROL, MAX_AMOUNT))
+    assert Receipt.parse(found.json()).verify().given.samples == MAX_AMOUNT
+
+
+def test_nobody_vouches_for_a_newcomer() -> None:
+    fresh = receipt()
+    assert fresh.verify().vouchers == 0 and "nothing yet" in repr(fresh)
+    assert "nobody vouches for it yet" in fresh.svg() and "✓" not in fresh.svg()
+
+
+@pytest.mark.slow
+def test_peers_that_trained_together_vouch_for_each_other() -> None:
+    with cs.create("receipts", peer_name="alice") as alice, contextlib.ExitStack() as stack:
+        bob = stack.enter_context(cs.join(alice.invite(), peer_name="bob"))
+        deeds = Deeds(bob.services)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda swarm: train_freely(swarm, 6), (alice, bob)))
+        alice.runtime.call(alice.context.require_network().trust.contributions.publish())
+        presence = bob.context.require_network()
+        vouchers = bob.runtime.call(presence.trust.contributions.vouchers())
+        admission = presence.entrance.admission
+        assert admission is not None
+        found = deeds.receipt(bob.run_id, "bob", vouchers, authority=admission.authority)
+    proven = Receipt.parse(found.json()).verify(authority=alice.services.peers.public_key)
+    assert proven.vouchers == 1 and proven.given.samples > 0 and found.rounds > 0

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.events import (
+    BatchDropped,
+    EventLog,
+    Fault,
+    MemberTrace,
+    PeerJoined,
+    PeerLeft,
+    RoundFinished,
+    StepFinished,
+)
+from colab_swarm.notebook.recorder import KINDS, MAX_LINE_BYTES, Header, Recorder, Replay, read, replay
+
+ALICE, BOB = "a11ce000" * 8, "b0b00000" * 8
+NAMES = {"a11ce000": "alice", "b0b00000": "bob"}
+HEADER = Header("mnist", "alice", ALICE, began=1.8e9, at=5.0, package="0.1.0")
+
+
+def finished(step: int, *, dropped: str = "") -> RoundFinished:
+    members = (
+        MemberTrace(ALICE, 4.0, 0.5, means=(0.1, 0.2)),
+        MemberTrace(BOB, 8.0, 0.5, (0.0, 0.1), (0.05, 0.15), None if dropped else (0.1, 0.2), dropped),
+    )
+    contributors = (ALICE,) if dropped else (ALICE, BOB)
+    return RoundFinished(
+        float(step),
+        step,
+        2,
+        contributors,
+        12.0,
+        int(bool(dropped)),
+        0,
+        100,
+        100,
+        0.3,
+        0.0,
+        0.2,
+        members=members,
+    )
+
+
+EVENTS = [
+    PeerJoined(1.0, BOB),
+    *(
+        event
+        for step in range(4)
+        for event in (finished(step), StepFinished(step, step + 1, 12.0, 2.0 - step / 4))
+    ),
+    finished(4, dropped="the link to b0b00000 is lost"),
+    PeerLeft(9.0, BOB, "it was killed"),
+]
+
+
+def record(path: Path, *events: object, **options: object) -> Path:
+    log = EventLog()
+    with Recorder(log, path, HEADER, names=lambda: NAMES, **options):  # type: ignore[arg-type]
+        for event in events:
+            log.emit(event)  # type: ignore[arg-type]
+    return path
+
+
+def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path) -> None:
+    flight = read(record(tmp_path / "run.jsonl", *EVENTS))
+    assert flight.events == tuple(EVENTS) and flight.headers == (HEADER,) and flight.notes == ()
+    assert flight.names == NAMES
+
+
+def test_every_kind_of_event_can_be_read_back() -> None:
+    assert {
+        "RoundFinished",
+        "StepFinished",
+        "PeerLeft",
+        "PeerSilent",
+        "Fault",
+        "ExpertBanned",
+    } <= KINDS.keys()
+
+
+def test_a_number_that_is_none_comes_back_as_that(tmp_path: Path) -> None:
+    odd = Fault(math.nan, "here", "text"), StepFinished(1.0, 1, 2.0, math.inf)
+    fault, step = read(record(tmp_path / "run.jsonl", *odd)).events
+    assert math.isnan(fault.at) and isinstance(step, StepFinished) and step.loss is None
+
+
+def test_a_second_sitting_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = record(tmp_path / "run.jsonl", EVENTS[0])
+    record(path, EVENTS[-1])
+    flight = read(path)
+    assert flight.events == (EVENTS[0], EVENTS[-1]) and len(flight.headers) == 2
+    assert "2 sittings" in repr(Replay(flight))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_line_that_a_killed_process_left_torn_is_left_out_and_told(tmp_path: Path, again: bool) -> None:
+    path = record(tmp_path / "run.jsonl", *EVENTS)
+    path.write_bytes(path.read_bytes()[:-20])
+    if again:
+        record(path, EVENTS[0])
+    flight = read(path)
+    assert flight.events == (*EVENTS[:-1], *([EVENTS[0]] if again else []))
+    (note,) = flight.notes
+    assert "torn" in note and "left out" in note
+    assert note in str(Replay(flight)) and note in Replay(flight).html()
+
+
+def test_a_full_file_ends_the_recording_and_says_so(tmp_path: Path) -> None:
+    log, path = EventLog(), tmp_path / "run.jsonl"
+    recorder = Recorder(log, path, HEADER, max_bytes=2000)
+    for number in range(100):
+        log.emit(BatchDropped(float(number), "nan"))
+    recorder.close()
+    assert path.stat().st_size <= 2000 and "limit of 2 kB" in repr(recorder)
+    (fault,) = log.recent(Fault)
+    assert isinstance(fault, Fault) and "nothing more is recorded" in fault.text
+    assert 10 < len(read(path).events) < 100
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    log = EventLog()
+    recorder = Recorder(log, tmp_path / "run.jsonl", HEADER)
+    recorder._file.close()
+    log.emit(EVENTS[0])
+    recorder.close()
+    (fault,) = log.recent(Fault)
+    assert isinstance(fault, Fault) and "cannot be written" in fault.text
+
+
+@pytest.mark.parametrize("text", ["a" * (MAX_LINE_BYTES + 1), "/tmp/\udcff"])
+def test_an_event_that_makes_no_line_is_left_out_and_the_recording_goes_on(tmp_path: Path, text: str) -> None:
+    path = record(tmp_path / "run.jsonl", EVENTS[0], Fault(1.0, "here", text), EVENTS[-1])
+    assert read(path).events == (EVENTS[0], EVENTS[-1])
+
+
+def test_recording_keeps_nobody_waiting(tmp_path: Path) -> None:
+    log, event = EventLog(), finished(1)
+    with Recorder(log, tmp_path / "run.jsonl", HEADER):
+        began = time.perf_counter()
+        for _ in range(200):
+            log.emit(event)
+        assert (time.perf_counter() - began) / 200 < 1e-3
+
+
+def test_another_file_is_not_written_over(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("Chapter 1\n")
+    with pytest.raises(ValueError, match="choose another file"):
+        Recorder(EventLog(), thesis, HEADER)
+    assert thesis.read_text() == "Chapter 1\n"
+
+
+GOOD = msgspec.json.encode({"kind": "Header", "told": HEADER}) + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is empty"),
+        (b"Chapter 1\n", "line 1"),
+        (
+            b'{"kind":"PeerJoined","told":{"at":1.0,"peer":"b0b"}}\n',
+            "line 1: a recording begins with its header",
+        ),
+        (GOOD + b"nonsense\n" + GOOD[:-1].replace(b"Header", b"PeerGone") + b"\n", "line 2"),
+        (GOOD + b'{"kind":"PeerJoined","told":{"at":"x"}}\n{}\n', "line 2"),
+        (GOOD.replace(b'"version":1', b'"version":99'), "update"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        replay(path)
+
+
+def test_kinds_of_a_newer_version_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "new.jsonl"
+    path.write_bytes(GOOD + b'{"kind":"PeerMarried","told":{"at":1.0}}\n')
+    assert read(path).notes == ("1 event of a newer version left out: update colab-swarm",)
+
+
+numbers = st.none() | st.integers() | st.floats() | st.just("1e999") | st.text(max_size=5)
+fields = st.dictionaries(
+    st.sampled_from(
+        ["at", "step", "seconds", "samples", "loss", "members", "peer", "group_size", "explanation"]
+    ),
+    numbers | st.lists(numbers, max_size=3),
+)
+
+
+@given(
+    st.lists(
+        st.binary(max_size=60)
+        | st.tuples(st.sampled_from(["RoundFinished", "StepFinished", "Named", "Header"]), fields),
+        max_size=4,
+    )
+)
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_from_a_stranger_is_drawn_or_refused(
+    tmp_path: Path, lines: list[bytes | tuple[str, dict[str, object]]]
+) -> None:
+    whole = msgspec.to_builtins(finished(1))
+    path = tmp_path / "strange.jsonl"
+    encoded = [
+        line
+        if isinstance(line, bytes)
+        else msgspec.json.encode({"kind": line[0], "told": {**whole, "loss": 1.0, "name": "x", **line[1]}})
+        for line in lines
+    ]
+    path.write_bytes(GOOD + b"\n".join(encoded))
+    try:
+        shown = replay(path)
+    except ValueError as error:
+        assert str(path) in str(error)
+    else:
+        assert shown.text().startswith(shown._summary())
+        assert ("<svg" in shown.html()) or not shown.rounds
+
+
+def test_a_number_with_thousands_of_digits_is_refused_or_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    line = msgspec.json.encode({"kind": "RoundFinished", "told": finished(7)})
+    path.write_bytes(GOOD + line.replace(b'"step":7', b'"step":' + b"7" * 5000) + b"\n" + GOOD)
+    try:
+        assert replay(path).html()
+    except ValueError as error:
+        assert "line 2" in str(error)
+
+
+def test_names_of_strangers_are_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = EventLog()
+    with Recorder(log, path, HEADER, names=lambda: {"b0b00000": "<script>alert(1)</script>"}):
+        log.emit(finished(1))
+    assert "<script" not in replay(path).html()
+
+
+# --- how it looks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_tells_the_run_in_a_line_and_in_full(tmp_path: Path) -> None:
+    shown = replay(record(tmp_path / "run.jsonl", *EVENTS))
+    assert repr(shown) == "Replay(run.jsonl: mnist, seen by alice, 5 rounds, 9 s, loss 2.000 to 1.250)"
+    assert len(shown) == len(EVENTS) and len(shown.rounds) == 5
+    assert shown.losses == ((1, 2.0), (2, 1.75), (3, 1.5), (4, 1.25))
+    for drawn in (shown.html(), str(shown)):
+        assert "round 4" in drawn and "bob" in drawn and "is lost" in drawn
+    assert "round 2" in shown.text(2).splitlines()[2]
+
+
+def test_without_a_front_end_it_is_text_and_static_html(tmp_path: Path) -> None:
+    shown = replay(record(tmp_path / "run.jsonl", *EVENTS))
+    assert shown._repr_mimebundle_() == {"text/plain": str(shown), "text/html": shown.html()}
+
+
+def test_a_recording_without_rounds_says_so(tmp_path: Path) -> None:
+    assert "No averaging round" in str(replay(record(tmp_path / "run.jsonl", EVENTS[0])))
+
+
+@pytest.mark.slow
+def test_the_slider_chooses_the_round(tmp_path: Path) -> None:
+    shown = Replay(read(record(tmp_path / "run.jsonl", *EVENTS)), live=True)
+    slider, view = shown._widget.children
+    assert shown._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
+    slider.value = 1
+    assert view.value == shown.html(1) != shown.html()

@@ -1,0 +1,157 @@
+"""The round waterfall: who did what when, who dropped out and why, in HTML and in text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.events import MemberTrace, RoundFinished
+from colab_swarm.notebook.rounds import (
+    MAX_LANES,
+    NONE_YET,
+    RECENT,
+    SLOTS,
+    render_html,
+    render_text,
+    waterfall_html,
+    waterfall_text,
+)
+from tests.notebook.test_views import ALICE, BOB, SNAPSHOT
+
+ME = MemberTrace(ALICE.id + "0" * 56, 64.0, 0.5)
+OTHER = MemberTrace(BOB.id + "0" * 56, 128.0, 0.5, sent=(0.0, 0.5), received=(0.25, 0.75), means=(0.75, 1.0))
+GONE = MemberTrace("ca401000" + "0" * 56, 32.0, 0.0, sent=(0.0, 0.2), dropped="its link closed")
+ROUND = RoundFinished(
+    at=0.0,
+    step=12,
+    group_size=3,
+    contributors=(ME.peer, OTHER.peer),
+    samples=192.0,
+    spans_lost=1,
+    kept_local=1000,
+    sent_bytes=2_000_000,
+    received_bytes=1_000_000,
+    seconds=2.0,
+    averaging_s=1.0,
+    predicted_s=0.9,
+    explanation="bob's line is the faster",
+    members=(ME, OTHER, GONE),
+)
+GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(ME, OTHER))
+TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
+
+
+def parsed(markup: str) -> ElementTree.Element:
+    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
+
+
+def words(markup: str) -> str:
+    return " ".join(" ".join(parsed(f"<div>{markup}</div>").itertext()).split())
+
+
+def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
+    lines = render_text(TOLD).splitlines()
+    assert lines[0] == (
+        "round 12: values of 2 of 3 peers, 192 samples, 2.00 s, of which 1.00 s for the group to form, "
+        "2 MB sent, 1 MB received, averaging took 1.00 s, 900 ms expected, 1 reducer lost, "
+        "1,000 values stayed this peer's own"
+    )
+    half = "·" * (SLOTS // 2)
+    assert lines[1:4] == [
+        f"  ca401000    {half}{'░' * 4}{' ' * 16}    0% ✖ its link closed",
+        f"  alice (me)  {half}{' ' * 20}   50% – nothing to exchange",
+        f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}   50% ✔ all came",
+    ]
+    assert lines[4].split("  ")[1:] == [
+        "· the group forms",
+        "░ this peer sent it values",
+        "▒ its values came",
+        "▓ its means came",
+    ]
+    assert lines[5] == "  last 2 rounds: 2.00 s, 2.00 s✖"
+
+
+def test_html_tells_the_same() -> None:
+    shown = words(render_html(TOLD))
+    for fact in (
+        "round 12",
+        "✖ its link closed",
+        "✔ all came",
+        "alice (me)",
+        "bob's line is the faster",
+        "2.00 s",
+    ):
+        assert fact in shown
+    labels = [
+        svg.attrib["aria-label"]
+        for svg in parsed(render_html(TOLD)).iter("svg")
+        if "aria-label" in svg.attrib
+    ]
+    assert labels[1] == "this peer sent it values: 1.00 s to 1.20 s"
+    assert labels[2] == "nothing to exchange"
+    assert labels[3].endswith("its means came: 1.75 s to 2.00 s")
+
+
+def test_earlier_rounds_can_be_chosen_and_the_first_is_the_last_resort() -> None:
+    for back, step in ((0, 12), (1, 11), (5, 11)):
+        assert render_text(TOLD, back).startswith(f"round {step}:")
+        assert f"round {step} " in words(render_html(TOLD, back))
+
+
+def test_phases_differ_by_their_lines_and_not_only_by_colour() -> None:
+    dashes = re.findall(r'stroke-dasharray="([^"]+)"', render_html(TOLD).rpartition('class="key')[2])
+    assert len(dashes) == len(set(dashes)) == 3  # of four, one is not dashed
+
+
+def test_before_the_first_round_it_says_what_to_wait_for() -> None:
+    assert render_text(SNAPSHOT) == NONE_YET and NONE_YET in words(render_html(SNAPSHOT))
+
+
+def test_the_strip_has_the_last_rounds_and_marks_the_chosen_and_the_bad_ones() -> None:
+    many = [dataclasses.replace(GOOD, step=step) for step in range(2 * RECENT)]
+    strip = next(parsed(f"<div>{waterfall_html(many, 0, {})}</div>").iter("svg"))
+    assert len(list(strip.iter("g"))) == RECENT
+    assert [mark.text for mark in strip.iter("text")] == ["▲"]
+    early = next(parsed(f"<div>{waterfall_html(many, 2 * RECENT - 1, {})}</div>").iter("svg"))
+    assert [mark.text for mark in next(early.iter("g")).iter("text")] == ["▲"]
+    bad = next(parsed(f"<div>{waterfall_html([ROUND, GOOD], 0, {})}</div>").iter("svg"))
+    assert [mark.text for mark in bad.iter("text")] == ["✖", "▲"]
+
+
+def test_a_round_without_traces_says_so() -> None:
+    bare = dataclasses.replace(ROUND, members=())
+    assert "left no trace" in waterfall_html([bare], 0, {})
+    assert len(waterfall_text([bare], 0, {}).splitlines()) == 2
+
+
+def test_a_crowd_is_cut_and_counted_and_those_who_failed_stay() -> None:
+    crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
+    for shown in (waterfall_text([crowd], 0, {}), words(waterfall_html([crowd], 0, {}))):
+        assert f"… and {501 - MAX_LANES} more members" in shown and "its link closed" in shown
+
+
+times = st.none() | st.tuples(st.floats(), st.floats())
+traces = st.builds(
+    MemberTrace, st.text(), st.floats(), st.floats(), times, times, times, st.text(max_size=200)
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(traces, max_size=4), st.floats(), st.floats(), st.text(max_size=50), st.integers(0, 30))
+def test_whatever_is_told_of_a_round_it_can_be_drawn(
+    members: list[MemberTrace], seconds: float, averaging_s: float, said: str, back: int
+) -> None:
+    odd = dataclasses.replace(
+        ROUND, members=tuple(members), seconds=seconds, averaging_s=averaging_s, explanation=said
+    )
+    names = {member.peer[:8]: said for member in members}
+    drawn = waterfall_html([odd, GOOD], back, names)
+    parsed(f"<div>{drawn}</div>")
+    geometry = " ".join(re.findall(r' (?:d|x|y|width|height)="([^"]*)"', drawn))
+    assert "nan" not in geometry and "inf" not in geometry
+    told = waterfall_text([odd, GOOD], back, names)
+    assert len(told.split("\n")) <= len(members) + 6 and "\x1b" not in told

@@ -1,0 +1,100 @@
+"""A session's clock: when it ends, when this peer leaves, and how it is found out when it began."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.events import EventLog, SessionEnding
+from colab_swarm.notebook.platforms import (
+    BINDER,
+    COLAB,
+    KAGGLE,
+    KAGGLE_TPU,
+    LEAVE_BEFORE_S,
+    PLAIN,
+    Platform,
+    SessionClock,
+    platform,
+    session_age_s,
+    wait_for_end,
+)
+from colab_swarm.sim import run_virtual, virtual_time
+
+H = 3600.0
+
+
+def clock_on(here: Platform, hours: float | None = None, *, age_s: float = 0.0) -> SessionClock | None:
+    return SessionClock.of(here, hours, age_s=age_s, now=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("here", "limit_h"), [(COLAB, 12), (KAGGLE, 12), (KAGGLE_TPU, 9), (BINDER, 6), (PLAIN, None)]
+)
+def test_platforms_end_sessions_when_they_say(here: Platform, limit_h: float | None) -> None:
+    clock = clock_on(here)
+    assert (None if clock is None else clock.limit_s / H) == limit_h
+
+
+def test_kaggles_tpu_sessions_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    assert platform() is KAGGLE
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    assert platform() is KAGGLE_TPU
+
+
+def test_a_peer_leaves_ten_minutes_before_the_end() -> None:
+    clock = clock_on(COLAB, age_s=3 * H)
+    assert clock is not None and clock.leaves_at == 1000.0 + 9 * H - LEAVE_BEFORE_S
+    time = clock.read(now=1000.0 + 60.0)
+    assert (time.elapsed_s, time.limit_s, time.leaves_s) == (3 * H + 60.0, 12 * H, 12 * H - 600.0)
+
+
+def test_who_joins_shortly_before_the_end_stays_for_half_of_what_is_left() -> None:
+    clock = clock_on(COLAB, age_s=12 * H - 240.0)
+    assert clock is not None and clock.leaves_at == 1000.0 + 120.0
+
+
+def test_a_session_older_than_the_rule_is_a_paid_one_whose_end_is_not_known() -> None:
+    assert clock_on(COLAB, age_s=13 * H) is None
+
+
+def test_the_users_hours_count_from_now_and_go_first() -> None:
+    clock = clock_on(COLAB, 2.0, age_s=11 * H)
+    assert clock is not None and clock.leaves_at == 1000.0 + 2 * H - 600.0
+    assert "this machine is over after 2 h" in clock.reason
+    with pytest.raises(ValueError, match="session_hours=0"):
+        clock_on(PLAIN, 0.0)
+
+
+def test_it_is_told_twice_and_then_time_to_leave() -> None:
+    events = EventLog()
+
+    async def main() -> float:
+        await wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
+        return virtual_time()
+
+    assert run_virtual(main()) == 6 * H - 600.0
+    told = [(one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)]
+    assert told == [(6 * H - 1200.0, 1200.0), (6 * H - 600.0, 600.0)]
+
+
+def test_the_age_is_that_of_the_first_process_of_the_container(tmp_path: Path) -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "uptime").write_text("5000.25 100.0\n")
+    (tmp_path / "1").mkdir()
+    fields = ["S", *["0"] * 18, str(2000 * tick), "0"]
+    (tmp_path / "1" / "stat").write_text(f"1 (odd ) name) {' '.join(fields)}\n")
+    assert session_age_s(tmp_path) == pytest.approx(3000.25)
+
+
+@pytest.mark.parametrize("stat", ["", "1 (tini) S 0 0", "1 (tini) S " + "x " * 30])
+def test_without_that_it_is_the_age_of_this_process_or_nothing(tmp_path: Path, stat: str) -> None:
+    (tmp_path / "uptime").write_text("5000.25 100.0\n")
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stat").write_text(stat)
+    assert session_age_s(tmp_path) == 0.0
+    assert 0 <= session_age_s() < 1e9

@@ -1,0 +1,118 @@
+"""The map of the swarm: links of this peer, in HTML and in text."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import xml.etree.ElementTree as ElementTree
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.notebook.swarm_map import MAX_PEERS, WIDTH, render_html, render_text
+from colab_swarm.snapshot import PeerRow
+from tests.notebook.test_views import ALICE, BOB, SNAPSHOT
+
+LINKED = dataclasses.replace(
+    BOB, role="trainer", samples_per_s=9.0, rtt_s=0.0234, connected="direct", upload_bps=2e7, download_bps=1e9
+)
+CAROL = dataclasses.replace(
+    BOB,
+    name="carol",
+    id="ca401000",
+    rtt_s=0.2,
+    connected=f"relayed by {BOB.id}",
+    upload_bps=2e9,
+    download_bps=2e9,
+)
+DAVE = dataclasses.replace(BOB, name="dave", id="dae00000", role="paused")
+SWARM = dataclasses.replace(SNAPSHOT, peers=(ALICE, DAVE, LINKED, CAROL))
+
+
+def parsed(markup: str) -> ElementTree.Element:
+    return ElementTree.fromstring(markup)
+
+
+def test_text_is_an_aligned_list_of_the_links() -> None:
+    assert render_text(SWARM).splitlines() == [
+        "links of demo: 2 links, 1 of them relayed",
+        "  ● alice (me)  training",
+        "  ● bob         training     23 ms   direct   20 Mbit/s",
+        "  ◔ carol       catching up  200 ms  via bob  2 Gbit/s",
+        "  ‖ dave        paused               no link",
+    ]
+
+
+def test_html_tells_the_same() -> None:
+    texts = {text.text for text in parsed(render_html(SWARM)).iter("text")}
+    assert {"bob", "23 ms, direct", "200 ms, via bob", "no link", "alice (me)"} <= texts
+    titles = {title.text for title in parsed(render_html(SWARM)).iter("title")}
+    assert {"23 ms, direct, 20 Mbit/s", "200 ms, via bob, 2 Gbit/s"} <= titles
+
+
+def test_a_link_is_as_wide_as_its_line_is_fast_and_dashed_where_relayed() -> None:
+    direct, relayed = parsed(render_html(SWARM)).iter("path")
+    assert float(direct.attrib["stroke-width"]) < float(relayed.attrib["stroke-width"])
+    assert "stroke-dasharray" in relayed.attrib and "stroke-dasharray" not in direct.attrib
+    bob = direct.attrib["d"].partition("L")[2]
+    assert relayed.attrib["d"].startswith(f"M{bob}Q")  # it begins at the relay
+
+
+def test_a_relayed_link_keeps_off_the_name_in_the_middle() -> None:
+    for number in range(6):  # of peers between carol and her relay
+        between = [dataclasses.replace(LINKED, id=f"{index}0000000") for index in range(number)]
+        page = parsed(render_html(dataclasses.replace(SNAPSHOT, peers=(ALICE, LINKED, *between, CAROL))))
+        *_, curve = (path.attrib["d"] for path in page.iter("path"))
+        begin, bend, end = (float(y) for _, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", curve))
+        name = next(float(text.attrib["y"]) for text in page.iter("text") if text.text == "alice (me)")
+        half_way = (begin + 2 * bend + end) / 4
+        assert half_way < name - 50 or half_way > name + 15
+
+
+def test_what_a_peer_does_is_told_by_symbol_and_word() -> None:
+    shown = "".join(parsed(render_html(dataclasses.replace(SWARM, paused=True))).itertext())
+    assert "‖ paused" in shown and "◔ catching up" in shown and "● training" in shown
+
+
+def test_a_peer_alone_is_a_map_too() -> None:
+    alone = dataclasses.replace(SNAPSHOT, peers=(ALICE,))
+    assert "0 links" in render_text(alone)
+    assert len(list(parsed(render_html(alone)).iter("circle"))) == 1
+
+
+def test_a_crowd_is_cut_and_counted_and_its_labels_stay_apart() -> None:
+    crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[LINKED] * 499))
+    assert f"… and {499 - MAX_PEERS} more peers" in render_text(crowd)
+    page = parsed(render_html(crowd))
+    circles = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in page.iter("circle")]
+    assert len(circles) == MAX_PEERS + 1
+    for side in (True, False):
+        heights = sorted(y for x, y in circles if x != WIDTH / 2 and (x > WIDTH / 2) is side)
+        assert min(b - a for a, b in itertools.pairwise(heights)) >= 26
+
+
+rows = st.builds(
+    PeerRow,
+    name=st.text(max_size=60),
+    id=st.text(max_size=10),
+    role=st.text(max_size=60),
+    step=st.integers(),
+    samples_per_s=st.floats(),
+    samples=st.floats(),
+    reachable=st.none(),
+    me=st.booleans(),
+    rtt_s=st.none() | st.floats(),
+    connected=st.text(max_size=60) | st.text(max_size=10).map("relayed by {}".format),
+    upload_bps=st.none() | st.floats(),
+    download_bps=st.none() | st.floats(),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(rows, max_size=5))
+def test_whatever_peers_tell_it_can_be_drawn(peers: list[PeerRow]) -> None:
+    odd = dataclasses.replace(SNAPSHOT, peers=tuple(peers))
+    usual = {element.tag for element in parsed(render_html(SWARM)).iter()}
+    assert {element.tag for element in parsed(render_html(odd)).iter()} <= usual
+    assert len(render_text(odd).split("\n")) <= len(peers) + 2

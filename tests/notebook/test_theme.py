@@ -1,0 +1,94 @@
+"""The style sheet of all views: readable in both themes, small, and of well-formed pieces."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from colab_swarm.notebook import theme
+
+TEXT_CONTRAST = 4.5
+PAPERS, INKS = ("--paper", "--card"), ("--ink", *(f"--{hue}" for hue in theme.HUES))
+
+
+def themes_in_use() -> list[dict[str, str]]:
+    """The colours of each rule of the style sheet that sets any, later ones over the first."""
+    found = [
+        dict(re.findall(r"(--\w+):(#[0-9a-f]{3,6})", rule)) for rule in re.findall(r"{([^{}]*)", theme.STYLE)
+    ]
+    base, *others = [colours for colours in found if colours]
+    return [base, *({**base, **colours} for colours in others)]
+
+
+def luminance(colour: str) -> float:
+    """Relative, 0 to 1 (WCAG 2.2)."""
+    digits = colour.removeprefix("#")
+    digits = "".join(digit * 2 for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast_is_measured_as_the_guidelines_say() -> None:
+    assert contrast("#000", "#ffffff") == pytest.approx(21.0)
+    assert contrast("#777777", "#fff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_every_ink_can_be_read_on_every_paper_in_every_theme() -> None:
+    themes = themes_in_use()
+    assert len(themes) == 3  # light, dark as the page says, dark as the browser says
+    for colours, ink, paper in itertools.product(themes, INKS, PAPERS):
+        assert contrast(colours[ink], colours[paper]) >= TEXT_CONTRAST, (ink, paper, colours[paper])
+
+
+def test_both_ways_to_be_dark_look_the_same() -> None:
+    _, told, preferred = themes_in_use()
+    assert told == preferred
+
+
+def test_no_rule_has_a_colour_of_its_own() -> None:
+    rules = theme.STYLE.replace(theme.LIGHT, "").replace(theme.DARK, "")
+    assert not re.search(r"#[0-9a-f]{3}|rgb|opacity", rules)
+
+
+def test_the_style_sheet_is_small_and_loads_nothing() -> None:
+    assert len(theme.STYLE) < 2800
+    assert not re.search(r"url\(|@import|<", theme.STYLE)
+
+
+def test_a_view_is_one_element_with_a_name() -> None:
+    view = ElementTree.fromstring(theme.wrap("<p>inside</p>", 'the "swarm"'))
+    assert view.attrib == {"class": "cs-view", "role": "group", "aria-label": 'the "swarm"'}
+
+
+def test_a_table_names_its_columns_and_rows() -> None:
+    drawn = theme.table(["peer", "steps"], [["alice", "3"], ["bob", "4"]], numbers=[1], label="peers")
+    head, body = ElementTree.fromstring(drawn)
+    assert [cell.attrib["scope"] for cell in head.iter("th")] == ["col", "col"]
+    assert [[cell.text for cell in row] for row in body] == [["alice", "3"], ["bob", "4"]]
+    assert [cell.attrib["scope"] for cell in body.iter("th")] == ["row", "row"]
+    assert [cell.attrib["class"] for cell in body.iter("td")] == ["n", "n"]
+
+
+@pytest.mark.parametrize(
+    ("part", "width"),
+    [(0.25, "25.0%"), (7.0, "100.0%"), (-1.0, "0.0%"), (math.nan, "0.0%"), (math.inf, "100.0%")],
+)
+def test_a_bar_stays_within_its_place(part: float, width: str) -> None:
+    drawn = ElementTree.fromstring(theme.bar(part, "64 of 256"))
+    assert drawn.attrib["aria-label"] == "64 of 256"
+    assert drawn[0].attrib["style"] == f"width:{width}"
+
+
+def test_colours_never_stand_without_a_word() -> None:
+    assert "".join(ElementTree.fromstring(theme.key([("blue", "mine")])).itertext()) == "mine"
+    assert "".join(ElementTree.fromstring(theme.mark("red", "✖", "lost")).itertext()) == "✖ lost"

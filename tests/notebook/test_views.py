@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.notebook.views import MAX_ROWS, render_html, render_text, summary
+from colab_swarm.snapshot import Energy, Given, PeerRow, SessionTime, SwarmSnapshot
+
+ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
+BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
+SNAPSHOT = SwarmSnapshot(
+    run="demo",
+    me="alice",
+    reached="accepts connections",
+    state="training",
+    peers=(ALICE, BOB),
+    step=12,
+    samples_per_s=20.0,
+    target_batch_size=256.0,
+    accumulated=64.0,
+    loss_history=((1, 8.25), (6, 7.0), (12, 6.5)),
+    sent_bytes=1_234_567,
+    received_bytes=999,
+    uptime_s=3_725.0,
+    log=("bob joined",),
+)
+
+
+def parsed(markup: str) -> ElementTree.Element:
+    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
+
+
+def test_text_shows_the_facts_line_by_line() -> None:
+    assert render_text(SNAPSHOT).splitlines() == [
+        "alice: accepts connections, up 1 h 02 min",
+        "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
+        "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
+        "next step: 64 of 256 samples; nobody trains now",
+        "all peers 20.0 samples/s from 1 of 2 peers; me 0.0 samples/s; "
+        "sent 1.23 MB now 0 kbit/s; received 999 B now 0 kbit/s",
+        "  peer        id        role         step  samples/s  RTT  link  reachable",
+        "  alice (me)  a11ce000  trainer      12    20.0                  yes",
+        "  bob         b0b00000  catching up  9     0.0                   outgoing only",
+        "  bob joined",
+    ]
+
+
+def words(snapshot: SwarmSnapshot) -> str:
+    """What a reader of the page reads."""
+    return " ".join(" ".join(parsed(render_html(snapshot)).itertext()).split())
+
+
+def test_html_shows_the_same_facts_without_script_or_outside_resource() -> None:
+    shown = words(SNAPSHOT)
+    facts = (
+        "demo: training, step 12",
+        "64 of 256 samples",
+        "6.500",
+        "b0b00000",
+        "outgoing only",
+        "bob joined",
+    )
+    assert all(fact in shown for fact in facts)
+    page = render_html(SNAPSHOT)
+    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
+    assert 'aria-label="64 of 256 samples; nobody trains now"' in page and "width:25.0%" in page
+
+
+def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None:
+    bob = dataclasses.replace(BOB, rtt_s=0.0234, connected="relayed by a11ce000")
+    told = dataclasses.replace(
+        SNAPSHOT,
+        peers=(ALICE, bob),
+        own_samples_per_s=20.5,
+        eta_s=9.6,
+        last_share=0.25,
+        sent_bps=8.2e6,
+        energy=Energy(3600.0, "10 W a core", estimated=True),
+        leaderboard=(Given("bob", "b0b00000", 1024.0, 2e6, me=False),),
+    )
+    facts = (
+        "step 13 in about 9 s",
+        "20.5 samples/s",
+        "25% of the last step's samples",
+        "now 8.2 Mbit/s",
+        "1 Wh estimate: 10 W a core",
+        "23 ms",
+        "relayed by a11ce000",
+        "given so far, as others saw it",
+        "2 MB",
+    )
+    assert [fact for fact in facts if fact not in words(told)] == []
+    assert [fact for fact in facts if fact not in " ".join(render_text(told).split())] == []
+    assert "bob: 1,024 samples, 2 MB averaged for others" in render_text(told)
+
+
+@pytest.mark.parametrize(("hours", "soon"), [(3, False), (11.5, True)])
+def test_the_sessions_clock_warns_before_its_end(hours: float, soon: bool) -> None:
+    session = SessionTime("Colab", hours * 3600, 12 * 3600.0, leaves_s=11 * 3600.0 + 50 * 60)
+    snapshot = dataclasses.replace(SNAPSHOT, session=session)
+    clock = "of 12 h 00 min; leaves at 11 h 50 min"
+    assert clock in words(snapshot) and clock in render_text(snapshot)
+    assert ('class="warn"' in render_html(snapshot)) is soon
+
+
+def test_a_pause_is_said_in_words() -> None:
+    snapshot = dataclasses.replace(SNAPSHOT, paused=True)
+    assert "Paused: your work stands still" in words(snapshot)
+    assert "Paused: your work stands still" in render_text(snapshot)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(), st.floats(), st.floats())
+def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None:
+    odd = dataclasses.replace(
+        SNAPSHOT,
+        peers=(dataclasses.replace(ALICE, samples_per_s=one, samples=other, rtt_s=third),),
+        samples_per_s=one,
+        target_batch_size=other,
+        accumulated=third,
+        loss_history=((1, one), (2, other), (3, third)),
+        uptime_s=one,
+        own_samples_per_s=other,
+        eta_s=third,
+        last_share=one,
+        sent_bps=other,
+        energy=Energy(third, "", estimated=False),
+        session=SessionTime("Colab", one, other, third),
+    )
+    parsed(render_html(odd))
+    assert render_text(odd) and summary(odd)
+
+
+@pytest.mark.parametrize("number", [0, 1, 20, 500])
+def test_any_number_of_peers_is_shown_in_a_bounded_page(number: int) -> None:
+    long_name = dataclasses.replace(BOB, name="x" * 10_000, role="y" * 10_000)
+    crowd = dataclasses.replace(SNAPSHOT, peers=(long_name,) * number)
+    assert len(render_html(crowd)) < 20_000 and len(render_text(crowd)) < 20_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(max_size=60)
+    | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "&lt;", "a\x1b[2Jb\n"])
+)
+def test_a_strangers_words_stay_words(words: str) -> None:
+    bob = dataclasses.replace(BOB, name=words, role=words)
+    hostile = dataclasses.replace(
+        SNAPSHOT, run=words, me=words, peers=(ALICE, bob), log=(words,), state=words
+    )
+    usual = {element.tag for element in parsed(render_html(SNAPSHOT)).iter()}
+    assert {element.tag for element in parsed(render_html(hostile)).iter()} <= usual
+    assert len(render_text(hostile).splitlines()) == len(render_text(SNAPSHOT).splitlines())
+    assert "\x1b" not in render_text(hostile)
+
+
+def test_a_crowd_is_cut_short_and_counted() -> None:
+    crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[BOB] * 100))
+    assert "… and 81 more peers" in render_text(crowd)
+    assert len(list(parsed(render_html(crowd)).iter("tr"))) == MAX_ROWS + 1
+
+
+def test_before_training_there_is_no_progress_and_no_loss() -> None:
+    fresh = dataclasses.replace(SNAPSHOT, target_batch_size=0.0, loss_history=(), state="joined")
+    assert summary(fresh) == "demo: joined, 2 peers"
+    assert "next step" not in render_html(fresh) + render_text(fresh)

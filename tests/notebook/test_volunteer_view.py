@@ -1,0 +1,73 @@
+"""How a volunteer sees its work."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
+from colab_swarm.workunits.resume import UnitProgress, VolunteerSnapshot
+
+UNITS = (
+    UnitProgress("epoch 3, subset 7", "training", done=5, batches=20, loss=0.4321, seconds=12.0),
+    UnitProgress("epoch 3, subset 8", "downloading", seconds=0.5),
+    UnitProgress(phase="waiting"),
+)
+SNAPSHOT = VolunteerSnapshot(
+    job="digits",
+    state="training",
+    over=False,
+    fault="",
+    epoch=3,
+    accuracy=0.875,
+    units=UNITS,
+    accepted=12,
+    refused=1,
+    given_back=0,
+    refusal="its deadline passed <b>",
+    samples=4800,
+    sent_bytes=1_200_000,
+    received_bytes=3_400_000,
+    seconds=600.0,
+    cache_hits=8,
+    cache_misses=4,
+)
+
+
+def test_one_line_tells_job_state_and_units() -> None:
+    assert summary(SNAPSHOT) == (
+        "digits: training; epoch 3, accuracy 0.875 after the last; 12 units accepted, 1 refused"
+    )
+
+
+def test_the_text_has_a_bar_per_unit_in_hand_and_the_whole_contribution() -> None:
+    lines = render_text(SNAPSHOT).splitlines()
+    assert lines[1:] == [
+        "  [#####...............] epoch 3, subset 7: training 5 of 20 batches, loss 0.432, 12 s",
+        "  [....................] epoch 3, subset 8: downloading, 0 s",
+        "  you gave: 4,800 samples in 10 min; fetched: 3.4 MB; brought: 1.2 MB; data found on disk: 8 of 12 times; "
+        "uploads under way: 0",
+        "  last refusal: its deadline passed <b>",
+    ]
+
+
+def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
+    root = ElementTree.fromstring(render_html(SNAPSHOT))
+    bars = root.findall(".//*[@role='img']")
+    assert [bar[0].get("style") for bar in bars] == ["width:25.0%", "width:0.0%"]
+    assert bars[0].get("aria-label", "").startswith("epoch 3, subset 7: training 5 of 20")
+
+
+def test_nothing_that_others_wrote_becomes_markup_or_steers_a_terminal() -> None:
+    evil = "<script>x</script>\x1b[2J"
+    snapshot = replace(SNAPSHOT, job=evil, state=evil, refusal=evil, fault="<script>")
+    assert "<script" not in render_html(snapshot)
+    assert "\x1b" not in render_text(snapshot) + render_html(snapshot)
+
+
+def test_a_fault_of_the_job_is_shown_at_its_end() -> None:
+    snapshot = replace(SNAPSHOT, over=True, fault="x" * 9000 + "\nZeroDivisionError: division by zero")
+    assert render_text(snapshot).endswith("ZeroDivisionError: division by zero")
+    assert len(render_text(snapshot)) < 5000
+    assert re.search(r"<pre[^>]*>x+\nZeroDivisionError: division by zero</pre>", render_html(snapshot))

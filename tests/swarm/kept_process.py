@@ -1,0 +1,32 @@
+"""A kernel to kill: ``python -m tests.swarm.kept_process FOLDER [INVITATION]`` trains as the peer saved in FOLDER.
+
+It says ``id HEX`` when it is in, and ``step NUMBER`` after each of the swarm's steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import count
+
+import colab_swarm as cs
+from colab_swarm.swarm.joining import resume
+from colab_swarm.training import checkpoint
+from tests.training.toy import join_training, loss_of, model
+
+
+def main(folder: str, invitation: str = "") -> None:
+    checkpoint.SAVE_S = 0.2
+    swarm = cs.join(invitation, peer_name="bob", keep=folder) if invitation else resume(folder)
+    print("id", swarm.id.hex(), flush=True)
+    optimizer = join_training(swarm, net := model())
+    print("step", optimizer.global_step, flush=True)
+    for batch in count():
+        loss_of(net, batch).backward()
+        if optimizer.step(samples=5):
+            print("step", optimizer.global_step, flush=True)
+        time.sleep(0.02)  # not a wait for anything: a batch takes its time
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

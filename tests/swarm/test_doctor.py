@@ -1,0 +1,133 @@
+"""The doctor as a user meets it: without a swarm, with one, and with an invitation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import colab_swarm as cs
+from colab_swarm.net.metering import Speed
+from colab_swarm.notebook.checks import Light, Line
+from colab_swarm.swarm import doctor as module
+from colab_swarm.swarm.doctor import Diagnosis, Subject, _suggested, best, doctor, run_doctor
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.layer(x).square().mean())
+
+
+BATCHES = itertools.repeat({"x": torch.ones(4, 8)})
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests want no internet, and do not wait for it."""
+    monkeypatch.setattr(module, "internet", lambda: False)
+
+
+@pytest.fixture
+def swarm() -> Iterator[cs.Swarm]:
+    with cs.create("examined", peer_name="alice") as swarm:
+        yield swarm
+
+
+def texts(diagnosis: Diagnosis) -> dict[str, str]:
+    return {check.name: check.text for check in diagnosis.checks}
+
+
+def test_without_a_swarm_the_machine_is_examined() -> None:
+    found = doctor()
+    assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
+    assert "swarm" not in texts(found)
+    assert found.prediction is None
+
+
+def test_a_diagnosis_is_text_html_and_one_line() -> None:
+    found = doctor()
+    bundle = found._repr_mimebundle_()
+    assert bundle["text/plain"] == str(found)
+    assert bundle["text/html"].startswith("<div")
+    assert repr(found).startswith("Diagnosis(") and "\n" not in repr(found)
+
+
+@pytest.mark.slow
+def test_a_size_shows_what_it_wants_of_memory() -> None:
+    assert "For ALBERT-tiny at 64 tokens" in texts(doctor(model="tiny"))["compute"]
+
+
+@pytest.mark.slow
+def test_an_invitation_is_joined_for_the_examination_and_left(swarm: cs.Swarm) -> None:
+    found = texts(doctor(swarm.invite()))
+    assert found["swarm"] == "examined: linked to 1 peer, 0 of the run train"
+    assert "clock" in found and "line" in found
+    assert "alice" in repr(swarm) and "left" not in repr(swarm)
+
+
+def test_an_invitation_that_cannot_be_used_is_a_red_light_with_the_reason() -> None:
+    found = doctor("swarm://mistyped#AAAA")
+    assert not found.ready
+    (red,) = [check for check in found.checks if check.light is Light.RED]
+    assert (red.name, red.fix) == ("swarm", "mend that, join, and ask again: cs.doctor(cs.join(…))")
+    assert "mistyped" in red.text
+
+
+@pytest.mark.slow
+def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swarm: cs.Swarm) -> None:
+    net = Net()
+    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, codec="float16")
+    found = doctor(swarm, model=net, batches=BATCHES)
+    assert found.facts.work is not None
+    assert (found.facts.work.target_batch_size, found.facts.work.value_bytes) == (4000, 2.0)
+    assert found.prediction is not None
+    assert found.prediction.share == 1.0
+    assert "For Net" in texts(found)["compute"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
+def test_a_swarm_that_compresses_much_is_predicted_too(
+    swarm: cs.Swarm, codec: str, value_bytes: float
+) -> None:
+    net = Net()
+    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, codec=codec)
+    work = doctor(swarm, model=net, batches=BATCHES).facts.work
+    assert work is not None and work.value_bytes == pytest.approx(value_bytes, rel=0.06)
+
+
+def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told() -> None:
+    with pytest.raises(ValueError, match="batches"):
+        doctor(model=Net())
+    with pytest.raises(ValueError, match="float16"):
+        doctor(codec="mp3")
+    with pytest.raises(ValueError, match="tiny"):
+        doctor(model="huge")
+
+
+def test_the_command_prints_and_tells_whether_all_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run_doctor("swarm://mistyped#AAAA", size=None, target_batch_size=None)
+    assert "✖ swarm" in capsys.readouterr().out
+
+
+def test_the_invitation_suggests_what_the_user_left_open() -> None:
+    suggested = {"target_batch_size": 512, "codec": "int8"}
+    assert _suggested(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
+    assert _suggested(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
+    assert _suggested(Subject(None, None, 96, None), {"codec": "topk:0.01"}).codec == "topk:0.01"
+    strange = {"target_batch_size": "many", "codec": "mp3"}
+    assert _suggested(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
+
+
+def test_the_own_line_is_the_fastest_of_the_tests() -> None:
+    found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
+    assert best(found) == Line(5e6, 9e6, 0.2)
+    assert best([]) is None

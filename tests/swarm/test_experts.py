@@ -1,0 +1,121 @@
+"""Experts by the public face: one peer hosts, another trains through them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import colab_swarm as cs
+from colab_swarm.moe.layer import MixtureStatistics
+from colab_swarm.swarm.swarm import Swarm
+
+GRID, DIM = (3, 3), 8
+OPTIONS = cs.PeerOptions(lan=False)
+
+
+@pytest.fixture
+def alice() -> Iterator[Swarm]:
+    with cs.create("experts", options=OPTIONS) as swarm:
+        yield swarm
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Which of four corners a point is nearest to."""
+    torch.manual_seed(0)
+    inputs = torch.randn(count, 16, DIM)
+    return [(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()) for x in inputs]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.slow
+def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp_path: Path) -> None:
+    host = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
+    with cs.join(alice.invite(), peer_name="bob", options=OPTIONS) as bob:
+        layer = bob.mixture_of_experts("ffn", DIM, grid=GRID, k=2)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(DIM, DIM), layer, nn.Linear(DIM, 4))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        first, *_, last = (step(model, optimizer, batch) for batch in batches(40))
+        assert last < 0.6 * first and sum(layer.utilisation.values()) == pytest.approx(1.0)
+        told = layer.statistics()
+        assert told.batches == 40
+        assert 2 * told.sent_bytes == 3 * told.received_bytes > 0  # backward sends inputs and gradients
+
+        trainer = bob.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
+        assert trainer.fit(batches(6)).updates == 6
+        one = bob.expert(host.uids[0], grid=GRID)
+        assert one(torch.ones(2, DIM)).shape == (2, DIM) and one.info().peer == alice.id
+        assert wait_for(lambda: repr(bob.experts_panel("ffn", grid=GRID)), "4 of 9 places live on 1 host")
+        assert wait_for(lambda: host.panel()._repr_mimebundle_()["text/plain"], "ffn.")
+        with pytest.raises(cs.errors.NoExpertsError, match="no expert of other"):
+            bob.mixture_of_experts("other", DIM, grid=GRID)(torch.ones(1, DIM))
+    steps = {expert.uid: expert.step for expert in host.snapshot().experts}
+    assert sum(steps.values()) > 40 and "4 of 4 experts" in repr(host)
+    host.stop()
+
+    again = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
+    worked = {uid: step for uid, step in steps.items() if step}
+    assert {expert.uid: expert.step for expert in again.snapshot().experts if expert.step} == worked
+
+
+def wait_for(shown: Callable[[], str], text: str) -> bool:
+    """Until a panel shows it: the first look at a swarm does not wait for the answers."""
+    until = time.monotonic() + 30
+    while text not in shown() and time.monotonic() < until:
+        time.sleep(0.05)
+    return text in shown()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+    loss = loss_of(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_a_user_s_own_mistakes_raise_at_once_and_say_how_to_mend_them(alice: Swarm, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="letters, digits"):
+        alice.mixture_of_experts("not a name", DIM, grid=GRID)
+    with pytest.raises(ValueError, match="1 to 4 dimensions"):
+        alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=())
+    with pytest.raises(ValueError, match="Say sample="):
+        alice.host_experts("ffn", lambda: nn.Linear(DIM, DIM), grid=GRID)
+    with pytest.raises(ValueError, match="same shape"):
+        alice.host_experts("ffn", lambda: nn.Linear(DIM, 2), grid=GRID, sample=(DIM,))
+    with pytest.raises(ValueError, match=r"ffn\.9\.9"):
+        alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=["ffn.9.9"])
+    with pytest.raises(ValueError, match="unknown codec"):
+        alice.mixture_of_experts("ffn", DIM, grid=GRID, codec="float8")
+
+
+@pytest.mark.slow
+def test_experts_of_simulated_peers_are_served_on_virtual_time() -> None:
+    def work(swarm: Swarm) -> MixtureStatistics | None:
+        if swarm.name == "alice":
+            with swarm.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=3) as host:
+                host.wait(60.0)
+            return None
+        layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2)
+        model = nn.Sequential(layer, nn.Linear(DIM, 4))
+        with pytest.raises(RuntimeError, match="write the training loop yourself"):
+            swarm.trainer(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))
+        swarm.runtime.call(asyncio.sleep(20.0))
+        for batch in batches(5):
+            step(model, torch.optim.SGD(model.parameters(), 0.1), batch)
+        return layer.statistics()
+
+    with cs.simulate(2, network="home", seed=0) as simulation:
+        told = simulation.run(work)["bob"]
+    assert told is not None and told.batches == 5 and told.answers >= 10
+    assert (told.failures, told.lost_gradients, told.unanswered) == (0, 0, 0)

@@ -1,0 +1,130 @@
+"""Joining that fails, or is interrupted, leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.errors import JoinError, StateError, TunnelError
+from colab_swarm.invite import Invite
+from colab_swarm.net.node import Node
+from colab_swarm.net.reachability import ReachabilityWatch
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings
+from colab_swarm.swarm.joining import _start
+from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.swarm import _close
+from colab_swarm.trust.access import Entrance
+from tests.net.swarm import identity, run
+
+ALONE = PeerOptions(lan=False, use_relays=False)
+
+
+class Agent:
+    """A tunnel that only has to be closed."""
+
+    address = "wss://somewhere.example"
+    closed = False
+
+    def alive(self) -> bool:
+        return True
+
+    async def answers(self) -> bool:
+        return True
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, there = Agent(), asyncio.Event()
+
+    async def open_agent(tunnel: Tunnel) -> Agent:
+        return agent
+
+    async def main() -> None:
+        found = Entrance.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+        services, presence = await _start(found, identity("authority"), "authority", ALONE)
+        invitation: Invite = found.invite(presence.node, presence.trust.authority)
+        verify = ReachabilityWatch.verify
+
+        async def stuck(watch: ReachabilityWatch) -> object:
+            if watch._tunnel is None:
+                return await verify(watch)
+            there.set()
+            if not interrupted:
+                raise TunnelError("no")
+            return await asyncio.Event().wait()
+
+        monkeypatch.setattr(Tunnel, "_open_agent", open_agent)
+        monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
+        entrance = Entrance.by(invitation, identity("alice"))
+        options = PeerOptions(lan=False, tunnel=TunnelSettings("ngrok"))
+        joining = asyncio.ensure_future(_start(entrance, identity("alice"), "alice", options))
+        await there.wait()
+        if interrupted:
+            joining.cancel()
+        with pytest.raises(asyncio.CancelledError if interrupted else TunnelError):
+            await joining
+        assert agent.closed
+        await _close(services, presence)
+
+    run(main())
+
+
+def test_creating_a_run_again_with_its_key_file_gives_the_same_swarm(tmp_path: Path) -> None:
+    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "key")
+    with cs.create("my-run", options=options) as swarm:
+        assert cs.create("my-run", options=options) is swarm
+    with cs.create("my-run", options=options) as again:
+        assert again is not swarm and again.run_id == swarm.run_id
+
+
+@pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
+def test_a_clock_that_is_far_off_is_named_as_the_reason(
+    ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        found = Entrance.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+        services, presence = await _start(found, identity("authority"), "authority", ALONE)
+        invitation: Invite = found.invite(presence.node, presence.trust.authority)
+        start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
+        monkeypatch.setattr(Node, "start", start)
+        with pytest.raises(JoinError, match="clock"):
+            await _start(Entrance.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
+        await _close(services, presence)
+
+    run(main())
+
+
+def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.agents.find_spec", lambda name: None)
+    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
+        cs.create("my-run", options=PeerOptions(lan=False, tunnel="ngrok"))
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
+    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
+    with cs.create("test-run", options=options if began else ALONE) as alice:
+        invitation = alice.invite()
+
+        def come(**how: object) -> cs.Swarm:
+            return cs.create("test-run", **how) if began else cs.join(invitation, peer_name="bob", **how)
+
+        with come(options=options) as unkept:
+            with pytest.raises(StateError, match="is open already and is not kept there: leave it first"):
+                come(keep=tmp_path)
+            assert not (tmp_path / "in-use.json").exists()
+        with come(keep=tmp_path) as kept:
+            assert kept.id == unkept.id and kept.folder == tmp_path

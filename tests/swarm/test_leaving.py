@@ -1,0 +1,134 @@
+"""Leaving: at the end of the process, interrupted, paused, and from two sides at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.dht.records import FindPeers
+from colab_swarm.events import Fault
+from colab_swarm.notebook.platforms import SessionClock
+from colab_swarm.swarm.saved import Keeping
+from colab_swarm.training import optimizer as optimizer_module
+from colab_swarm.trust.authority import PresentMembership, ShareRevoked
+from colab_swarm.trust.contributions import Contributions
+from tests.swarm.test_swarm import interrupt_after
+from tests.training.toy import join_training, loss_of, model
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_leaves_its_folder_and_says_farewell(tmp_path: Path) -> None:
+    with cs.create("test-run") as alice:
+        script = f"import colab_swarm as cs; cs.join({str(alice.invite())!r}, keep={str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+        assert not alice.services.peers.linked()
+    assert (tmp_path / "peer.json").exists() and not (tmp_path / "in-use.json").exists()
+
+
+def test_an_interrupt_while_leaving_leaves_the_folder_free_and_no_link_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = cs.create("test-run", keep=tmp_path)
+    drive_is_back, asked, moment = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        asked.set()
+        drive_is_back.wait()
+
+    with monkeypatch.context() as slow_drive:
+        slow_drive.setattr(Keeping, "write", hang)
+        with pytest.raises(KeyboardInterrupt), interrupt_after(0.1):
+            alice.leave()
+    assert asked.is_set()
+    drive_is_back.set()
+    alice.leave()
+    while (tmp_path / "in-use.json").exists():
+        moment.wait(0.01)
+    with cs.resume(tmp_path) as again:
+        assert again.id == alice.id and again is not alice
+
+
+def test_a_paused_cell_ends_when_its_peer_leaves() -> None:
+    alice = cs.create("test-run")
+    optimizer = join_training(alice, net := model())
+    alice.pause()
+    leaving = threading.Timer(0.1, alice.leave)
+    leaving.start()
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match="has left its swarm"):
+        optimizer.step(samples=10)
+    leaving.join()
+
+
+def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "LOOK_S", 0.1)
+    with cs.create("test-run") as alice:
+        optimizer = join_training(alice, model())
+        alice.session.begin(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+        with pytest.raises(RuntimeError, match="before its session ends"):
+            optimizer.wait_step(timeout_s=20.0)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leaving() -> None:
+    alice, stopped = cs.create("test-run"), threading.Event()
+    alice.session.stops.append(fail)
+    alice.session.stops.append(stopped.set)
+    alice._end_session(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    assert stopped.is_set() and alice.left
+    faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault) if isinstance(fault, Fault)]
+    assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]
+
+
+def test_a_part_that_cannot_be_closed_leaves_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = cs.create("test-run", keep=tmp_path)
+    first, second = join_training(alice, model(), name="first"), join_training(alice, model(), name="second")
+    close = first.close
+
+    def close_and_fail(**options: float) -> None:
+        close(**options)
+        fail()
+
+    monkeypatch.setattr(first, "close", close_and_fail)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        alice.leave()
+    assert alice.left and second.turn.closed.is_set() and not (tmp_path / "in-use.json").exists()
+    assert alice._presence is not None and alice._presence.node.linker.closed
+    alice.leave()
+
+
+def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail_to_publish(*_: object) -> None:
+        fail()
+
+    alice = cs.create("test-run")
+    monkeypatch.setattr(Contributions, "publish", fail_to_publish)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        alice.leave()
+    stop_serving = {FindPeers.__name__, ShareRevoked.__name__, PresentMembership.__name__}
+    assert alice._presence is not None and alice._presence.node.linker.closed
+    assert not stop_serving & set(alice._presence.node.linker.services[0]._by_name)
+
+
+def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:
+    for _ in range(3):
+        alice = cs.create("test-run", keep=tmp_path)
+        optimizer = join_training(alice, model())
+        with ThreadPoolExecutor(4) as threads:
+            for leaving in [threads.submit(alice.leave) for _ in range(4)]:
+                leaving.result(20.0)
+                assert not (tmp_path / "in-use.json").exists()
+        assert optimizer.turn.closed.is_set()

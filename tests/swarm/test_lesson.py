@@ -1,0 +1,239 @@
+"""A simulated swarm that is played: the same wishes make the same run; it ends, fails and stops as it should."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.notebook.lessons import Wish
+from colab_swarm.swarm.lesson import Lesson
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import join_training, loss_of, model
+
+CRASH = Wish(3.0, "crash", ("bob",))
+COME_BACK = Wish(8.0, "join", ("bob",))
+
+
+@pytest.fixture
+def simulation() -> Iterator[Simulation]:
+    with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as simulation:
+        yield simulation
+
+
+def train(swarm: Swarm, steps: int = 5) -> bytes:
+    """Two samples at a time, so that steps of 10 samples take a while."""
+    net = model()
+    optimizer = join_training(swarm, net)
+    while optimizer.global_step < steps:
+        loss = loss_of(net, optimizer.global_step)
+        loss.backward()
+        optimizer.step(samples=2, loss=loss.item())
+    return optimizer.lineage
+
+
+def train_for_ever(swarm: Swarm) -> bytes:
+    return train(swarm, steps=1_000_000)
+
+
+def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_without_a_front_end_the_story_is_told_and_repeats_itself(
+    simulation: Simulation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wishes = [CRASH, COME_BACK, Wish(8.0, "speed", ("carol", 1.0))]
+    lesson = simulation.play(train, wishes=wishes, live=False)
+    story = capsys.readouterr().out
+    assert len(set(lesson.wait().values())) == 1
+    for told in ("bob crashes", "bob has joined", "step 2: ", "carol trains 1 samples/s", "bob has finished"):
+        assert told in story
+    assert [fault.name for fault in simulation.network.fired] == ["crash"]
+    with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as again:
+        again.play(train, wishes=lesson.wishes, live=False)
+    assert capsys.readouterr().out == story
+    assert "finished" in repr(lesson) and "step 5" in repr(lesson)
+
+
+def test_a_lesson_ends_with_its_time(simulation: Simulation, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = simulation.play(train_for_ever, seconds=1.0, live=False)
+    assert simulation.time == pytest.approx(lesson.snapshot().simulation.at)
+    assert lesson.wait() == {} and lesson.over
+    assert "1.0 s" not in capsys.readouterr().err
+
+
+def test_a_wish_that_cannot_be_granted_is_told_and_not_recorded(
+    simulation: Simulation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wishes = [Wish(0.0, "crash", ("zoe",)), Wish(0.0, "speed", ("bob", -1.0)), Wish(0.0, "peers", (0,))]
+    lesson = simulation.play(train_for_ever, seconds=0.5, wishes=wishes, live=False)
+    out = capsys.readouterr().out
+    assert "crash zoe: not possible, zoe is not there" in out and out.count("not possible") == 3
+    assert lesson.wishes == ()
+
+
+def test_what_a_peers_code_raises_is_raised_here_without_a_front_end(simulation: Simulation) -> None:
+    def broken(swarm: Swarm) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        simulation.play(broken, live=False)
+
+
+@pytest.mark.slow
+def test_who_has_crashed_is_shown_at_the_step_that_it_had(simulation: Simulation) -> None:
+    simulation.play(train, wishes=[Wish(8.0, "crash", ("bob",))], live=False)
+    alice, bob, _ = simulation.snapshot().peers
+    assert bob.state == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
+    assert [fault.name for fault in simulation.network.fired] == ["crash"]
+
+
+def test_when_everybody_has_crashed_time_stands_still_until_the_next_wish(simulation: Simulation) -> None:
+    everybody = [Wish(1.0, "crash", (name,)) for name in ("alice", "bob", "carol")]
+    lesson = simulation.play(train_for_ever, wishes=everybody, live=False)
+    crashed = [peer.state for peer in lesson.snapshot().simulation.peers]
+    assert crashed == ["crashed"] * 3 and simulation.time < 2
+    assert len(simulation.network.fired) == 3
+
+
+def played(simulation: Simulation, train: Callable[[Swarm], Any] = train_for_ever, **options: Any) -> Lesson:
+    return simulation.play(train, speed=1000.0, live=True, **options)
+
+
+@pytest.mark.slow
+def test_a_lesson_lives_in_the_background_and_does_what_its_controls_say(simulation: Simulation) -> None:
+    lesson = played(simulation)
+    wait(lambda: lesson.snapshot().simulation.at > 2)
+    lesson.wish("crash", "carol")
+    wait(lambda: [peer.state for peer in lesson.snapshot().simulation.peers][2] == "crashed")
+    lesson.wish("peers", 4)
+    wait(lambda: len(lesson.snapshot().simulation.peers) == 4)
+    lesson.pause()
+    wait(lambda: lesson.snapshot().state == "paused")
+    lesson.stop()
+    lesson.stop()
+    snapshot = lesson.snapshot()
+    assert snapshot.state == "stopped" and any("carol crashes" in line for line in snapshot.story)
+    assert [wish.verb for wish in lesson.wishes] == ["crash", "peers"]
+    assert "carol" in lesson._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_lesson_that_was_interfered_with_can_be_repeated(simulation: Simulation) -> None:
+    def state(one: Simulation) -> tuple[list[Any], list[str], float]:
+        steps = [(name, swarm.snapshot().step) for name, swarm in one.swarms.items()]
+        return steps, [fault.name for fault in one.network.fired], one.time
+
+    lesson = played(simulation, seconds=20.0)
+    wait(lambda: lesson.snapshot().simulation.at > 1)
+    lesson.wish("slow", "alice", 10.0)
+    lesson.wish("crash", "bob")
+    lesson.wait()
+    with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as again:
+        again.play(train_for_ever, seconds=20.0, wishes=lesson.wishes, live=False)
+        assert state(again) == state(simulation)
+        assert state(again)[1] == ["slow", "crash"]
+
+
+def test_a_new_lesson_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
+    first = played(simulation)
+    second = played(simulation)
+    assert first.over and not second.over
+    simulation.close()
+    assert second.over and second.snapshot().state == "stopped"
+
+
+def test_an_error_in_the_background_is_shown_and_raised_by_wait(simulation: Simulation) -> None:
+    def broken(swarm: Swarm) -> None:
+        raise ZeroDivisionError("<mine>")
+
+    lesson = played(simulation, broken)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        lesson.wait()
+    assert lesson.snapshot().state == "failed"
+    assert "ZeroDivisionError: &lt;mine&gt;" in lesson._repr_html_()
+
+
+def test_stepping_lets_a_second_pass_while_paused(simulation: Simulation) -> None:
+    lesson = played(simulation)
+    lesson.pause()
+    wait(lambda: lesson.snapshot().state == "paused")
+    at = lesson.snapshot().simulation.at
+    lesson.step()
+    wait(lambda: lesson.snapshot().simulation.at > at)
+    lesson.stop()
+
+
+def test_a_simulation_shows_its_peers_and_the_faults_to_come(simulation: Simulation) -> None:
+    simulation.network.at(60.0).crash("bob")
+    shown = simulation._repr_html_()
+    assert "alice" in shown and "to come: 60 s: bob crashes" in shown
+    torch.manual_seed(0)
+    simulation.run(train, seconds=1.0)
+    assert simulation.snapshot().target_batch_size == 10
+
+
+@pytest.mark.slow
+def test_whoever_is_asked_for_twice_before_time_passes_joins_once(simulation: Simulation) -> None:
+    lesson = played(simulation, seconds=5.0)
+    lesson.pause()
+    wait(lambda: lesson.snapshot().state == "paused")
+    lesson.wish("crash", "bob")
+    for _ in range(2):
+        lesson.wish("join", "bob")
+    for wanted in (6, 8, 2, 5):
+        lesson.wish("peers", wanted)
+    lesson.wait()
+    snapshot = lesson.snapshot()
+    assert any("join bob: not possible" in line for line in snapshot.story) and not snapshot.error
+    assert sum(peer.state != "crashed" for peer in snapshot.simulation.peers) == 5
+
+
+@pytest.mark.slow
+def test_time_goes_on_when_somebody_comes_to_a_deserted_swarm(simulation: Simulation) -> None:
+    lesson = played(simulation)
+    for name in ("alice", "bob", "carol"):
+        lesson.wish("crash", name)
+    wait(lambda: all(peer.state == "crashed" for peer in lesson.snapshot().simulation.peers))
+    lesson.wish("join", "bob")
+    wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))
+
+
+def test_a_lesson_that_could_not_begin_does_not_keep_others_from_it(simulation: Simulation) -> None:
+    with pytest.raises(AttributeError):
+        simulation.play(train_for_ever, wishes=("crash bob",), live=True)  # type: ignore[arg-type]
+    assert simulation.play(train_for_ever, seconds=1.0, live=False).over
+
+
+def test_a_peers_code_that_exits_fails_its_lesson(simulation: Simulation) -> None:
+    with pytest.raises(RuntimeError, match="end of the whole process"):
+        played(simulation, lambda _: exit()).wait()
+
+
+@pytest.mark.parametrize(
+    "wish", [("lose", 2.0), ("latency", 0.0), ("slow", "bob", -1.0), ("speed", "nobody", 1.0)]
+)
+def test_a_wish_that_makes_no_sense_is_told_and_changes_nothing(simulation: Simulation, wish: Any) -> None:
+    lesson = simulation.play(train_for_ever, wishes=[Wish(0.0, *wish[:1], wish[1:])], seconds=1.0, live=False)
+    assert any("not possible" in line for line in lesson.snapshot().story)
+    assert not simulation.network.fired and not lesson.wishes
+
+
+def test_a_speed_of_zero_is_a_slow_one(simulation: Simulation) -> None:
+    lesson = played(simulation, seconds=50.0)
+    lesson.speed = 0
+    lesson.wish("crash", "bob")
+    wait(lambda: bool(lesson.wishes))
+    lesson.speed = 1000.0
+    lesson.stop()
+    assert lesson.snapshot().state in ("stopped", "finished")

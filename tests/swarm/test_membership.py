@@ -1,0 +1,122 @@
+"""Access modes and roles as people use them: create, invite, join, revoke."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.errors import JoinError
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import join_training, model
+
+QUIET = cs.PeerOptions(lan=False)
+ACCOUNTS = {"Bearer of-ada": "ada", "Bearer of-eve": "eve"}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Stands in for the Hugging Face Hub's whoami."""
+
+    def do_GET(self) -> None:
+        name = ACCOUNTS.get(self.headers.get("Authorization", ""))
+        body = json.dumps(
+            {"name": name, "type": "user", "orgs": [{"name": "bengali"}] if name == "ada" else []}
+        )
+        self.send_response(200 if name and self.path == "/api/whoami-v2" else 401)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    yield
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.02)
+
+
+def linked(one: Swarm, other: Swarm) -> bool:
+    return other.id in one.services.peers.linked()
+
+
+def test_an_allowlist_lets_in_whom_it_names_and_tells_others_what_to_do(
+    hub: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow = cs.Allowlist(organisations=("Bengali",))
+    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+        invite = swarm.invite()
+        monkeypatch.setenv("HF_TOKEN", "of-eve")
+        with pytest.raises(JoinError) as refused:
+            cs.join(invite, peer_name="eve", options=QUIET)
+        help_text = str(refused.value)
+        assert "eve" in help_text and 2 <= len(help_text.splitlines()) <= 4 and "of-eve" not in help_text
+        monkeypatch.setenv("HF_TOKEN", "of-ada")
+        with cs.join(invite, peer_name="ada", options=QUIET) as ada:
+            assert linked(swarm, ada)
+    with pytest.raises(ValueError, match="allow"):
+        cs.create("named", access="allowlist", options=QUIET)
+
+
+def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -> None:
+    with cs.create("roles", options=QUIET) as swarm:
+        invite = swarm.invite(role="viewer", uses=1)
+        with cs.join(invite, peer_name="bob", options=QUIET) as bob:
+            assert bob.snapshot().run == "roles" and bob.reachability.addresses
+            with pytest.raises(PermissionError, match="joined as a viewer"):
+                join_training(bob, model())
+            with pytest.raises(PermissionError, match="only the"):
+                bob.invite(role="worker")
+        with pytest.raises(JoinError, match="was for 1 peer"):
+            cs.join(invite, peer_name="carol", options=QUIET)
+
+
+def test_a_revoked_peer_is_out_everywhere_and_so_is_who_came_by_a_revoked_invitation() -> None:
+    with cs.create("out", options=QUIET) as swarm:
+        invite = swarm.invite()
+        bob = cs.join(invite, peer_name="bob", options=QUIET)
+        with cs.join(invite, peer_name="carol", options=QUIET) as carol:
+            wait(lambda: linked(carol, bob) or linked(bob, carol))
+            swarm.revoke(bob.id.hex()[:8])
+            wait(lambda: not linked(swarm, bob) and not linked(carol, bob))
+            assert linked(swarm, carol) and any("revoked" in line for line in bob.snapshot().log)
+            swarm.revoke(invite)
+            with pytest.raises(JoinError, match="revoked"):
+                cs.join(invite, peer_name="dave", options=QUIET)
+            with pytest.raises(PermissionError, match="created the run"):
+                carol.revoke(swarm.id)
+            with pytest.raises(ValueError, match="0 peers are known"):
+                swarm.revoke("zz")
+        bob.leave()
+
+
+def test_an_organizer_that_comes_back_is_the_same_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    options = cs.PeerOptions(lan=False, identity=tmp_path_factory.mktemp("keys") / "key")
+    with cs.create("again", options=options) as swarm:
+        first, invite = swarm.run_id, swarm.invite(uses=1)
+        cs.join(invite, peer_name="bob", options=QUIET).leave()
+    with cs.create("again", options=options) as swarm:
+        assert swarm.run_id == first
+        fresh = swarm.invite()
+        with cs.join(fresh, peer_name="carol", options=QUIET) as carol:
+            assert linked(swarm, carol)
+    with pytest.raises(ValueError, match="'again'"):
+        cs.create("another", options=options)

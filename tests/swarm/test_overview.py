@@ -1,0 +1,218 @@
+"""What panels are told of a peer: by a run in simulation, and by one whose peer is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
+from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.swarm.overview import Background, Rates, _news
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import join_training, loss_of, model
+
+ALICE, BOB, EVE = "a11ce000" * 8, "b0b00000" * 8, "e5e00000" * 8
+
+
+def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
+    """Two samples each, on one's own batches; what is shown after that."""
+    net = model()
+    optimizer = join_training(swarm, net, target_batch_size=12)
+    while optimizer.global_step < steps:
+        loss = loss_of(net, optimizer.global_step)
+        loss.backward()
+        optimizer.step(samples=2, loss=loss.item())
+    return swarm.snapshot()
+
+
+@pytest.mark.slow
+def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
+    with cs.simulate(peers=3, network="lan") as simulation:
+        shown = simulation.run(train)["alice"]
+    others = [row for row in shown.peers if not row.me]
+    assert len(others) == 2
+    for row in others:
+        assert row.rtt_s is not None and 0 < row.rtt_s < 0.1 and row.connected == "direct"
+    assert 0 < shown.own_samples_per_s < shown.samples_per_s
+    assert shown.eta_s is not None and 0 <= shown.eta_s < 5
+    assert shown.last_share is not None and 0.1 < shown.last_share < 0.9
+    assert [one.step for one in shown.rounds] == [0, 1, 2]
+    assert all(len(one.members) == one.group_size for one in shown.rounds)
+    assert shown.energy is None and shown.leaderboard == () and not shown.paused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "told"), [("crash", "bob is gone: "), ("partition", "the round waits for bob, silent for ")]
+)
+def test_a_peer_that_is_missing_is_named_in_the_log_within_five_seconds(fault: str, told: str) -> None:
+    logs: list[str] = []
+
+    def until_bob_is_missed(swarm: Swarm) -> None:
+        net = model()
+        optimizer = join_training(swarm, net, target_batch_size=12)
+        while not logs:
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=2)
+            logs.extend(line for line in swarm.snapshot().log if line.startswith(told))
+
+    with cs.simulate(peers=3, network="lan") as simulation:
+        names = {"crash": ("bob",), "partition": ({"bob"}, {"alice", "carol"})}[fault]
+        getattr(simulation.network.at(4.0), fault)(*names)
+        simulation.run(until_bob_is_missed, seconds=60.0)
+        assert [fired.name for fired in simulation.network.fired] == [fault] and logs
+        events = [swarm.events.recent() for swarm in simulation.swarms.values()]
+        news = [one.at for log in events for one in log if isinstance(one, PeerLeft | PeerSilent)]
+        assert 4.0 <= min(news) < 4.0 + 5.0
+
+
+TRAINER = """
+    import sys
+    import colab_swarm as cs
+    from colab_swarm.swarm.network import PeerOptions
+    from tests.training.toy import join_training, loss_of, model
+    swarm, net = cs.join(sys.argv[1], peer_name="bob", options=PeerOptions(lan=False)), model()
+    optimizer = join_training(swarm, net, target_batch_size=4)
+    while True:
+        loss_of(net, optimizer.global_step).backward()
+        optimizer.step(samples=1)
+"""
+
+
+@pytest.mark.slow
+def test_who_only_assists_sees_who_trains() -> None:
+    with cs.create("test-run", peer_name="alice") as alice:
+        alice.assist()
+        with cs.join(alice.invite(), peer_name="bob", options=cs.PeerOptions(lan=False)) as bob:
+            net = model()
+            optimizer = join_training(bob, net, target_batch_size=4)
+            rows: dict[str, tuple[str, int]] = {}
+            deadline = time.monotonic() + 30.0
+            while rows.get("bob", ("", 0))[1] == 0:
+                assert time.monotonic() < deadline, rows
+                loss_of(net, optimizer.global_step).backward()
+                optimizer.step(samples=1)
+                rows = {row.name: (row.role, row.step) for row in alice.snapshot().peers}
+        assert rows["bob"][0] == "trainer" and rows["alice"][0] == "assistant"
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_a_killed_process_shows_within_five_seconds_why_it_is_gone() -> None:
+    with cs.create("test-run", peer_name="alice") as alice:
+        command = [sys.executable, "-c", textwrap.dedent(TRAINER), alice.invite()]
+        with subprocess.Popen(list(map(str, command))) as bob:
+            try:
+                net = model()
+                optimizer = join_training(alice, net, target_batch_size=4)
+                killed_at, line = 0.0, ""
+                while not line:
+                    loss_of(net, optimizer.global_step).backward()
+                    optimizer.step(samples=1)
+                    shown = alice.snapshot()
+                    if not killed_at and any(one.group_size == 2 for one in shown.rounds):
+                        bob.kill()
+                        killed_at = time.monotonic()
+                    line = next((one for one in shown.log if "bob is gone" in one), "")
+                assert killed_at and time.monotonic() - killed_at < 5.0
+                assert "without a farewell" in line or "reset" in line.lower()
+                assert shown.energy is not None and shown.uptime_s > 0
+            finally:
+                bob.kill()
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_twenty_peers_takes_less_than_a_millisecond() -> None:
+    def measure(swarm: Swarm) -> float:
+        optimizer = join_training(swarm, model(), target_batch_size=1000)
+        loss_of(model(), 0).backward()
+        optimizer.step(samples=2)
+        if swarm.name != "alice":
+            return 0.0
+        while len(swarm.snapshot().peers) < 20:
+            swarm.runtime.call(optimizer.collaboration.refresh())
+        return min(_seconds(swarm.snapshot) for _ in range(20))
+
+    with cs.simulate(peers=20, network="lan") as simulation:
+        assert 0 < simulation.run(measure)["alice"] < 1e-3
+
+
+def _seconds(work: object) -> float:
+    began = time.perf_counter()
+    work()  # type: ignore[operator]
+    return time.perf_counter() - began
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    rates = Rates()
+    assert rates.on_totals(1000, 0, 10.0) == (0.0, 0.0)
+    assert rates.on_totals(2000, 500, 12.0) == (4000.0, 2000.0)
+    for second in range(13, 31):
+        idle = rates.on_totals(2000, 500, float(second))
+    assert idle == (0.0, 0.0)
+
+
+def test_what_takes_long_is_read_aside_once_in_a_while_and_a_failure_keeps_the_last() -> None:
+    go_on, readings = threading.Semaphore(0), iter([1, 2])
+    done = threading.Semaphore(0)
+
+    def read() -> int:
+        go_on.acquire()
+        try:
+            return next(readings)
+        finally:
+            done.release()
+
+    def finish() -> None:
+        go_on.release()
+        assert done.acquire(timeout=10)
+        assert background._reading.acquire(timeout=10)
+        background._reading.release()
+
+    background = Background(read, every_s=30.0)
+    assert background.look(0.0) is None and background.look(31.0) is None  # the first one still reads
+    finish()
+    assert background.look(1.0) == 1
+    background.look(40.0)
+    finish()
+    assert background.look(41.0) == 2
+    background.look(80.0)
+    finish()  # nothing left to read: it fails
+    assert background.look(81.0) == 2
+
+
+def test_a_loss_that_two_services_tell_is_one_line() -> None:
+    first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
+    other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
+    events: list[Event] = [first, again, other, later]
+    assert _news(events) == [first, other, later]
+
+
+def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        alice.events.emit(PeerLeft(0.5, BOB, "it was killed"))
+        for step in range(50):
+            alice.events.emit(StepFinished(1.0 + step, step, 12.0, 1.0))
+        first, *_, last = alice.snapshot().log
+        assert first == "b0b00000 is gone: it was killed" and last == "step 49: 12 samples"
+
+
+def test_a_name_that_is_another_peers_id_does_not_rename_that_peer() -> None:
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        overview = alice._overview
+        overview._names = {EVE[:8]: BOB[:8], BOB[:8]: "bob", "c0ffee00": "carol"}
+        for at, peer in enumerate((EVE, BOB, ALICE)):
+            alice.events.emit(PeerLeft(float(at), peer, "it left (c0ffee00)"))
+        assert list(overview._log()) == [
+            "b0b00000 is gone: it left (carol)",  # eve's name, and no one else's
+            "bob is gone: it left (carol)",
+            "a11ce000 is gone: it left (carol)",
+        ]

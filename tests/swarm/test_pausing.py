@@ -1,0 +1,120 @@
+"""Pausing: background work stands still, nobody waits for this peer, and afterwards it catches up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.events import RoundFinished
+from colab_swarm.runtime import LOOK_S, Gate
+from colab_swarm.sim import run_virtual, virtual_time
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import join_training, loss_of, model, train_freely
+
+
+def test_blocks_nest_and_a_hold_outlasts_them() -> None:
+    gate = Gate()
+    with gate.block():
+        gate.hold()
+        with gate.block():
+            assert gate.closed and gate.closed_by_this_thread
+        assert gate.closed_by_this_thread
+    assert gate.closed and not gate.closed_by_this_thread
+    gate.release()
+    assert not gate.closed and repr(gate) == "Gate(open)"
+
+
+def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:
+    gate = Gate()
+    mine: list[bool] = []
+    with pytest.raises(KeyError), gate.block():
+        thread = threading.Thread(target=lambda: mine.append(gate.closed_by_this_thread))
+        thread.start()
+        thread.join()
+        raise KeyError
+    assert mine == [False] and not gate.closed
+
+
+def test_who_waits_goes_on_soon_after_it_opens() -> None:
+    async def main() -> float:
+        gate = Gate()
+        gate.hold()
+        asyncio.get_running_loop().call_later(5.0, gate.release)
+        await gate.wait_open()
+        return virtual_time()
+
+    assert 5.0 <= run_virtual(main()) <= 5.0 + 2 * LOOK_S
+
+
+def pause_after_five_steps(swarm: Swarm, pause_s: float) -> tuple[int, int]:
+    """Steps of the swarm before and after a pause."""
+    optimizer = join_training(swarm, net := model())
+
+    def train_to(step: int) -> None:
+        while optimizer.global_step < step:
+            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+
+    train_to(5)
+    before = optimizer.global_step
+    with swarm.paused():
+        with pytest.raises(RuntimeError, match="outside of it"):
+            optimizer.step(samples=2)
+        swarm.runtime.call(asyncio.sleep(pause_s))
+    train_to(before + 1)
+    return before, optimizer.global_step
+
+
+def test_others_go_on_without_a_paused_peer_and_it_catches_up() -> None:
+    with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as simulation:
+        first, *others = simulation.swarms
+
+        def train(swarm: Swarm) -> object:
+            return pause_after_five_steps(swarm, 6.0) if swarm.name == first else train_freely(swarm, 20)
+
+        results = simulation.run(train)
+        rounds = simulation.swarms[others[0]].events.recent(RoundFinished)
+    without = [one.seconds for one in rounds if isinstance(one, RoundFinished) and one.group_size == 2]
+    assert len(without) > 8 and max(without[:8]) < 0.5  # nobody waited for the paused one to come
+    before, after = results[first]
+    assert after - before > 6  # 6 s of two others at 10 samples/s make 12 steps of 10 samples
+    assert len({results[other][1] for other in others}) == 1
+
+
+def test_a_newcomer_gets_its_state_from_a_swarm_that_is_paused() -> None:
+    with cs.simulate(2, network="lan", seed=1, samples_per_s=10.0) as simulation:
+        alice, bob = simulation.swarms
+
+        def train(swarm: Swarm) -> int:
+            if swarm.name == alice:
+                return pause_after_five_steps(swarm, 30.0)[0]
+            swarm.runtime.call(asyncio.sleep(15.0))
+            return join_training(swarm, model(seed=1)).global_step
+
+        assert simulation.run(train)[bob] >= 5
+
+
+def test_a_training_cell_waits_while_the_button_is_pressed(capsys: pytest.CaptureFixture[str]) -> None:
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, net := model())
+        swarm.pause()
+        loss_of(net, 0).backward()
+        timer = threading.Timer(0.1, swarm.unpause)
+        timer.start()
+        assert optimizer.step(samples=10) is not None
+        timer.join()
+        assert capsys.readouterr().out.count("This peer is paused") == 1
+        assert not optimizer.collaboration.progress.own.paused
+
+
+def test_leaving_inside_a_block_is_fine() -> None:
+    swarm = cs.create("test-run")
+    optimizer = join_training(swarm, net := model())
+    loss_of(net, 0).backward()
+    optimizer.step(samples=1)
+    with swarm.paused():
+        swarm.leave(hand_over_s=60.0)
+    assert swarm.left

@@ -1,0 +1,317 @@
+"""Coming back: the same peer, its line in the ledger, its progress; whatever ended the session."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.errors import JoinError, StateError
+from colab_swarm.events import SessionEnding
+from colab_swarm.invite import Invite
+from colab_swarm.net.membership import SLACK_S
+from colab_swarm.notebook.platforms import SessionClock
+from colab_swarm.swarm import network
+from colab_swarm.swarm.joining import resume
+from colab_swarm.swarm.saved import read_kept
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
+
+
+@pytest.fixture
+def alice(tmp_path: Path) -> Iterator[Swarm]:
+    with cs.create("test-run", peer_name="alice", keep=tmp_path / "alice") as swarm:
+        yield swarm
+
+
+def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
+    optimizer = join_training(swarm, net := model())
+    while optimizer.global_step < steps:
+        loss_of(net, optimizer.global_step).backward()
+        optimizer.step(samples=BATCH)
+    return net
+
+
+def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
+    options = cs.PeerOptions(lan=False, upload_mbit_s=50.0)
+    with cs.join(alice.invite(), peer_name="bob", keep=tmp_path / "bob", options=options) as bob:
+        assert resume(tmp_path / "bob") is bob
+    with resume(tmp_path / "bob") as again:
+        assert (again.id, again.name) == (bob.id, "bob") and again is not bob
+        assert again._presence is not None and again._presence._options.upload_mbit_s == 50.0
+
+
+def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, tmp_path: Path) -> None:
+    invitation = alice.invite()
+    ids = []
+    for _ in range(2):
+        with cs.join(invitation, keep=tmp_path / "bob") as bob:
+            assert cs.join(invitation, keep=tmp_path / "bob") is bob
+            ids.append((bob.id, bob.name))
+    assert ids[0] == ids[1]
+
+
+def test_a_membership_outlives_the_invitation(
+    alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cs.join(invitation := alice.invite(hours=0.5), keep=tmp_path / "bob").leave()
+    later = time.time() + 1800 + 2 * SLACK_S
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(cs.errors.InviteError, match="expired"):
+        Invite.parse(str(invitation))
+    with resume(tmp_path / "bob") as bob:
+        assert alice.id in bob.services.peers.linked()
+
+
+def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_path: Path) -> None:
+    began = cs.create("test-run", peer_name="alice", keep=tmp_path / "alice")
+    with cs.join(began.invite(), peer_name="bob") as bob:
+        began.leave()
+        with resume(tmp_path / "alice") as alice:
+            assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
+            assert bob.id in alice.services.peers.linked()
+            with cs.join(alice.invite(), peer_name="carol") as carol:
+                assert carol.run_id == began.run_id
+
+
+def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path: Path) -> None:
+    began = cs.create("test-run", keep=tmp_path / "alice")
+    invitation = began.invite()
+    began.leave()
+    with resume(tmp_path / "alice") as alice, cs.join(invitation, peer_name="bob") as bob:
+        assert alice.id in bob.services.peers.linked()
+
+
+def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: Path) -> None:
+    began = cs.create("test-run", keep=tmp_path / "alice")
+    port = began._require_real().node.port
+    began.leave()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", port))
+        other.listen()
+        with resume(tmp_path / "alice") as alice:
+            assert alice.contact.addresses and alice.context.require_network().node.port != port
+
+
+def test_a_folder_of_a_member_does_not_begin_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
+    with cs.join(alice.invite(), keep=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
+        cs.create("test-run", keep=tmp_path / "bob")
+
+
+@pytest.mark.slow
+def test_who_began_the_run_goes_on_alone_if_nobody_is_there(tmp_path: Path) -> None:
+    began = cs.create("test-run", keep=tmp_path / "alice")
+    cs.join(began.invite(), keep=tmp_path / "bob").leave()
+    first = train_alone(began, 3)
+    began.leave()
+    with resume(tmp_path / "alice") as alice:
+        optimizer = join_training(alice, net := model(seed=5))
+        assert optimizer.global_step == 3
+        torch.testing.assert_close(parameters_of(net), parameters_of(first))
+        assert alice.contact.addresses
+
+
+def test_a_member_that_reaches_nobody_says_what_to_do(tmp_path: Path) -> None:
+    with cs.create("test-run") as alice:
+        cs.join(alice.invite(), keep=tmp_path / "bob").leave()
+    with pytest.raises(JoinError, match="Ask for a new invitation"):
+        resume(tmp_path / "bob")
+    assert not (tmp_path / "bob" / "in-use.json").exists()
+
+
+def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> None:
+    cs.join(alice.invite(), keep=tmp_path / "bob").leave()
+    with pytest.raises(ValueError, match="which joined test-run"):
+        cs.create("other-run", keep=tmp_path / "bob")
+    with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run take another"):
+        cs.join(other.invite(), keep=tmp_path / "bob")
+    with pytest.raises(ValueError, match="has a key of its own"):
+        cs.create("new-run", keep=tmp_path / "new", options=cs.PeerOptions(identity=tmp_path / "key"))
+
+
+def test_a_folder_that_keeps_nobody_says_how_to_begin(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"cs\.join\(invitation, keep="):
+        resume(tmp_path)
+
+
+def test_another_model_is_refused_with_the_place_of_the_kept_one(alice: Swarm, tmp_path: Path) -> None:
+    train_alone(alice, 1)
+    alice.leave()
+    with resume(tmp_path / "alice") as again:
+        sgd = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+        with pytest.raises(StateError, match=r"another model.*checkpoints/model: to begin anew"):
+            again.optimizer(sgd, target_batch_size=8)
+
+
+@pytest.mark.slow
+def test_progress_kept_here_is_taken_up_by_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
+    """All are gone; a newcomer begins anew, and the one that kept something brings it back."""
+    net = train_alone(alice, 6)
+    alice.leave()
+    with resume(tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
+        fresh = join_training(bob, theirs := model(seed=3))
+        assert fresh.global_step == 0
+        assert join_training(again, model()).global_step == 6
+        loss_of(theirs, 0, slice(0, 1)).backward()
+        while fresh.global_step < 6:
+            fresh.step(samples=0.1)
+        torch.testing.assert_close(parameters_of(theirs), parameters_of(net))
+
+
+def test_whoever_joins_is_kept_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LOOK_S", 0.01)
+    with cs.create("test-run", keep=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
+        deadline = time.monotonic() + 20
+        while (kept := read_kept(tmp_path)) is None or not kept.contacts:
+            assert time.monotonic() < deadline, "one that is killed now would not find back"
+            time.sleep(0.01)
+        assert [contact.id for contact in kept.contacts] == [bob.id]
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A process of `tests.swarm.kept_process`."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def told(self, what: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(what):
+                return line.split()[1]
+        raise AssertionError(f"the kernel ended without telling its {what}")
+
+    def steps(self, count: int) -> int:
+        """Wait for so many steps; returns where it is then."""
+        step = last = int(self.told("step"))
+        while step < last + count:
+            step = int(self.told("step"))
+        return step
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def kernel(*arguments: str) -> Iterator[Kernel]:
+    one = Kernel(*arguments)
+    try:
+        yield one
+    finally:
+        if one.process.returncode is None:
+            one.kill()
+
+
+@pytest.mark.slow
+def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swarm, tmp_path: Path) -> None:
+    optimizer = join_training(alice, net := model())
+    stop = threading.Event()
+
+    def train() -> None:
+        for batch in range(100_000):
+            if stop.is_set():
+                return
+            loss_of(net, batch).backward()
+            optimizer.step(samples=5)
+            stop.wait(0.02)  # a batch takes its time
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        with kernel(str(tmp_path / "bob"), str(alice.invite())) as first:
+            peer, step = first.told("id"), first.steps(10)
+            with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
+                resume(tmp_path / "bob")
+            first.kill()
+        credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
+        assert credited.samples > 0
+        with kernel(str(tmp_path / "bob")) as second:
+            assert second.told("id") == peer
+            assert int(second.told("step")) >= step
+            second.steps(10)
+        rows = [one for one in alice.contributions() if one.peer != alice.id]
+        assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
+    finally:
+        stop.set()
+        trainer.join()
+
+
+# --- the session's end ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
+    alice: Swarm, tmp_path: Path
+) -> None:
+    optimizer = join_training(alice, net := model())
+    stopped: list[str] = []
+    alice.session.stops.append(lambda: stopped.append("units are given back"))
+    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    batch = 0
+    with pytest.raises(RuntimeError, match=r"before its session ends \(.*Binder.*cs\.resume\('.*alice'\)"):
+        while True:
+            loss_of(net, batch).backward()
+            optimizer.step(samples=BATCH)
+            batch += 1
+    while not alice.left:
+        time.sleep(0.01)
+    assert stopped and len(alice.events.recent(SessionEnding)) == 2
+    with pytest.raises(RuntimeError, match=r"cs\.resume"):
+        optimizer.step(samples=BATCH)
+    with resume(tmp_path / "alice") as again:
+        assert join_training(again, model()).global_step == optimizer.global_step
+
+
+def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
+    alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    leave, close = alice.leave, alice.training._averages.close
+
+    async def close_late() -> None:
+        reached.set()
+        await asyncio.to_thread(go_on.wait)
+        await close()
+
+    def leave_too() -> None:
+        go_on.set()
+        leave()
+
+    monkeypatch.setattr(alice.training._averages, "close", close_late)
+    monkeypatch.setattr(alice, "leave", leave_too)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert reached.wait(20) and alice.left and not go_on.is_set()
+    try:
+        with resume(tmp_path / "alice") as again:
+            assert again is not alice and again.id == alice.id
+    finally:
+        go_on.set()
+        leaving.join()
+
+
+def test_a_kernel_that_nobody_uses_leaves_too(alice: Swarm) -> None:
+    join_training(alice, model())
+    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 0.3, leave_before_s=0.2))
+    deadline = time.monotonic() + 20
+    while not alice.left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alice.left

@@ -1,0 +1,237 @@
+"""A peer's folder: whole or refused with a reason, for one process at a time, and silent about its secrets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.errors import StateError
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.relay import RelayQuota
+from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.saved import (
+    MAX_CONTACTS,
+    STALE_S,
+    FolderLock,
+    Keeping,
+    KeptPeer,
+    Occupant,
+    kept_options,
+    lasts,
+    read_kept,
+)
+from colab_swarm.trust.access import Entrance
+from colab_swarm.trust.contributions import Row, newest
+
+OPTIONS = PeerOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(places=3))
+
+
+def contact(number: int) -> Contact:
+    return Contact(PeerId(bytes([number]) * 32), (f"ws://203.0.113.{number}:4500",))
+
+
+def kept_in(folder: Path, options: PeerOptions = OPTIONS) -> Keeping:
+    keeping = Keeping.open(folder)
+    identity = Identity.load_or_create(keeping.key_file)
+    entrance = Entrance.found("my-run", identity, access="open", allow=None, key_file=keeping.key_file)
+    keeping.begin(KeptPeer.new(entrance, "alice", options))
+    keeping.write([contact(1)], b"membership", ())
+    return keeping
+
+
+def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
+    kept_in(tmp_path).close()
+    kept = read_kept(tmp_path)
+    assert kept is not None and (kept.name, kept.run, kept.membership) == ("alice", "my-run", b"membership")
+    assert kept.peer_options == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
+    assert kept.contacts == (contact(1),)
+
+
+def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+    kept_in(tmp_path)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
+
+
+def test_a_tunnels_token_is_not_kept() -> None:
+    kept = kept_options(PeerOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key"))
+    assert kept["tunnel"] == "ngrok" and "secret" not in str(kept) and kept["identity"] is None
+
+
+def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path)
+    keeping.write([contact(number) for number in range(2, 2 + MAX_CONTACTS - 1)], b"", ())
+    keeping.write([contact(200)], b"", ())
+    kept = read_kept(tmp_path)
+    assert kept is not None and len(kept.contacts) == MAX_CONTACTS
+    assert kept.contacts[:2] == (contact(200), contact(2))
+
+
+def test_a_folder_that_vanished_and_was_made_anew_is_noticed(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path / "drive")
+    (tmp_path / "drive").rename(tmp_path / "unmounted")
+    keeping.checkpoints("model").mkdir(parents=True)
+    with pytest.raises(StateError, match="was a drive unmounted"):
+        keeping.write([contact(1)], b"", ())
+    assert not (tmp_path / "drive" / "in-use.json").exists()
+
+
+def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path)
+    keeping.close()
+    keeping.write([contact(9)], b"", ())
+    assert not (tmp_path / "in-use.json").exists()
+
+
+def test_a_folder_without_a_peer_keeps_none(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    assert read_kept(tmp_path) is None and read_kept(tmp_path / "absent") is None
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte: int) -> None:
+    if not (tmp_path / "peer.json").exists():
+        kept_in(tmp_path).close()
+    data = (tmp_path / "peer.json").read_bytes()
+    damaged = bytearray(data)
+    damaged[where % len(data)] = byte
+    (tmp_path / "peer.json").write_bytes(damaged)
+    try:
+        read_kept(tmp_path)
+    except StateError as error:
+        assert "move the folder away" in str(error) or "newer" in str(error)
+    finally:
+        (tmp_path / "peer.json").write_bytes(data)
+
+
+def test_a_folder_that_lost_its_key_says_so(tmp_path: Path) -> None:
+    kept_in(tmp_path).close()
+    (tmp_path / "identity.key").unlink()
+    with pytest.raises(StateError, match=r"lost its identity\.key"):
+        Keeping.open(tmp_path)
+    assert not (tmp_path / "in-use.json").exists()
+
+
+def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
+    kept_in(tmp_path).close()
+    path = tmp_path / "peer.json"
+    newer = {"version": 99, "options": {"new": 1}, "given": "otherwise"}
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
+    with pytest.raises(StateError, match="pip install -U"):
+        read_kept(tmp_path)
+
+
+def test_a_file_in_the_folders_place_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StateError, match="take another folder"):
+        Keeping.open(tmp_path / "file")
+
+
+def test_no_secret_is_in_a_repr(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path)
+    assert repr(read_kept(tmp_path)) == "KeptPeer(alice of my-run)" and repr(keeping).startswith("Keeping('/")
+
+
+@pytest.mark.parametrize("name", ["model", "../../etc", ".", "a/b", "ü"])
+def test_optimizers_of_any_name_stay_in_the_folder(tmp_path: Path, name: str) -> None:
+    path = kept_in(tmp_path).checkpoints(name)
+    assert path.resolve().parent == (tmp_path / "checkpoints").resolve()
+
+
+def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
+    assert "drive.mount" in lasts(Path("/content/run"), COLAB)
+    assert "/kaggle/working" in lasts(Path("/tmp/run"), KAGGLE)
+    assert not lasts(Path("/content/drive/MyDrive/run"), COLAB) and not lasts(Path("/home/me/run"), PLAIN)
+
+
+# --- one process at a time -----------------------------------------------------------------------------------------
+
+
+def occupy(folder: Path, occupant: Occupant) -> None:
+    (folder / "in-use.json").write_bytes(msgspec.json.encode(occupant))
+
+
+def test_a_second_swarm_of_this_process_is_refused(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.take()
+    with pytest.raises(StateError, match="leave it first"):
+        FolderLock(tmp_path).take()
+    lock.release()
+    lock.release()
+    FolderLock(tmp_path).take()
+
+
+def test_a_living_process_is_not_robbed_and_a_dead_one_is(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    began = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    occupy(tmp_path, Occupant(socket.gethostname(), sleeper.pid, began, time.time() - 10 * STALE_S))
+    try:
+        with pytest.raises(StateError, match=f"process {sleeper.pid}.*shut that kernel down"):
+            FolderLock(tmp_path).take()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    FolderLock(tmp_path).take()
+
+
+def test_of_two_who_find_a_folder_left_behind_the_last_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in-use.json"
+    left_behind, rival = Occupant("elsewhere", 1, "1", 0.0), Occupant("elsewhere", 2, "2", time.time())
+    path.write_bytes(msgspec.json.encode(left_behind))
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_bytes(msgspec.json.encode(rival)))
+    with pytest.raises(StateError, match="in use by process 2 on elsewhere"):
+        FolderLock(tmp_path).take()
+    assert msgspec.json.decode(path.read_bytes(), type=Occupant) == rival
+
+
+def test_a_later_process_of_the_same_number_is_not_the_one_that_has_it(tmp_path: Path) -> None:
+    occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
+    FolderLock(tmp_path).take()
+
+
+def test_another_machine_has_it_until_its_signs_of_life_stop(tmp_path: Path) -> None:
+    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - STALE_S / 2))
+    with pytest.raises(StateError, match=r"on elsewhere.*try again in 3 minutes"):
+        FolderLock(tmp_path).take()
+    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - 2 * STALE_S))
+    FolderLock(tmp_path).take()
+
+
+def test_who_was_silent_for_too_long_notices_that_the_folder_was_taken(tmp_path: Path) -> None:
+    keeping = kept_in(tmp_path)
+    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time()))
+    with pytest.raises(StateError, match="elsewhere"):
+        keeping.write([], b"", ())
+    keeping.close()
+    assert (tmp_path / "in-use.json").exists()  # the other's
+
+
+def test_a_garbled_lock_is_one_of_a_process_killed_while_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / "in-use.json").write_bytes(b"{")
+    FolderLock(tmp_path).take()
+
+
+# --- the tally -------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_tallies_the_larger_amounts_count_once() -> None:
+    alice, bob = b"a" * 32, b"b" * 32
+    on_disk = Row(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
+    published = (Row(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), Row(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
+    assert newest((on_disk,), published) == (Row(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])

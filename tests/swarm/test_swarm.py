@@ -1,0 +1,221 @@
+"""Creating, joining, training and leaving over real links on loopback, as a notebook does it."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.errors import InviteError, JoinError
+from colab_swarm.events import PeerJoined, RoundFinished, StateReceived
+from colab_swarm.invite import LOCAL_ONLY, Invite
+from colab_swarm.net.addresses import host_of, is_local
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import join_training, joint_reference, loss_of, model, train_freely, train_own_rows
+
+
+@pytest.fixture
+def alice() -> Iterator[Swarm]:
+    with cs.create("test-run", peer_name="alice") as swarm:
+        yield swarm
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    """Press Ctrl-C so many seconds from now."""
+    timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def invite_to(address: str) -> str:
+    entry = Contact(PeerId(b"x" * 32), (address,))
+    return str(Invite("test-run-00000000", (entry,), time.time() + 60))
+
+
+def test_two_peers_find_each_other_and_leave_without_a_trace(alice: Swarm) -> None:
+    bob = cs.join(alice.invite(), peer_name="bob")
+    assert bob.run == "test-run" and bob.events.recent(PeerJoined)
+    assert "bob" in repr(bob) and bob.snapshot().me == "bob"
+    bob.leave()
+    bob.leave()
+    assert "left" in repr(bob)
+    gc.collect()
+
+
+def test_joining_again_gives_the_same_swarm_and_another_name_another_peer(alice: Swarm) -> None:
+    invite = alice.invite()
+    with cs.join(invite, peer_name="bob") as bob, cs.join(invite, peer_name="carol") as carol:
+        assert cs.join(invite, peer_name="bob") is bob and carol is not bob
+
+
+def test_a_name_that_cannot_be_one_raises_at_once() -> None:
+    with pytest.raises(ValueError, match="my-first-swarm"):
+        cs.create("My Run!")
+
+
+def test_an_invitation_nobody_answers_says_what_was_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"ws://127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(
+        JoinError, match=f"{address}.*Only peers in the same local network.*Ask for a new invitation"
+    ):
+        cs.join(invite_to(address))
+
+
+def test_a_mistyped_invitation_says_so() -> None:
+    with pytest.raises(InviteError, match="mistyped or cut off"):
+        cs.join("swarm://test-run#AZabcdefgh")
+
+
+def test_somebody_else_at_the_address_is_refused(alice: Swarm) -> None:
+    address = alice.contact.addresses[0]
+    with pytest.raises(JoinError, match="reached"):
+        wrong = Invite(alice.run_id, (Contact(PeerId(b"x" * 32), (address,)),), time.time() + 60)
+        cs.join(str(wrong), peer_name="bob")
+
+
+def test_a_peer_that_nobody_can_dial_cannot_invite() -> None:
+    with (
+        cs.create("test-run", options=PeerOptions(listen=False)) as swarm,
+        pytest.raises(JoinError, match="backbone"),
+    ):
+        swarm.invite()
+
+
+def test_the_same_identity_comes_back_after_a_restart(alice: Swarm, tmp_path: Path) -> None:
+    options = PeerOptions(identity=tmp_path / "key")
+    with cs.join(alice.invite(), peer_name="bob", options=options) as first:
+        identity = first.id
+    with cs.join(alice.invite(), peer_name="bob", options=options) as again:
+        assert again.id == identity
+
+
+@pytest.mark.slow
+def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None:
+    invite = alice.invite()
+    swarms = [alice, *(cs.join(invite, peer_name=name) for name in ("bob", "carol", "dave"))]
+    with ThreadPoolExecutor(4) as pool:
+        meet = threading.Barrier(4).wait
+        results = list(pool.map(lambda swarm: train_own_rows(swarm, 20, meet), swarms))
+    for swarm in swarms[1:]:
+        swarm.leave()
+    rounds = [one for one in alice.events.recent(RoundFinished) if isinstance(one, RoundFinished)]
+    assert [len(one.contributors) for one in rounds] == 20 * [4]
+    assert len({lineage for _, lineage in results}) == 1
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_late_peer_gets_the_state_and_trains_on(alice: Swarm) -> None:
+    with ThreadPoolExecutor(2) as pool, cs.join(alice.invite(), peer_name="bob") as bob:
+        first = pool.submit(train_freely, alice, 12)
+        reached = threading.Event()
+        alice.events.listen(lambda event: getattr(event, "step", 0) >= 3 and reached.set())
+        assert reached.wait(30)
+        second = pool.submit(train_freely, bob, 12)
+        assert first.result(60)[1] == second.result(60)[1]
+        assert bob.events.recent(StateReceived)
+
+
+@pytest.mark.slow
+def test_peers_average_any_array(alice: Swarm) -> None:
+    with cs.join(alice.invite(), peer_name="bob") as bob, ThreadPoolExecutor(2) as pool:
+        other = pool.submit(bob.average, torch.full((2, 2), 4.0))
+        mean, result = alice.average(torch.zeros(2, 2), weight=3.0)
+        torch.testing.assert_close(mean, torch.ones(2, 2))
+        assert len(result.peers) == 2 and result.complete and other.result(30)
+        assert not any(one.samples for one in alice.contributions())
+
+
+def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
+    former = join_training(alice, model())
+    join_training(alice, model())
+    with pytest.raises(RuntimeError, match="has left"):
+        former.step(samples=1)
+
+
+def test_an_invitation_with_private_addresses_alone_says_who_can_use_it(alice: Swarm) -> None:
+    invitation = alice.invite()
+    local = all(is_local(host_of(address)) for address in alice.contact.addresses)
+    assert invitation.warning == (LOCAL_ONLY if local else "")
+    shown = invitation._repr_mimebundle_()
+    assert (
+        ("same local network" in shown["text/html"]) is ("same local network" in shown["text/plain"]) is local
+    )
+    assert Invite.parse(shown["text/plain"]) == Invite.parse(invitation)
+
+
+def test_an_invitation_says_how_often_it_can_be_used(alice: Swarm) -> None:
+    assert "any number of times" in alice.invite().described()
+    assert "3 times" in alice.invite(uses=3).described()
+
+
+def test_a_viewer_is_told_before_it_computes_a_gradient(alice: Swarm) -> None:
+    with cs.join(alice.invite(role="viewer"), peer_name="bob") as bob:
+        sgd = torch.optim.SGD(model().parameters(), lr=0.1)
+        with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):
+            bob.optimizer(sgd, target_batch_size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocking", ["wait_step", "watch", "join"])
+def test_ctrl_c_ends_a_blocking_call_and_leaves_the_peer_usable(alice: Swarm, blocking: str) -> None:
+    optimizer = join_training(alice, net := model())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        calls: dict[str, Callable[[], object]] = {
+            "wait_step": optimizer.wait_step,
+            "watch": alice.watch,
+            "join": lambda: cs.join(invite_to(f"ws://127.0.0.1:{silent.getsockname()[1]}")),
+        }
+        began = time.monotonic()
+        if blocking == "watch":  # it ends the watching, not the cell
+            with interrupt_after(0.3):
+                calls[blocking]()
+        else:
+            with interrupt_after(0.3), pytest.raises(KeyboardInterrupt):
+                calls[blocking]()
+        assert time.monotonic() - began < 5
+    loss_of(net, 0).backward()
+    assert optimizer.step(samples=10) is not None
+
+
+def test_a_snapshot_is_safe_to_show(alice: Swarm) -> None:
+    with cs.join(alice.invite(), peer_name="<b>bob</b>") as bob:
+        join_training(bob, model())
+        html = bob._repr_html_()
+        assert "<b>bob" not in html and "bob" in html
+
+
+def test_a_backbone_needs_no_torch_and_none_of_the_extras() -> None:
+    code = """
+        import sys
+        for absent in ("torch", "transformers", "datasets", "scipy", "safetensors", "rich", "ipywidgets"):
+            sys.modules[absent] = None
+        import colab_swarm as cs
+        with cs.create("test-run") as swarm:
+            print(swarm.panel())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("Panel(test-run: joined, 1 peer)", "")

@@ -1,0 +1,101 @@
+"""Training through a tunnel whose agent is killed again and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.events import RoundFinished, TunnelChanged
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node
+from colab_swarm.net.reachability import Rung
+from colab_swarm.swarm.swarm import Swarm
+from tests.net.test_tunnels import agent_of, needs_posix, ngrok, running
+from tests.net.test_tunnels import folder as folder
+from tests.training.toy import join_training, loss_of, model, wait_for_peers
+
+pytestmark = needs_posix
+DIALS_OUT = cs.PeerOptions(listen=False, use_relays=False, lan=False)
+KILLS = 3
+BATCH_S = 0.05
+"""What a batch takes; the toy model alone would make a hundred steps while one record travels."""
+
+
+def wait(condition: Callable[[], object], *, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.02)
+
+
+def _is_loss(event: object) -> bool:
+    return isinstance(event, TunnelChanged) and event.address is None
+
+
+class RoundsOfTwo:
+    """Counts the rounds that a peer had with another."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.count = 0
+        swarm.events.listen(self._note)
+
+    def _note(self, event: object) -> None:
+        self.count += isinstance(event, RoundFinished) and event.group_size == 2
+
+    def wait_more(self, count: int) -> None:
+        goal = self.count + count
+        wait(lambda: self.count >= goal, timeout_s=60)
+
+
+@pytest.mark.slow
+def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tunnelled = cs.PeerOptions(identity=folder / "alice", tunnel=ngrok(folder), use_relays=False, lan=False)
+    listening, hidden = Node.listening, set[bytes]()
+    monkeypatch.setattr(Node, "listening", lambda node: () if node.id in hidden else listening(node))
+    hidden.add(Identity.load_or_create(folder / "alice").id)  # nobody can dial her but through the tunnel
+    stop = threading.Event()
+
+    def train(swarm: Swarm) -> None:
+        net = model()
+        optimizer = join_training(swarm, net, matchmaking_s=1.0)
+        wait_for_peers(swarm, optimizer, 2)
+        while not stop.wait(BATCH_S):
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=5)
+
+    with cs.create("tunnels", peer_name="carol", options=cs.PeerOptions(lan=False)) as carol:
+        invite = carol.invite()
+        with (
+            cs.join(invite, peer_name="alice", options=tunnelled) as alice,
+            cs.join(invite, peer_name="bob", options=DIALS_OUT) as bob,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            assert alice.reachability.rung is Rung.TUNNEL and bob.reachability.rung is Rung.OUTGOING
+            rounds, lost = RoundsOfTwo(bob), list[TunnelChanged]()
+            alice.events.listen(lambda event: lost.append(event) if _is_loss(event) else None)
+            trainers = [pool.submit(train, swarm) for swarm in (alice, bob)]
+            try:
+                for kill in range(KILLS):
+                    rounds.wait_more(3)
+                    address = alice.contact.addresses
+                    os.kill(agent_of(folder), signal.SIGKILL)
+                    wait(lambda: alice.id not in bob.services.peers.linked(), timeout_s=10)
+                    wait(lambda: alice.id in bob.services.peers.linked(), timeout_s=10)
+                    assert alice.contact.addresses != address and alice.reachability.rung is Rung.TUNNEL, kill
+                rounds.wait_more(3)
+            finally:
+                stop.set()
+            for trainer in trainers:
+                trainer.result(60)
+            assert len(lost) == KILLS
+    assert running(folder) == []

@@ -1,0 +1,157 @@
+"""A job from the user's side: coordinate, volunteer, stop, go on."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.workunits.coordinator import Coordinator
+from colab_swarm.workunits.state import Assimilated
+from colab_swarm.workunits.volunteering import Place
+from colab_swarm.workunits.weights import Schema
+from tests.workunits.digits import digits_job
+from tests.workunits.local import tiny_job
+
+CODE = textwrap.dedent(
+    """
+    import colab_swarm as cs
+    from tests.workunits.local import tiny_job
+    job = tiny_job()
+    """
+)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    file = tmp_path / "job.py"
+    file.write_text(CODE)
+    with cs.workunits.coordinate(
+        file, folder=tmp_path / "work", host="127.0.0.1", servers=1, store="memory"
+    ) as one:
+        yield one
+
+
+@pytest.mark.slow
+def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) -> None:
+    assert repr(coordinator) == "Coordinator(tiny: epoch 1 of 2, 0 of 4 units, 0 volunteers)"
+    alice = cs.workunits.volunteer(coordinator.link, trust_code=True, name="alice", folder=tmp_path)
+    assert cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path) is alice
+    assert coordinator.wait(30)
+    assert alice.wait(30) and alice.snapshot().accepted == 8
+    assert sum(isinstance(entry, Assimilated) for entry in coordinator.log()) == 8
+    assert not torch.equal(coordinator.model().weight, tiny_job().first_model().weight)  # type: ignore[arg-type]
+    assert "finished: all 2 epochs are done" in repr(coordinator)
+    assert "alice" in coordinator._repr_html_() and "<svg" in coordinator._repr_html_()
+    assert "8 units accepted" in repr(alice) and "8 units accepted" in alice._repr_html_()
+    alice.stop()
+    alice.stop()
+
+
+@pytest.mark.slow
+def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tmp_path: Path) -> None:
+    job = digits_job(subsets=1, alpha=0.0, max_epochs=3, local_epochs=2)
+    with cs.workunits.coordinate(job, folder=tmp_path / "work", host="127.0.0.1", servers=1) as coordinator:
+        alice = cs.workunits.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
+        assert coordinator.wait(60)
+        trained = Schema.of(coordinator.model()).flatten(coordinator.model())
+        told = [end.accuracy for end in coordinator.snapshot().overview.epochs]
+        alice.stop()
+    serial = job.train_serially()
+    np.testing.assert_array_equal(trained, serial.parameters)
+    assert told == list(serial.accuracies)
+
+
+@pytest.mark.slow
+def test_a_stopped_job_goes_on_and_its_link_stays_good(tmp_path: Path) -> None:
+    options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
+    first = cs.workunits.coordinate(tiny_job(max_epochs=500), **options)
+    assert cs.workunits.coordinate(tiny_job(max_epochs=500), **options) is first
+    alice = cs.workunits.volunteer(first.link, job=tiny_job(), name="alice", folder=tmp_path / "volunteers")
+    while first.snapshot().version < 3:
+        alice.wait(0.01)
+    first.stop()
+    second = cs.workunits.coordinate(tiny_job(max_epochs=2), **options)
+    assert second.url == first.url
+    assert second.wait(60)
+    assert [entry.version for entry in second.log() if isinstance(entry, Assimilated)][:3] == [1, 2, 3]
+    alice.stop()
+    second.stop()
+
+
+def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trust_code=True") as told:
+        cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
+    (kept,) = tmp_path.glob("alice/jobs/*.py")
+    assert kept.read_text() == CODE and str(kept) in str(told.value)
+    Place.take(tmp_path, "alice").lock.release()  # nobody holds it
+
+
+def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
+    options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "store": "memory"}
+    with cs.workunits.coordinate(tiny_job(), **options) as coordinator:
+        with pytest.raises(ValueError, match="run the cell that makes it here"):
+            cs.workunits.volunteer(coordinator.link, trust_code=True, folder=tmp_path)
+        other = cs.workunits.Job("other", lambda: torch.nn.Linear(2, 2), (), ())
+        with pytest.raises(ValueError, match="model is not that"):
+            cs.workunits.volunteer(coordinator.link, job=other, folder=tmp_path)
+
+
+def test_mistakes_of_the_user_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        cs.workunits.coordinate(tmp_path / "none.py")
+    with pytest.raises(ValueError, match="needs a swarm"):
+        cs.workunits.coordinate(tiny_job(), access="allowlist")
+    with pytest.raises(ValueError, match="servers=0"):
+        cs.workunits.coordinate(tiny_job(), folder=tmp_path, servers=0)
+    with pytest.raises(ValueError, match="is no store"):
+        cs.workunits.coordinate(tiny_job(), folder=tmp_path, store="oracle")
+    with pytest.raises(cs.errors.InviteError):
+        cs.workunits.volunteer("no link")
+
+
+def test_two_volunteers_of_one_name_have_places_of_their_own(tmp_path: Path) -> None:
+    places = [Place.take(tmp_path, "al/ice") for _ in range(2)]
+    assert [place.folder.name for place in places] == ["al_ice", "al_ice-2"]
+    places[0].lock.release()
+    assert Place.take(tmp_path, "al/ice").folder == places[0].folder
+
+
+@pytest.mark.slow
+def test_peers_of_a_swarm_find_its_coordinator(tmp_path: Path) -> None:
+    options = cs.PeerOptions(lan=False)
+    with (
+        cs.create("school", peer_name="alice", options=options) as alice,
+        cs.join(alice.invite(), peer_name="bob", options=options) as bob,
+    ):
+        with pytest.raises(cs.errors.JoinError, match="nobody coordinates"):
+            bob.volunteer(job=tiny_job(), folder=tmp_path)
+        coordinator = alice.coordinate(
+            tiny_job(), folder=tmp_path / "work", host="127.0.0.1", store="memory", servers=1
+        )
+        found = None
+        while found is None:
+            try:
+                found = bob.volunteer(job=tiny_job(), folder=tmp_path)
+            except cs.errors.JoinError:
+                alice.watch(0.1)
+        carol = cs.workunits.volunteer(coordinator.link, job=tiny_job(), name="carol", folder=tmp_path)
+        assert coordinator.wait(60)
+        assert {row.name for row in coordinator.snapshot().overview.volunteers} >= {"bob"}
+        for one in (found, carol):
+            one.stop()
+        coordinator.stop()
+
+
+def test_simulated_peers_have_no_work_units() -> None:
+    def ask(swarm: cs.Swarm) -> None:
+        swarm.volunteer()
+
+    with cs.simulate(peers=1) as simulation, pytest.raises(PermissionError, match="simulated"):
+        simulation.run(ask)

@@ -1,0 +1,63 @@
+"""Preemptible instances: the paper's formula for timeouts, where it holds and where not; and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from colab_swarm.workunits.preemption import PreemptionModel, PreemptionResult, Prices, simulate_preemption
+
+MODEL = PreemptionModel(
+    volunteers=2, slots=1, units=400, unit_s=144.0, deadline_s=300.0, kill_probability=0.05, restart_s=60.0
+)
+"""The paper's times and probability: 2.4 and 5 minutes, 5 %."""
+
+
+def extra_by_formula(model: PreemptionModel, seeds: int) -> float:
+    """Extra time in simulations, as a share of n p t_o."""
+    results = [simulate_preemption(model, seed) for seed in range(seeds)]
+    assert all(result.kills > 0 and result.lost > 0 for result in results)
+    return fmean(result.extra_s for result in results) / (model.expected_s - model.undisturbed_s)
+
+
+@pytest.mark.slow
+def test_the_extra_time_is_the_papers_n_p_t_o_within_15_percent() -> None:
+    assert extra_by_formula(MODEL, seeds=16) == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.slow
+def test_with_short_epochs_all_wait_for_what_was_lost_and_the_formula_says_too_little() -> None:
+    model = replace(MODEL, volunteers=5, slots=2, units=50, epochs=8)
+    assert 2.0 < extra_by_formula(model, seeds=6) < 3.5
+
+
+def test_without_kills_a_job_takes_n_t_e() -> None:
+    result = simulate_preemption(replace(MODEL, units=40, kill_probability=0.0))
+    assert (result.kills, result.lost) == (0, 0)
+    assert result.seconds == pytest.approx(result.model.undisturbed_s, rel=0.01)
+    assert result.model.expected_s == result.model.undisturbed_s == 20 * 144
+
+
+def test_the_same_seed_gives_the_same_job() -> None:
+    model = replace(MODEL, units=60, kill_probability=0.2)
+    assert simulate_preemption(model, 3) == simulate_preemption(model, 3) != simulate_preemption(model, 4)
+
+
+def test_the_costs_are_those_of_all_instances_for_as_long_as_it_takes() -> None:
+    model = replace(MODEL, volunteers=5, units=500)  # 4 h without kills
+    result = PreemptionResult(model, seconds=5 * 3600.0, kills=3, lost=3)
+    prices = Prices(standard=1.0, preemptible=0.2)
+    assert result.costs(prices) == (20.0, 5.0)
+    assert result.line(prices) == (
+        "4.00 h and $20.00 on standard instances; 5.00 h (4.42 h expected) and $5.00 on preemptible ones, "
+        "of which 3 were taken away"
+    )
+
+
+def test_what_cannot_be_simulated_is_said() -> None:
+    with pytest.raises(ValueError, match=r"kill_probability=1\.0"):
+        replace(MODEL, kill_probability=1.0)
+    with pytest.raises(ValueError, match="no unit would be in time"):
+        replace(MODEL, deadline_s=100.0)
