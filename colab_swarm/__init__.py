@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from colab_swarm import workunits as workunits
     from colab_swarm.net.relay import RelayQuota as RelayQuota
     from colab_swarm.notebook.explanation import explain as explain
-    from colab_swarm.notebook.lessons import Wish as Wish
+    from colab_swarm.notebook.lessons import Action as Action
     from colab_swarm.notebook.receipt import Receipt as Receipt
     from colab_swarm.notebook.recorder import replay as replay
     from colab_swarm.swarm.doctor import doctor as doctor
     from colab_swarm.swarm.joining import create as create
     from colab_swarm.swarm.joining import join as join
     from colab_swarm.swarm.joining import resume as resume
-    from colab_swarm.swarm.network import PeerOptions as PeerOptions
+    from colab_swarm.swarm.network import NetworkOptions as NetworkOptions
     from colab_swarm.swarm.simulation import Simulation as Simulation
     from colab_swarm.swarm.simulation import simulate as simulate
     from colab_swarm.swarm.swarm import Swarm as Swarm
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.layerwise import Lamb as Lamb
     from colab_swarm.training.layerwise import Lars as Lars
     from colab_swarm.training.optimizer import SwarmOptimizer as SwarmOptimizer
-    from colab_swarm.training.settings import Budget as Budget
+    from colab_swarm.training.settings import TrafficBudget as TrafficBudget
     from colab_swarm.trust.authority import Allowlist as Allowlist
 
 PUBLIC = {
@@ -75,15 +75,15 @@ PUBLIC = {
     "Swarm": "swarm.swarm",
     "Simulation": "swarm.simulation",
     "SwarmOptimizer": "training.optimizer",
-    "PeerOptions": "swarm.network",
+    "NetworkOptions": "swarm.network",
     "RelayQuota": "net.relay",
     "Allowlist": "trust.authority",
-    "Budget": "training.settings",
+    "TrafficBudget": "training.settings",
     "CheckpointFolder": "training.checkpoint",
     "Lamb": "training.layerwise",
     "Lars": "training.layerwise",
     "Receipt": "notebook.receipt",
-    "Wish": "notebook.lessons",
+    "Action": "notebook.lessons",
 }
 """Every public name and its module. Further names: `errors`, `moe`, `workunits`, `elastic`, `recipes`."""
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}

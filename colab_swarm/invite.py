@@ -35,7 +35,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
 LOCAL_ONLY = (
     "Only peers in the same local network can use this invitation, because all its addresses are private: to let in "
-    "others, open a tunnel (cs.PeerOptions(tunnel='ngrok')), begin the run on a machine with a public address "
+    "others, open a tunnel (cs.NetworkOptions(tunnel='ngrok')), begin the run on a machine with a public address "
     "(colab-swarm backbone), or let a peer of this network that has one relay (colab-swarm relay)."
 )
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")

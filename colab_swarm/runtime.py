@@ -28,7 +28,7 @@ LOOK_S = 0.2
 """How often who waits at the gate looks whether it is open."""
 
 
-class Gate:
+class PauseGate:
     """Any thread may close it, open it, or ask."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ T = TypeVar("T")
 POLL_S = 0.2
 
 
-class Runs(Protocol):
+class Runner(Protocol):
     """Whoever runs our coroutines: the background thread, or a simulation on virtual time."""
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -168,11 +168,11 @@ class Runtime:
             raise
 
     def time(self) -> float:
-        """See `Runs`."""
+        """See `Runner`."""
         return self._loop.time()
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """See `Runs`."""
+        """See `Runner`."""
         self._meanwhile.work = weakref.WeakMethod(work)
 
     def close(self) -> None:

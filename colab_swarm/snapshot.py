@@ -65,7 +65,7 @@ class PeerRow:
 
 
 @dataclass(frozen=True)
-class Given:
+class ContributionRow:
     """A line of the leaderboard: what others saw a peer give.
 
     Attributes:
@@ -160,7 +160,7 @@ class SwarmSnapshot:
     eta_s: float | None = None
     last_share: float | None = None
     rounds: tuple[RoundFinished, ...] = ()
-    leaderboard: tuple[Given, ...] = ()
+    leaderboard: tuple[ContributionRow, ...] = ()
     sent_bps: float = 0.0
     received_bps: float = 0.0
     energy: Energy | None = None

@@ -14,7 +14,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.moshpit import GridResult
+from colab_swarm.averaging.moshpit import MoshpitResult
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
@@ -57,15 +57,15 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     )
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [
-        (cs.PeerOptions(), "PeerOptions()"),
+        (cs.NetworkOptions(), "PeerOptions()"),
         (
-            cs.PeerOptions(port=4500, identity="my.key", announce=["ws://203.0.113.7:1"], tunnel=tunnel),
+            cs.NetworkOptions(port=4500, identity="my.key", announce=["ws://203.0.113.7:1"], tunnel=tunnel),
             "PeerOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
             "check_s=1.0, probe_s=180.0))",
         ),
         (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
-        (cs.Budget(gb_per_hour=1.0), "Budget(gb_per_hour=1.0, mbit_s=None)"),
+        (cs.TrafficBudget(gb_per_hour=1.0), "Budget(gb_per_hour=1.0, mbit_s=None)"),
         (
             cs.moe.ExpertRule(adam, max_grad_norm=1.0),
             "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)",
@@ -75,7 +75,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (cs.CheckpointFolder(tmp_path), f"CheckpointFolder({str(tmp_path)!r}, 0 of 3 kept)"),
         (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),
         (
-            GridResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left"),
+            MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left"),
             "GridResult(2 peers on 2, 1 failures: bob left, 1.5 s)",
         ),
         (GIVEN, "Leaderboard(2 peers, 1,200 samples)"),
@@ -128,7 +128,7 @@ def test_functions_are_called_by_their_names() -> None:
 
 
 def test_what_a_swarm_hands_out_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    with cs.create("reprs", options=cs.PeerOptions(lan=False)) as swarm:
+    with cs.create("reprs", options=cs.NetworkOptions(lan=False)) as swarm:
         model = torch.nn.Linear(2, 2)
         optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), 0.1), target_batch_size=64)
         layer = swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=2)

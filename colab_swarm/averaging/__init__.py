@@ -24,7 +24,7 @@ plan says in a sentence what it chose; `RoundFinished.explanation` has it.
 | message | from, to | says |
 |---|---|---|
 | `RoundCall(terms)` | organizer to candidate | a round on these terms begins, are you coming? |
-| `Coming(ready_in_s, group)` | back | ready in so many seconds; not; or: the step has its group already |
+| `JoinEta(ready_in_s, group)` | back | ready in so many seconds; not; or: the step has its group already |
 | `JoinRound(ticket, contact)` | member to organizer | here I am, with this weight, step, lineage, line and codec |
 | `Joined(group, organizer, reason)` | back | the group, or who organizes instead, or why not |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
@@ -58,7 +58,7 @@ plan says in a sentence what it chose; `RoundFinished.explanation` has it.
 | candidate's answer to a call | 10 s |
 
 They are fields of `colab_swarm.averaging.exchange.AveragingSettings` and
-`colab_swarm.averaging.group.GatheringSettings`. No less than 10 s: a busy notebook stalls its own peer.
+`colab_swarm.averaging.group.GroupFormationSettings`. No less than 10 s: a busy notebook stalls its own peer.
 
 ## What goes wrong
 

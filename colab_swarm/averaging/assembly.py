@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from colab_swarm.averaging.group import GatheringSettings, Group, RoundRefused, Ticket, equal_shares
-from colab_swarm.averaging.matchmaking import Matchmaker, Rooms
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket, equal_shares
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
 from colab_swarm.dht.service import DHT, is_sound
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId
@@ -29,7 +29,7 @@ SKEW_MS = 600_000
 """A number further from this peer's own time is nobody's who means well."""
 
 
-class Waiting(Message, frozen=True):
+class WaitingPeer(Message, frozen=True):
     """Told in the DHT, signed, under the peer's own subkey: I wait for the meeting ``number``."""
 
     number: int
@@ -46,7 +46,7 @@ class Assembly:
         number: of the meeting this peer waits for or was in last.
     """
 
-    def __init__(self, rooms: Rooms, dht: DHT, prefix: str, *, window_s: float) -> None:
+    def __init__(self, rooms: PrefixRouter, dht: DHT, prefix: str, *, window_s: float) -> None:
         self._peers, self._dht = rooms.peers, dht
         self._prefix, self._window_s = prefix, window_s
         self._matchmaker = Matchmaker(
@@ -55,7 +55,7 @@ class Assembly:
             expected=self._expected,
             on_called=self._on_called,
             strategy=equal_shares,  # nothing is averaged here
-            settings=GatheringSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
+            settings=GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
         )
         self.number = self._last = 0
         self._terms: Ticket | None = None  # while this peer waits
@@ -147,7 +147,7 @@ class Assembly:
         return number > self._last and abs(number - self._peers.time() * 1000) < SKEW_MS
 
     async def _tell(self, *, ttl_s: float) -> None:
-        record = Waiting(self.number, self._peers.contact.addresses)
+        record = WaitingPeer(self.number, self._peers.contact.addresses)
         try:
             await self._dht.store(self._prefix, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
         except PeerError as error:
@@ -163,7 +163,7 @@ class Assembly:
         waiting: dict[PeerId, int] = {}
         for subkey, record in found.items():
             try:
-                told = msgspec.convert(record.value, Waiting, strict=False)
+                told = msgspec.convert(record.value, WaitingPeer, strict=False)
             except (msgspec.ValidationError, ValueError):
                 continue
             contact = Contact(PeerId(subkey), told.addresses)

@@ -25,8 +25,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, Member, Span
-from colab_swarm.averaging.reducer import Ledger, SpanReducer
+from colab_swarm.averaging.group import Group, GroupMember, Span
+from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
@@ -234,7 +234,7 @@ class RoundPing(Message, frozen=True):
     round_id: bytes
 
 
-class Exchange:
+class AllReduce:
     """The state of one round at one member, and its talks with the other members.
 
     Args:
@@ -249,7 +249,7 @@ class Exchange:
         group: Group,
         me: int,
         *,
-        ledger: Ledger,
+        ledger: SpanLedger,
         sums: Floats,
         settings: AveragingSettings,
         sending: Sending | None = None,
@@ -292,7 +292,7 @@ class Exchange:
         if not collects:
             self.drop(me, "it assists")
 
-    def member(self, index: int) -> Member:
+    def member(self, index: int) -> GroupMember:
         """The member at ``index``."""
         return self.group.members[index]
 

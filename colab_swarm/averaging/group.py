@@ -1,7 +1,7 @@
 """How peers become a group: the messages, the shares, and the pure core that decides when a group is formed.
 
 One candidate is the *organizer* of a step: candidates are ranked by SHA-256 of (prefix, step, peer id) and
-the first that is alive and willing organizes, so nobody negotiates. It opens a `Gathering`, calls the
+the first that is alive and willing organizes, so nobody negotiates. It opens a `GroupFormation`, calls the
 candidates it knows, and closes when everyone who is coming has joined, at the latest when waiting longer
 would be unfair to the others.
 """
@@ -148,7 +148,7 @@ class Ticket(Message, frozen=True):
             raise ValueError("a ticket's prefix, lineage or schema is too long")
 
 
-class Member(Message, frozen=True):
+class GroupMember(Message, frozen=True):
     """One member of a group; ``share`` is its part of the reducing, relative to the others'."""
 
     id: PeerId
@@ -167,7 +167,7 @@ class Group(Message, frozen=True):
     round_id: bytes
     step: int
     lineage: bytes
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     numel: int
     codec: str = "float32"
     mean_codec: str = "float32"
@@ -236,7 +236,7 @@ class RoundCall(Message, frozen=True):
         return self.terms.prefix
 
 
-class Coming(Message, frozen=True):
+class JoinEta(Message, frozen=True):
     """Ready in so many seconds; None: not coming. ``group``: the step has its group already."""
 
     ready_in_s: float | None = None
@@ -277,7 +277,7 @@ def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
 
 
 @dataclass(frozen=True)
-class GatheringSettings:
+class GroupFormationSettings:
     """How long an organizer waits.
 
     Attributes:
@@ -303,14 +303,14 @@ def valid_weight(weight: float) -> bool:
     return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
 
 
-class Gathering:
+class GroupFormation:
     """Who is coming to one round. Pure: time is an argument, `closes_at` says when to look again.
 
     Args:
         terms: the first ticket; all others must agree with its step, lineage, schema, length and codecs.
     """
 
-    def __init__(self, terms: Ticket, *, now: float, settings: GatheringSettings) -> None:
+    def __init__(self, terms: Ticket, *, now: float, settings: GroupFormationSettings) -> None:
         self._terms, self._settings, self._opened_at = terms, settings, now
         self._awaited: dict[PeerId, float] = {}  # until when
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
@@ -384,7 +384,7 @@ class Gathering:
         else:
             sharing = strategy([ticket for _, (ticket, _) in here])
         members = tuple(
-            Member(peer, contact.addresses, ticket.weight, share)
+            GroupMember(peer, contact.addresses, ticket.weight, share)
             for (peer, (ticket, contact)), share in zip(here, sharing.shares, strict=True)
         )
         t, told = self._terms, (sharing.predicted_s, sharing.explanation)

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from colab_swarm.averaging.group import (
-    Coming,
-    Gathering,
-    GatheringSettings,
     Group,
+    GroupFormation,
+    GroupFormationSettings,
     Joined,
+    JoinEta,
     JoinRound,
     RefusalReason,
     RoundCall,
@@ -69,7 +69,7 @@ class Bars:
 Handler = Callable[..., Awaitable[Any]]
 
 
-class Guest(Protocol):
+class DefaultHandler(Protocol):
     """Whoever serves collaborations that are not this peer's own."""
 
     def enter(self, prefix: str) -> None:
@@ -79,7 +79,7 @@ class Guest(Protocol):
         """Serve ``prefix`` no more, if you do."""
 
 
-class Rooms:
+class PrefixRouter:
     """Shares a peer's message types among its collaborations; messages have a ``prefix``.
 
     A kind of message is served as long as somebody serves it, with the role that its first server asked for.
@@ -88,7 +88,7 @@ class Rooms:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
-        self._guest: Guest | None = None
+        self._guest: DefaultHandler | None = None
 
     def serve(
         self,
@@ -128,7 +128,7 @@ class Rooms:
         if not handlers and self._handlers.pop(kind, None) is not None:
             self.peers.unserve(kind)
 
-    def welcome(self, guest: Guest | None) -> None:
+    def welcome(self, guest: DefaultHandler | None) -> None:
         """Let ``guest`` serve what nobody else serves.
 
         Raises:
@@ -182,20 +182,20 @@ class Matchmaker:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: PrefixRouter,
         prefix: str,
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[Ticket, PeerId], float | None],
         strategy: Strategy = adaptive_shares,
-        settings: GatheringSettings | None = None,
+        settings: GroupFormationSettings | None = None,
     ) -> None:
         self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
         self._expected = expected
         self._on_called = on_called
         self._strategy = strategy
-        self._settings = settings or GatheringSettings()
+        self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._leading: dict[tuple[int, bytes], _Leading] = {}
         self._bars = Bars()
@@ -298,8 +298,10 @@ class Matchmaker:
         patience_s = 2 * (self._settings.max_window_s + self._settings.call_timeout_s)
         return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
 
-    async def _call(self, peer: PeerId, terms: Ticket) -> Coming:
-        return await self._peers.call(peer, RoundCall(terms), Coming, timeout_s=self._settings.call_timeout_s)
+    async def _call(self, peer: PeerId, terms: Ticket) -> JoinEta:
+        return await self._peers.call(
+            peer, RoundCall(terms), JoinEta, timeout_s=self._settings.call_timeout_s
+        )
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> tuple[RefusalReason, str] | None:
         """Why the answer gives this peer no part in the round; None if it does, or if another must be asked."""
@@ -345,10 +347,10 @@ class Matchmaker:
 
     # --- being asked ----------------------------------------------------------------------------------------
 
-    async def _serve_call(self, peer: PeerId, call: RoundCall) -> Coming:
+    async def _serve_call(self, peer: PeerId, call: RoundCall) -> JoinEta:
         if group := self._remembered(call.terms):
-            return Coming(None, group)
-        return Coming(self._on_called(call.terms, peer))
+            return JoinEta(None, group)
+        return JoinEta(self._on_called(call.terms, peer))
 
     async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
@@ -395,7 +397,7 @@ class Matchmaker:
 
     def _lead(self, terms: Ticket, ready_in_s: float) -> _Leading:
         now = _now()
-        gathering = Gathering(terms, now=now, settings=self._settings)
+        gathering = GroupFormation(terms, now=now, settings=self._settings)
         gathering.on_coming(self._peers.id, ready_in_s, now=now)
         leading = _Leading(gathering)
         self._leading[terms.step, terms.lineage] = leading
@@ -440,7 +442,7 @@ class Matchmaker:
                 gathering.on_declined(peer)
         leading.changed.set()
 
-    def _on_answer(self, leading: _Leading, peer: PeerId, answer: Coming) -> None:
+    def _on_answer(self, leading: _Leading, peer: PeerId, answer: JoinEta) -> None:
         contact, terms = self._peers.contact_of(peer), leading.gathering.terms
         group = answer.group
         if group is not None and (group.step, group.lineage) == (terms.step, terms.lineage):
@@ -475,7 +477,7 @@ class _Leading:
 
     task: asyncio.Task[Group | Contact | None]
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, gathering: GroupFormation) -> None:
         self.gathering = gathering
         self.changed = asyncio.Event()
         self.elsewhere: Group | Contact | None = None

@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 
 from colab_swarm.averaging.assembly import Assembly
-from colab_swarm.averaging.group import GatheringSettings, Group, RoundRefused, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker, Rooms
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
@@ -49,7 +49,7 @@ from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 Cell = tuple[int, ...]
 
 
-class Grid:
+class MoshpitGrid:
     """Who averages with whom, round by round; the same for all who know the same peers and seed.
 
     Args:
@@ -231,7 +231,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
 
 
 @dataclass(frozen=True)
-class GridSettings:
+class MoshpitSettings:
     """How a vector is averaged in groups.
 
     Attributes:
@@ -250,7 +250,7 @@ class GridSettings:
 
 
 @dataclass(frozen=True, repr=False)
-class GridResult:
+class MoshpitResult:
     """What became of a pass at this peer.
 
     Attributes:
@@ -286,7 +286,7 @@ class GridResult:
         return facts(repr(self), {}, ("round", "what became of it"), rows)
 
 
-class GridAverager:
+class MoshpitAverager:
     """Averages one named vector, again and again, with the other peers that do.
 
     Attributes:
@@ -295,10 +295,15 @@ class GridAverager:
     """
 
     def __init__(
-        self, rooms: Rooms, dht: DHT, averager: Averager, prefix: str, settings: GridSettings | None = None
+        self,
+        rooms: PrefixRouter,
+        dht: DHT,
+        averager: Averager,
+        prefix: str,
+        settings: MoshpitSettings | None = None,
     ) -> None:
         self._peers, self._averager, self._prefix = rooms.peers, averager, prefix
-        self._settings = settings or GridSettings()
+        self._settings = settings or MoshpitSettings()
         self.codec = self._settings.codec
         self._assembly = Assembly(rooms, dht, f"{prefix}/meeting", window_s=self._settings.window_s)
         self._matchmaker = Matchmaker(
@@ -306,7 +311,7 @@ class GridAverager:
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            settings=GatheringSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
+            settings=GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
         )
         self.meter = RoundMeter()
         self._busy = False
@@ -321,7 +326,7 @@ class GridAverager:
 
     async def average(
         self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
-    ) -> tuple[Floats, GridResult]:
+    ) -> tuple[Floats, MoshpitResult]:
         """The weighted mean of all who call at about the same time, and what became of it.
 
         Args:
@@ -351,7 +356,7 @@ class GridAverager:
                 await self._round(self._pass, axis)
             return self._pass.outcome(_now() - begun)
         except RoundRefused as refusal:
-            alone = GridResult((self._peers.id,), (1,), (), 0, _now() - begun, str(refusal))
+            alone = MoshpitResult((self._peers.id,), (1,), (), 0, _now() - begun, str(refusal))
             return values.copy(), alone
         finally:
             self._busy, self._pass = False, None
@@ -424,7 +429,9 @@ class _Pass:
         votes = sorted(member.weight for member in meeting.members)
         group_size = max(2, int(votes[len(votes) // 2]))
         self.number = meeting.step
-        self.grid = Grid(meeting.round_id, {m.id: bool(m.addresses) for m in meeting.members}, group_size)
+        self.grid = MoshpitGrid(
+            meeting.round_id, {m.id: bool(m.addresses) for m in meeting.members}, group_size
+        )
         self.values, self.weight, self.axis = values, weight, 0
         self.rounds: list[RoundResult | None] = []
         self.notes: list[str] = []
@@ -445,10 +452,10 @@ class _Pass:
         self.failed += len(line) - len(holders)
         return len(line) - len(holders)
 
-    def outcome(self, seconds: float) -> tuple[Floats, GridResult]:
+    def outcome(self, seconds: float) -> tuple[Floats, MoshpitResult]:
         """The mean and the report."""
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides
-        told = GridResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
+        told = MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
         return self.values.copy(), told
 
 
@@ -468,23 +475,23 @@ def _now() -> float:
 class ArrayAverages:
     """All that a peer averages with whoever calls for it, by name."""
 
-    def __init__(self, rooms: Rooms, dht: DHT, averager: Averager, run_id: str) -> None:
+    def __init__(self, rooms: PrefixRouter, dht: DHT, averager: Averager, run_id: str) -> None:
         self._services = rooms, dht, averager
         self._run_id = run_id
-        self._averagers: dict[str, GridAverager] = {}
+        self._averagers: dict[str, MoshpitAverager] = {}
 
     async def average(
         self, values: Any, *, weight: float, group_size: int | None, name: str, codec: str = "float32"
-    ) -> tuple[Any, GridResult]:
-        """The mean in the shape and kind of ``values``; see `GridAverager.average` and `GridSettings.codec`.
+    ) -> tuple[Any, MoshpitResult]:
+        """The mean in the shape and kind of ``values``; see `MoshpitAverager.average` and `MoshpitSettings.codec`.
 
         Raises:
             ValueError: also if the values of this name travelled by another codec before.
         """
         flat, restore = flatten(values)
         if name not in self._averagers:
-            prefix, settings = f"{self._run_id}/average/{name}", GridSettings(codec)
-            self._averagers[name] = GridAverager(*self._services, prefix, settings)
+            prefix, settings = f"{self._run_id}/average/{name}", MoshpitSettings(codec)
+            self._averagers[name] = MoshpitAverager(*self._services, prefix, settings)
         averager = self._averagers[name]
         if averager.codec != codec:
             raise ValueError(

@@ -26,7 +26,7 @@ from colab_swarm.tensors.codecs import Floats, all_finite
 _LACKING, _MEAN, _NO_MEAN = 0, 1, 2
 
 
-class Ledger:
+class SpanLedger:
     """The vector of one member, and the state of each chunk of each reducer's span.
 
     Args:

@@ -25,15 +25,15 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import (
     REDUCER_PATIENCE,
+    AllReduce,
     AveragingSettings,
     Chunk,
-    Exchange,
     ReduceSpan,
     RoundPing,
     Sending,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.reducer import Ledger
+from colab_swarm.averaging.reducer import SpanLedger
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
 from colab_swarm.markup import facts, size
@@ -57,7 +57,7 @@ class RecallSpan(Message, frozen=True):
     contributions: bool
 
 
-async def recover(round_: Exchange, reducer: int) -> None:
+async def recover(round_: AllReduce, reducer: int) -> None:
     """Get the lacking chunks of a lost reducer's span, as far as anybody can give or recompute them."""
     for coordinator in coordinators(round_, reducer):
         if not round_.ledger.lacking(reducer):
@@ -76,14 +76,14 @@ async def recover(round_: Exchange, reducer: int) -> None:
             logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
 
-def coordinators(round_: Exchange, reducer: int) -> list[int]:
+def coordinators(round_: AllReduce, reducer: int) -> list[int]:
     """Who recovers a lost reducer's span: the reducers not lost to this member, from the one after it on."""
     count = len(round_.group.members)
     following = [(reducer + step) % count for step in range(1, count)]
     return [m for m in following if round_.member(m).share > 0 and m not in round_.lost]
 
 
-async def serve_recall(round_: Exchange, opening: RecallSpan, stream: Stream) -> None:
+async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
     """Answer a coordinator's or a fellow member's `RecallSpan`.
 
     Raises:
@@ -111,7 +111,7 @@ async def serve_recall(round_: Exchange, opening: RecallSpan, stream: Stream) ->
     await stream.end()
 
 
-async def _recover_for_others(round_: Exchange, reducer: int) -> None:
+async def _recover_for_others(round_: AllReduce, reducer: int) -> None:
     async with round_.recovering[reducer]:
         if not round_.final[reducer].is_set():
             round_.lost.add(reducer)
@@ -119,7 +119,7 @@ async def _recover_for_others(round_: Exchange, reducer: int) -> None:
             round_.final[reducer].set()
 
 
-async def _recompute(round_: Exchange, reducer: int) -> None:
+async def _recompute(round_: AllReduce, reducer: int) -> None:
     """As the coordinator: place the lost reducer's mean where anyone has it, else the survivors' mean."""
     wanted = round_.ledger.lacking(reducer)
     survivors = [m for m in range(len(round_.group.members)) if m not in (round_.me, reducer)]
@@ -131,7 +131,7 @@ async def _recompute(round_: Exchange, reducer: int) -> None:
             _place(round_, reducer, index, pieces)
 
 
-async def _open(round_: Exchange, stack: AsyncExitStack, member: int, reducer: int) -> Stream | None:
+async def _open(round_: AllReduce, stack: AsyncExitStack, member: int, reducer: int) -> Stream | None:
     try:
         return await stack.enter_async_context(_recall(round_, member, reducer, contributions=True))
     except (PeerError, TimeoutError):
@@ -139,7 +139,7 @@ async def _open(round_: Exchange, stack: AsyncExitStack, member: int, reducer: i
 
 
 async def _pieces(
-    round_: Exchange, streams: dict[int, Stream], reducer: int, index: int
+    round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int
 ) -> dict[int, tuple[Chunk, Floats | None]]:
     """One chunk from every survivor; who fails is left out from here on."""
     pieces: dict[int, tuple[Chunk, Floats | None]] = {}
@@ -154,7 +154,7 @@ async def _pieces(
 
 
 def _place(
-    round_: Exchange, reducer: int, index: int, pieces: dict[int, tuple[Chunk, Floats | None]]
+    round_: AllReduce, reducer: int, index: int, pieces: dict[int, tuple[Chunk, Floats | None]]
 ) -> None:
     for message, values in pieces.values():
         if message.averaged:
@@ -186,7 +186,7 @@ def _mean(
 
 @asynccontextmanager
 async def _recall(
-    round_: Exchange, member: int, reducer: int, *, contributions: bool
+    round_: AllReduce, member: int, reducer: int, *, contributions: bool
 ) -> AsyncIterator[Stream]:
     wanted = tuple(round_.ledger.lacking(reducer))
     opening = RecallSpan(round_.group.round_id, reducer, wanted, contributions)
@@ -195,7 +195,9 @@ async def _recall(
         yield stream
 
 
-async def _receive(round_: Exchange, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
+async def _receive(
+    round_: AllReduce, stream: Stream, reducer: int, index: int
+) -> tuple[Chunk, Floats | None]:
     """The next chunk of a recall, which must be ``index``.
 
     Raises:
@@ -294,8 +296,8 @@ class Averager:
         self._peers = peers
         self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
-        self._rounds: dict[bytes, Exchange] = {}
-        self._finished: dict[str, Exchange] = {}  # by prefix
+        self._rounds: dict[bytes, AllReduce] = {}
+        self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
         self._spare: dict[str, Floats] = {}
         self.on_round: Callable[[RoundResult], None] = lambda result: None
@@ -381,11 +383,11 @@ class Averager:
     ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.step} was given up here")
-        exchange = Exchange(
+        exchange = AllReduce(
             self._peers,
             group,
             me,
-            ledger=Ledger(group, values),
+            ledger=SpanLedger(group, values),
             sums=sums,
             settings=self._settings,
             sending=sending,
@@ -399,12 +401,12 @@ class Averager:
         self.on_round(result)
         return result
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: AllReduce) -> None:
         self._rounds[exchange.group.round_id] = exchange
         self._begun.set()
         self._begun.clear()
 
-    async def _run(self, exchange: Exchange) -> RoundResult:
+    async def _run(self, exchange: AllReduce) -> RoundResult:
         clock = asyncio.get_running_loop().time
         begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
         exchanged: list[float] = []
@@ -440,14 +442,14 @@ class Averager:
 
     # --- what finished rounds leave behind ------------------------------------------------------------------
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: AllReduce) -> None:
         """Keep the round for its other members, and forget the one before."""
         prefix = exchange.group.prefix
         if prefix in self._finished:
             self._forget(self._finished[prefix])
         self._finished[prefix] = exchange
 
-    def _forget(self, exchange: Exchange) -> None:
+    def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
             self._spare[exchange.group.prefix] = exchange.sums
@@ -459,7 +461,7 @@ class Averager:
     # --- serving --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[Exchange, int]]:
+    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
         """The round and the peer's place in it; waits a little, as others may get the group before us."""
         try:
             async with asyncio.timeout(self._settings.patience_s):
@@ -503,7 +505,7 @@ class Averager:
         return ping
 
 
-async def _obtain(exchange: Exchange, reducer: int, exchanged: list[float]) -> None:
+async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> None:
     """Get one reducer's means: from it, or by recovery."""
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
@@ -514,7 +516,7 @@ async def _obtain(exchange: Exchange, reducer: int, exchanged: list[float]) -> N
     exchange.final[reducer].set()
 
 
-def _result(exchange: Exchange, seconds: dict[str, float]) -> RoundResult:
+def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
     group, incomplete = exchange.group, exchange.ledger.incomplete()
     spans = group.spans()
     contributors = tuple(

@@ -59,7 +59,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class Setup:
+class AveragingSetup:
     """A collaboration to plan for.
 
     Attributes:
@@ -76,7 +76,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SharePlan:
     """Who does what, and what comes of it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Plan:
     explanation: str
 
 
-def plan(setup: Setup) -> Plan:
+def plan(setup: AveragingSetup) -> SharePlan:
     """The plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
 
     Where gradients come faster than rounds can average them, peers leave the computing to others: fewer contributions
@@ -124,9 +124,9 @@ def plan(setup: Setup) -> Plan:
     return max(plans, key=lambda found: found.steps_per_s)
 
 
-def _with_fewer(setup: Setup, order: Sequence[int]) -> list[Plan]:
+def _with_fewer(setup: AveragingSetup, order: Sequence[int]) -> list[SharePlan]:
     """The plans on both sides of the point where computing becomes the slower part."""
-    tried: dict[int, Plan] = {}
+    tried: dict[int, SharePlan] = {}
     low, high = 1, len(order) - 1  # so many of `order` do not compute
     while low <= high:
         middle = (low + high) // 2
@@ -138,7 +138,9 @@ def _with_fewer(setup: Setup, order: Sequence[int]) -> list[Plan]:
     return list(tried.values())
 
 
-def plan_round(setup: Setup, computing: Sequence[int], shares: Sequence[float] | None = None) -> Plan:
+def plan_round(
+    setup: AveragingSetup, computing: Sequence[int], shares: Sequence[float] | None = None
+) -> SharePlan:
     """The fastest round in which the peers ``computing`` contribute; with ``shares`` given, what comes of those.
 
     Raises:
@@ -150,7 +152,7 @@ def plan_round(setup: Setup, computing: Sequence[int], shares: Sequence[float] |
     parts = given / given.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
     speed = sum(setup.peers[index].samples_per_s for index in computing) / setup.target_batch_size
-    return Plan(
+    return SharePlan(
         computes=tuple(map(bool, contributes)),
         shares=tuple(map(float, parts)),
         averaging_s=averaging_s,
@@ -162,7 +164,7 @@ def plan_round(setup: Setup, computing: Sequence[int], shares: Sequence[float] |
 class _Loads:
     """How long each peer sends and receives, as a function of the shares. Rows: all uploads, then all downloads."""
 
-    def __init__(self, setup: Setup, contributes: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, setup: AveragingSetup, contributes: npt.NDArray[np.bool_]) -> None:
         c, w = contributes.astype(float), np.array([float(peer.receives) for peer in setup.peers])
         up, down = setup.contribution_bytes, setup.mean_bytes
         self._fixed = np.stack([up * c, down * w])
@@ -312,7 +314,7 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
         _raise_assistants(tickets, rates)
     if not any(equal.shares) or not any(uploads) or not any(downloads):
         return equal
-    setup = Setup(
+    setup = AveragingSetup(
         tuple(
             Capacity(ticket.samples_per_s, up, down, ticket.reduces, not ticket.assists)
             for ticket, up, down in zip(tickets, uploads, downloads, strict=True)

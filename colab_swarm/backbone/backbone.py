@@ -15,7 +15,7 @@ from colab_swarm.backbone.config import CollaborationFile, RunFile
 from colab_swarm.backbone.hub import Forwarder, HubPush, HubSettings
 from colab_swarm.backbone.keeper import Checkpoint, Keeper, Vault
 from colab_swarm.backbone.observer import LossPoint, Observer
-from colab_swarm.backbone.web import CollaborationView, DashboardServer, Given, View
+from colab_swarm.backbone.web import CollaborationView, ContributionView, DashboardServer, View
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, short
@@ -23,7 +23,7 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.swarm.joining import create
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.assistant import Assistant, AssistedRound, Memory
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import Snapshot
 from colab_swarm.trust.contributions import Contribution
 
@@ -55,7 +55,7 @@ class Backbone:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         run_id: str,
         file: RunFile,
         *,
@@ -202,8 +202,8 @@ class Backbone:
             reference=keeper.settings.reference,
         )
 
-    def _given(self, one: Contribution) -> Given:
-        return Given(
+    def _given(self, one: Contribution) -> ContributionView:
+        return ContributionView(
             self._name_of(one.peer), one.peer.hex(), one.samples, one.reduced_bytes, one.relayed_bytes
         )
 

@@ -40,7 +40,7 @@ from msgspec import Meta, field
 
 from colab_swarm.invite import Access
 from colab_swarm.net.relay import RelayQuota
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.trust.authority import Allowlist
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -148,13 +148,13 @@ class RunFile(_Table, frozen=True):
         return Allowlist(self.allow_users, self.allow_organisations) if self.access == "allowlist" else None
 
     @property
-    def options(self) -> PeerOptions:
+    def options(self) -> NetworkOptions:
         """How the backbone takes part in the network."""
         quota = RelayQuota(
             total_bytes=None if self.relay.gb is None else self.relay.gb * 1e9,
             total_bps=None if self.relay.mbit_s is None else self.relay.mbit_s * 1e6,
         )
-        return PeerOptions(
+        return NetworkOptions(
             listen=self.network.listen,
             port=self.network.port,
             announce=self.network.announce,

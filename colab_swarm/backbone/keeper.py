@@ -29,7 +29,7 @@ from colab_swarm.events import Fault
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import Branch, ProgressRecord, progress_key
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import Snapshot, download_state, snapshot_of, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Keeper:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         prefix: str,
         *,
         name: str,

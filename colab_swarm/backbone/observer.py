@@ -32,7 +32,7 @@ from colab_swarm.training.progress import (
     read_assistants,
     read_progress,
 )
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class Observer:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         prefix: str,
         folder: Path,
         on_points: OnPoints = lambda points: None,

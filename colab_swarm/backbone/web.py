@@ -34,7 +34,7 @@ RATE_POINTS = 20
 """Steps over which a rate is taken."""
 
 
-class Given(msgspec.Struct, frozen=True):
+class ContributionView(msgspec.Struct, frozen=True):
     """What a peer has given to the run, as the others saw it."""
 
     name: str
@@ -116,7 +116,7 @@ class View(msgspec.Struct, frozen=True):
     sent_bytes: int
     received_bytes: int
     collaborations: tuple[CollaborationView, ...]
-    contributions: tuple[Given, ...]
+    contributions: tuple[ContributionView, ...]
 
 
 def render_prometheus(view: View) -> str:

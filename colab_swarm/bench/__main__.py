@@ -7,7 +7,7 @@ import importlib
 from types import ModuleType
 from typing import cast
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 BENCHMARKS = (
     "link",
@@ -43,9 +43,9 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
 
 
-def run(name: str, *, quick: bool, **more: object) -> Report:
+def run(name: str, *, quick: bool, **more: object) -> BenchReport:
     """Run one benchmark by name; ``more`` is what only some take, and false: not given."""
-    return cast(Report, module_of(name).run(quick=quick, **{key: v for key, v in more.items() if v}))
+    return cast(BenchReport, module_of(name).run(quick=quick, **{key: v for key, v in more.items() if v}))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--data is for {' or '.join(WITH_DATA)}, not {options.name}")
     if options.plot and options.name not in PLOTTED:
         parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
-    merged = Report(options.name, options.quick)
+    merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
         more = {"python": options.python, "faithful": options.faithful, "data": options.data}
         report = run(name, quick=options.quick, **more)

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from colab_swarm.averaging.group import Strategy, equal_shares
 from colab_swarm.averaging.strategy import adaptive_shares
-from colab_swarm.bench.report import Report
-from colab_swarm.bench.simulated import Host, Vector, simulate_round
+from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.simulated import SimulatedHost, Vector, simulate_round
 from colab_swarm.events import RoundFinished, StepFinished
 from colab_swarm.sim import HostProfile, NetworkProfile
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
@@ -31,23 +31,23 @@ TRAINERS = 16
 
 
 @dataclass(frozen=True)
-class Setup:
+class AlbertSetup:
     """Who takes part, and how shares are decided."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[SimulatedHost, ...]
     strategy: Strategy = adaptive_shares
 
 
-HIGH = (Host(25 * GIGABIT),) * TRAINERS
-MIXED = tuple(Host(host.upload_bps) for host in DEDLOC16.hosts)
-ASSISTED = (*MIXED, *(Host(GIGABIT, trains=False),) * 4)
-CROWDED = (*ASSISTED, *(Host(100 * MEGABIT),) * 8)
+HIGH = (SimulatedHost(25 * GIGABIT),) * TRAINERS
+MIXED = tuple(SimulatedHost(host.upload_bps) for host in DEDLOC16.hosts)
+ASSISTED = (*MIXED, *(SimulatedHost(GIGABIT, trains=False),) * 4)
+CROWDED = (*ASSISTED, *(SimulatedHost(100 * MEGABIT),) * 8)
 SETUPS = {
-    "high_bandwidth": Setup(HIGH),
-    "heterogeneous": Setup(MIXED, equal_shares),
-    "load_balancing": Setup(MIXED),
-    "auxiliary": Setup(ASSISTED),
-    "part_time_on": Setup(CROWDED),
+    "high_bandwidth": AlbertSetup(HIGH),
+    "heterogeneous": AlbertSetup(MIXED, equal_shares),
+    "load_balancing": AlbertSetup(MIXED),
+    "auxiliary": AlbertSetup(ASSISTED),
+    "part_time_on": AlbertSetup(CROWDED),
 }
 
 
@@ -69,9 +69,9 @@ class Step:
         return max(self.compute_s, self.averaging_s)
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """Simulate the set-ups, the scaling, and whole peers."""
-    report, vector = Report("albert", quick), QUICK_ALBERT if quick else ALBERT_LARGE
+    report, vector = BenchReport("albert", quick), QUICK_ALBERT if quick else ALBERT_LARGE
     averaging_s = {
         name: simulate_round(setup.hosts, setup.strategy, vector) for name, setup in SETUPS.items()
     }
@@ -88,11 +88,11 @@ def run(quick: bool) -> Report:
     return report
 
 
-def _step(hosts: tuple[Host, ...], averaging_s: float, batch_s: float) -> Step:
+def _step(hosts: tuple[SimulatedHost, ...], averaging_s: float, batch_s: float) -> Step:
     return Step(batch_s * TRAINERS / sum(host.trains for host in hosts), averaging_s)
 
 
-def _gains(report: Report, steps: dict[str, Step]) -> None:
+def _gains(report: BenchReport, steps: dict[str, Step]) -> None:
     naive, balanced = steps["heterogeneous"], steps["load_balancing"]
     published = {"load_balancing": "published 1.47", "auxiliary": "published over 1.60"}
     for name, note in published.items():
@@ -117,7 +117,7 @@ def _gains(report: Report, steps: dict[str, Step]) -> None:
     )
 
 
-def _scaling(report: Report, vector: Vector, batch_s: float, counts: tuple[int, ...]) -> None:
+def _scaling(report: BenchReport, vector: Vector, batch_s: float, counts: tuple[int, ...]) -> None:
     """Crowds move a part of the bytes, for memory's sake: coarser chunks make their averaging look slower."""
     for name, hosts in (("high_bandwidth", HIGH), ("load_balancing", MIXED)):
         for count in counts:
@@ -134,7 +134,7 @@ def _scaling(report: Report, vector: Vector, batch_s: float, counts: tuple[int, 
 WHOLE_STEPS = 6
 
 
-def _whole_peers(report: Report, batch_s: float, *, scale: int) -> None:
+def _whole_peers(report: BenchReport, batch_s: float, *, scale: int) -> None:
     """16 optimizers that measure, plan, average and step by themselves, with updates at once and delayed."""
     hosts = tuple(HostProfile(host.upload_bps / scale, host.download_bps / scale) for host in DEDLOC16.hosts)
     profile = replace(DEDLOC16, name="scaled", hosts=hosts)
@@ -174,7 +174,7 @@ def _train_one(swarm: Swarm, scale: int, *, delayed: bool) -> None:
         optimizer.step(samples=micro_batch)
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Draw the set-ups' speeds (Figure 4's order) and the scaling (Figure 5)."""
     from matplotlib.figure import Figure
 

@@ -18,17 +18,17 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.bench import full_step
-from colab_swarm.bench.averaging_worker import Done, Ready, Round, filled
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.averaging_worker import Done, Round, WorkerReady, filled
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.net.peers import Contact
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
-class Plan:
+class AveragingPlan:
     """How much to run: values per vector, rounds against gloo, rounds with a kill."""
 
     numel: int
@@ -38,11 +38,11 @@ class Plan:
     kills: int
 
 
-FULL = Plan(numel=18_000_000, peers=4, rounds=50, crowd=8, kills=10)
-QUICK = Plan(numel=2_000_000, peers=4, rounds=6, crowd=4, kills=2)
+FULL = AveragingPlan(numel=18_000_000, peers=4, rounds=50, crowd=8, kills=10)
+QUICK = AveragingPlan(numel=2_000_000, peers=4, rounds=6, crowd=4, kills=2)
 
 
-class Worker:
+class AveragingWorker:
     """A process of `averaging_worker`; ends with the `with` block."""
 
     def __init__(self, *arguments: object) -> None:
@@ -71,12 +71,12 @@ class Worker:
             return msgspec.json.decode(line, type=kind)
         raise RuntimeError(f"a worker of the averaging benchmark ended: exit code {self.process.wait()}")
 
-    def wait_ready(self) -> Worker:
+    def wait_ready(self) -> AveragingWorker:
         """Wait until it is up."""
-        self.contact = self.hear(Ready).contact
+        self.contact = self.hear(WorkerReady).contact
         return self
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> AveragingWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,21 +87,23 @@ class Worker:
                 pipe.close()
 
 
-def run(quick: bool, python: str | None = None) -> Report:
-    """Measure; see `Plan` for the sizes. ``python`` has hivemind to compare full steps with."""
-    plan, report = QUICK if quick else FULL, Report("averaging", quick)
+def run(quick: bool, python: str | None = None) -> BenchReport:
+    """Measure; see `AveragingPlan` for the sizes. ``python`` has hivemind to compare full steps with."""
+    plan, report = QUICK if quick else FULL, BenchReport("averaging", quick)
     _against_gloo(plan, report)
     _with_kills(plan, report)
     full_step.run(report, python=python)
     return report
 
 
-def _against_gloo(plan: Plan, report: Report) -> None:
+def _against_gloo(plan: AveragingPlan, report: BenchReport) -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        ours = [stack.enter_context(Worker("swarm", i, plan.numel)) for i in range(plan.peers)]
+        ours = [stack.enter_context(AveragingWorker("swarm", i, plan.numel)) for i in range(plan.peers)]
         meeting = Path(folder) / "meeting"
         ranks = range(plan.peers)
-        gloo = [stack.enter_context(Worker("gloo", i, plan.numel, plan.peers, meeting)) for i in ranks]
+        gloo = [
+            stack.enter_context(AveragingWorker("gloo", i, plan.numel, plan.peers, meeting)) for i in ranks
+        ]
         for worker in (*ours, *gloo):
             worker.wait_ready()
         _round(ours, plan.numel), _gloo_round(gloo)  # links are made, memory is touched
@@ -123,10 +125,10 @@ def _against_gloo(plan: Plan, report: Report) -> None:
     report.add("averaging.success", sum(successes) / len(successes), "", f"of {len(successes)} rounds")
 
 
-def _with_kills(plan: Plan, report: Report) -> None:
+def _with_kills(plan: AveragingPlan, report: BenchReport) -> None:
     rng = random.Random(0)
     with ExitStack() as stack:
-        crowd = [stack.enter_context(Worker("swarm", i, plan.numel)) for i in range(plan.crowd)]
+        crowd = [stack.enter_context(AveragingWorker("swarm", i, plan.numel)) for i in range(plan.crowd)]
         for worker in crowd:
             worker.wait_ready()
         calm = [_round(crowd, plan.numel) for _ in range(4)]
@@ -136,7 +138,7 @@ def _with_kills(plan: Plan, report: Report) -> None:
             victim = rng.choice(crowd)
             killed.append(_round(crowd, plan.numel, victim=victim, after_s=calm_s * rng.random()))
             crowd.remove(victim)
-            fresh = stack.enter_context(Worker("swarm", plan.crowd + number, plan.numel))
+            fresh = stack.enter_context(AveragingWorker("swarm", plan.crowd + number, plan.numel))
             crowd.append(fresh.wait_ready())
     extra_s = [max(done.seconds for done in dones) - calm_s for dones in killed]
     exact = [all(not done.kept_local and not done.wrong for done in dones) for dones in killed]
@@ -148,11 +150,17 @@ def _with_kills(plan: Plan, report: Report) -> None:
 
 
 def _round(
-    workers: Sequence[Worker], numel: int, *, victim: Worker | None = None, after_s: float = 0.0
+    workers: Sequence[AveragingWorker],
+    numel: int,
+    *,
+    victim: AveragingWorker | None = None,
+    after_s: float = 0.0,
 ) -> list[Done]:
     """One round of all workers at once; the victim is killed ``after_s`` after the start and left out."""
     ordered = sorted(workers, key=lambda worker: _contact(worker).id)
-    members = tuple(Member(_contact(w).id, _contact(w).addresses, 1.0 + w.seed % 3, 1.0) for w in ordered)
+    members = tuple(
+        GroupMember(_contact(w).id, _contact(w).addresses, 1.0 + w.seed % 3, 1.0) for w in ordered
+    )
     group = Group(os.urandom(16), 0, b"bench", members, numel)
     task = Round(group, tuple(w.seed for w in ordered), (victim.seed,) if victim else ())
     _all_do(workers, task)
@@ -163,33 +171,33 @@ def _round(
     return _finish([worker for worker in workers if worker is not victim], task)
 
 
-def _gloo_round(workers: Sequence[Worker]) -> list[Done]:
+def _gloo_round(workers: Sequence[AveragingWorker]) -> list[Done]:
     task = Round()
     _all_do(workers, task)
     _tell(workers, task)
     return _finish(workers, task)
 
 
-def _all_do(workers: Sequence[Worker], task: Round) -> None:
+def _all_do(workers: Sequence[AveragingWorker], task: Round) -> None:
     """The next stage of a round begins when all are ready for it."""
     _tell(workers, task)
     for worker in workers:
-        worker.hear(Ready)
+        worker.hear(WorkerReady)
 
 
-def _finish(workers: Sequence[Worker], task: Round) -> list[Done]:
+def _finish(workers: Sequence[AveragingWorker], task: Round) -> list[Done]:
     for worker in workers:
-        worker.hear(Ready)
+        worker.hear(WorkerReady)
     _tell(workers, task)
     return [worker.hear(Done) for worker in workers]
 
 
-def _tell(workers: Sequence[Worker], task: Round) -> None:
+def _tell(workers: Sequence[AveragingWorker], task: Round) -> None:
     for worker in workers:
         worker.say(task)
 
 
-def _contact(worker: Worker) -> Contact:
+def _contact(worker: AveragingWorker) -> Contact:
     assert worker.contact is not None
     return worker.contact
 
@@ -199,7 +207,7 @@ def _median_s(rounds: Sequence[Sequence[Done]]) -> float:
     return statistics.median(max(done.seconds for done in dones) for dones in rounds)
 
 
-def _memory_limit_s(plan: Plan) -> float:
+def _memory_limit_s(plan: AveragingPlan) -> float:
     """What the sums and copies of a round cost all cores together, in pieces that fit the cache."""
     vectors = [filled(seed, plan.numel) for seed in range(plan.peers)]
     piece, began = 1 << 14, time.perf_counter()

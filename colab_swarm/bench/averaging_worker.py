@@ -23,7 +23,7 @@ from colab_swarm.tensors.codecs import Floats
 PATTERN_VALUES = 1 << 16
 
 
-class Ready(msgspec.Struct):
+class WorkerReady(msgspec.Struct):
     """The worker is up."""
 
     contact: Contact | None = None
@@ -80,7 +80,7 @@ async def swarm(seed: int, numel: int) -> None:
     node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
     averager = Averager(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
-    say(Ready(node.contact))
+    say(WorkerReady(node.contact))
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         task = msgspec.json.decode(line, type=Round)
         group = task.group
@@ -89,12 +89,12 @@ async def swarm(seed: int, numel: int) -> None:
             node.learn(Contact(member.id, member.addresses))
         values, others = others, values  # the other members may still want what the last round left
         values[:] = filled(seed, numel)
-        say(Ready())
+        say(WorkerReady())
         await asyncio.to_thread(sys.stdin.buffer.readline)
         began, cpu = time.perf_counter(), time.process_time()
         result = await averager.average(group, values)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        say(Ready())  # whoever checks now would slow down the others
+        say(WorkerReady())  # whoever checks now would slow down the others
         await asyncio.to_thread(sys.stdin.buffer.readline)
         kept_local = sum(span.numel for span in result.kept_local)
         wrong = await asyncio.to_thread(count_wrong, values, group, task)
@@ -110,15 +110,15 @@ def gloo(rank: int, numel: int, world: int, meeting: str) -> None:
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     values = torch.from_numpy(filled(rank, numel))
-    say(Ready())
+    say(WorkerReady())
     while sys.stdin.buffer.readline():
-        say(Ready())
+        say(WorkerReady())
         sys.stdin.buffer.readline()
         began, cpu = time.perf_counter(), time.process_time()
         collectives.all_reduce(values)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         values /= world
-        say(Ready())
+        say(WorkerReady())
         sys.stdin.buffer.readline()
         say(Done(seconds, cpu))
 

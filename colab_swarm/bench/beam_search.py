@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.bench.dht import fill_tables
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.dht.records import Fetch, FindValue
 from colab_swarm.dht.service import DHT, DHTSettings, Reading
 from colab_swarm.events import EventLog
@@ -60,7 +60,7 @@ class WatchedDHT(DHT):
 
 
 @dataclass
-class Searches:
+class BeamSearches:
     """One entry per search, times in milliseconds: cold ones on virtual time, warm ones on the processor's."""
 
     cold_ms: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ def some_scores(seed: int) -> list[Floats]:
     return [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
 
 
-async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: Searches) -> None:
+async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: BeamSearches) -> None:
     """Search once with an empty cache, then again with a full one."""
     directory, scores = directory_of(peer, dht), some_scores(len(into.cold_ms))
     dht.readings = []
@@ -118,7 +118,9 @@ async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into
     await directory.close()
 
 
-async def search_virtual(size: int, searches: int, profile: NetworkProfile, *, standing: bool) -> Searches:
+async def search_virtual(
+    size: int, searches: int, profile: NetworkProfile, *, standing: bool
+) -> BeamSearches:
     """Peers without experts search, one after the other, each for the first time."""
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
@@ -130,13 +132,13 @@ async def search_virtual(size: int, searches: int, profile: NetworkProfile, *, s
     if standing:
         network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
     await announce(peers, dhts)
-    found = Searches()
+    found = BeamSearches()
     for i in rng.sample(range(size // 2, size), searches):
         await search(network, peers[i], dhts[i], found)
     return found
 
 
-def bench_size(report: Report, size: int, searches: int) -> None:
+def bench_size(report: BenchReport, size: int, searches: int) -> None:
     """All figures for a swarm of ``size`` peers."""
     began = time.perf_counter()
     found = run_virtual(search_virtual(size, searches, PAPER_CLOUD, standing=True))
@@ -156,9 +158,9 @@ def bench_size(report: Report, size: int, searches: int) -> None:
         report.add("beam.warm_ms", statistics.median(found.warm_ms), "ms", "processor time, median")
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """All figures; ``quick`` searches less often."""
-    report = Report("beam-search", quick)
+    report = BenchReport("beam-search", quick)
     for size in SIZES:
         bench_size(report, size, 8 if quick else 40)
     others = {"exponential": (EXPONENTIAL, True), "no_links": (PAPER_CLOUD, False)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
@@ -28,7 +28,7 @@ IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
-class Searches:
+class Lookups:
     """What reading fresh records took, one entry per record."""
 
     found: list[bool]
@@ -56,7 +56,7 @@ def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) ->
                 break  # nobody else shares more bits
 
 
-async def search_virtual(peers: int, records: int, seed: int = 0) -> Searches:
+async def search_virtual(peers: int, records: int, seed: int = 0) -> Lookups:
     """Store records, let a fifth of all peers fall silent, read each record from somewhere else."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
@@ -68,7 +68,7 @@ async def search_virtual(peers: int, records: int, seed: int = 0) -> Searches:
     network.now().partition(dead, {node.name for node in nodes} - dead)
     await asyncio.sleep(60)
     alive = [dht for dht, node in zip(dhts, nodes, strict=True) if node.name not in dead]
-    searches = Searches([], [], [], [])
+    searches = Lookups([], [], [], [])
     for i in range(records):
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
@@ -80,7 +80,7 @@ async def search_virtual(peers: int, records: int, seed: int = 0) -> Searches:
     return searches
 
 
-def bench_virtual(report: Report, peers: int, records: int) -> None:
+def bench_virtual(report: BenchReport, peers: int, records: int) -> None:
     """Found share, hops and latency with ``peers`` peers."""
     began = time.perf_counter()
     searches = run_virtual(search_virtual(peers, records))
@@ -146,7 +146,7 @@ def worker(pipe: Connection) -> None:
     asyncio.run(obey(pipe))
 
 
-def bench_processes(report: Report, operations: int) -> None:
+def bench_processes(report: BenchReport, operations: int) -> None:
     """Store and get among `PROCESSES` processes on loopback: one at a time, then all at once."""
     context = multiprocessing.get_context("spawn")
     ends = [context.Pipe() for _ in range(PROCESSES)]
@@ -163,7 +163,7 @@ def bench_processes(report: Report, operations: int) -> None:
             child.join(10)
 
 
-def measure_processes(report: Report, pipes: list[Any], operations: int) -> None:
+def measure_processes(report: BenchReport, pipes: list[Any], operations: int) -> None:
     """Tell the processes what to do and report what it took."""
     entry, *_ = [pipe.recv() for pipe in pipes]
     for pipe in pipes[1:] * 2:  # once more, for those that came first to meet those that came last
@@ -182,7 +182,7 @@ def measure_processes(report: Report, pipes: list[Any], operations: int) -> None
     report.add("dht.ops_success", good / (operations * PROCESSES), "", "stored, and read back")
 
 
-async def bench_loopback(report: Report, peers: int, operations: int) -> None:
+async def bench_loopback(report: BenchReport, peers: int, operations: int) -> None:
     """The same with many peers in this process."""
     async with AsyncExitStack() as stack:
         swarm = [await start_node(stack) for _ in range(peers)]
@@ -198,9 +198,9 @@ async def bench_loopback(report: Report, peers: int, operations: int) -> None:
     report.add(f"dht.get_ms_{peers}", get_ms, "ms", "median")
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """All figures; ``quick`` asks less of each."""
-    report = Report("dht", quick)
+    report = BenchReport("dht", quick)
     for peers in (100, 1000, 10_000):
         bench_virtual(report, peers, 50 if quick else 400)
     bench_processes(report, 160 if quick else 800)

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from colab_swarm.bench import elastic_consistency
-from colab_swarm.bench.elastic_consistency import Images
+from colab_swarm.bench.elastic_consistency import ImageRows
 from colab_swarm.bench.elastic_worker import HEADLINE, OTHERS, WAYS
-from colab_swarm.bench.full_step import Worker
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.full_step import StepWorker
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.slow_link import SlowLink, missing
 
 DELAY_S, JITTER_S = 0.005, 0.0002
@@ -27,18 +27,18 @@ WORKER = ("nice", "-n", "-10", sys.executable, "-m", "colab_swarm.bench.elastic_
 
 
 @dataclass(frozen=True)
-class Plan:
+class ElasticPlan:
     """How many runs of each way, of how many steps."""
 
     seeds: int
     steps: int
 
 
-FULL, QUICK = Plan(seeds=3, steps=300), Plan(seeds=1, steps=100)
+FULL, QUICK = ElasticPlan(seeds=3, steps=300), ElasticPlan(seeds=1, steps=100)
 
 
 @dataclass
-class Runs:
+class ElasticRuns:
     """What the runs of one way came to, one figure each: seconds of a step, those that it computed, and accuracy."""
 
     step_s: list[float]
@@ -54,25 +54,25 @@ class Runs:
         return statistics.mean(self.accuracy)
 
 
-def run(quick: bool = False, data: str | None = None) -> Report:
+def run(quick: bool = False, data: str | None = None) -> BenchReport:
     """All three experiments.
 
     Args:
         data: ``.npz`` of images of 32 x 32 to learn instead of digits, where accuracy is compared.
     """
-    images = Images(data, (3, 32, 32), "resnet") if data else None
+    images = ImageRows(data, (3, 32, 32), "resnet") if data else None
     report = elastic_consistency.run(quick, images)
     report.name = "elastic"
     add_speed(report, QUICK if quick else FULL)
     return report
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Accuracy against beta; needs matplotlib."""
     elastic_consistency.plot(report, path)
 
 
-def add_speed(report: Report, plan: Plan) -> None:
+def add_speed(report: BenchReport, plan: ElasticPlan) -> None:
     """Measure step times; a row says so where that cannot be."""
     if reason := missing():
         report.add("elastic.speed_measured", 0, "", f"step times need two network namespaces: {reason}")
@@ -96,13 +96,13 @@ def add_speed(report: Report, plan: Plan) -> None:
     report.add("elastic.synchronous_vs_ddp", synchronous.typical_s / ddp.typical_s, "", what)
 
 
-def measure(plan: Plan) -> dict[str, Runs]:
+def measure(plan: ElasticPlan) -> dict[str, ElasticRuns]:
     """All ways in turn, seed by seed."""
-    runs: dict[str, Runs] = defaultdict(lambda: Runs([], [], []))
+    runs: dict[str, ElasticRuns] = defaultdict(lambda: ElasticRuns([], [], []))
     with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, ExitStack() as stack:
-        first = stack.enter_context(Worker(link.command(0, *WORKER, 0)))
+        first = stack.enter_context(StepWorker(link.command(0, *WORKER, 0)))
         invite = first.hear()["invite"]
-        second = stack.enter_context(Worker(link.command(1, *WORKER, 1, invite)))
+        second = stack.enter_context(StepWorker(link.command(1, *WORKER, 1, invite)))
         second.hear()
         for seed in range(plan.seeds):
             for way in (*OTHERS, *WAYS):

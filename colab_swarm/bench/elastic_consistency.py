@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from colab_swarm.bench.elastic_emulation import Crash, Delay, Emulation, Scene
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.elastic.schedulers import (
     BoundedStaleness,
     CrashTolerant,
@@ -65,7 +65,7 @@ STRESS = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageRows:
     """What is learnt.
 
     Attributes:
@@ -79,7 +79,7 @@ class Images:
     model: Literal["mlp", "resnet"] = "mlp"
 
 
-class Task:
+class ConsistencyTask:
     """Images to classify, as gradients over one flat vector that begins with the last layer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Task:
         sizes: values of each bucket; they are of equal size.
     """
 
-    def __init__(self, images: Images, seed: int) -> None:
+    def __init__(self, images: ImageRows, seed: int) -> None:
         job, self._train, self._test = _load(images)
         self._model, self._seed = job.with_plan(seed=seed).first_model(), seed
         self._parameters = list(self._model.parameters())[::-1]
@@ -116,7 +116,7 @@ class Task:
 
 
 @lru_cache(maxsize=1)
-def _load(images: Images) -> tuple[Job, Part, Part]:
+def _load(images: ImageRows) -> tuple[Job, Part, Part]:
     """The job, and what it trains and is tested on."""
     job = classification_job(images.data, shape=images.shape, model=images.model)
     (x, y), (x_test, y_test) = (map(torch.from_numpy, part()) for part in (job.data, job.validation))
@@ -138,9 +138,11 @@ def uneven(peer: int, step: int) -> float:
     return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
 
 
-def emulate(images: Images, scene: Scene, seed: int, *, delayed: bool = True) -> tuple[Task, Emulation]:
+def emulate(
+    images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True
+) -> tuple[ConsistencyTask, Emulation]:
     """One run; ``scene`` without sizes and delays."""
-    task = Task(images, seed)
+    task = ConsistencyTask(images, seed)
     scene = replace(scene, sizes=task.sizes, backward_s=uneven)
     if delayed:
         scene = replace(scene, delay=slow_network(task.sizes, seed))
@@ -156,7 +158,7 @@ class Outcome(NamedTuple):
     step_s: float
 
 
-def train(images: Images, scene: Scene, seed: int, *, delayed: bool = True) -> Outcome:
+def train(images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True) -> Outcome:
     """Emulate, and classify the test images."""
     task, run = emulate(images, scene, seed, delayed=delayed)
     of_each = [
@@ -176,7 +178,7 @@ def mean(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
 
 
-def accuracies(report: Report, images: Images, like: Scene, seeds: int) -> float:
+def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> float:
     """Accuracy at the end for each scheduler, over the seeds; returns how much beta 0.8 loses, in points."""
     cases: dict[str, Callable[[], Scheduler]] = {
         f"beta_{beta:g}": partial(NormBounded, beta) for beta in BETAS
@@ -199,7 +201,7 @@ def accuracies(report: Report, images: Images, like: Scene, seeds: int) -> float
     return accuracy["beta_1"] - accuracy["beta_0.8"]
 
 
-def ratios(report: Report, images: Images, steps: int, peers: int = 4) -> None:
+def ratios(report: BenchReport, images: ImageRows, steps: int, peers: int = 4) -> None:
     """Measured distance over its bound, at worst in the run; in the note the reverse: how generous the bound is."""
     worst = tightest = 0.0
     for name, scheduler in SCHEDULERS.items():
@@ -217,7 +219,7 @@ def ratios(report: Report, images: Images, steps: int, peers: int = 4) -> None:
     report.add("elastic.max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run")
 
 
-def compressions(report: Report, images: Images, like: Scene, seeds: int) -> None:
+def compressions(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> None:
     """Accuracy with one value of a hundred, its residual fed back or thrown away, against all values."""
     cases = {
         "float32": like,
@@ -233,27 +235,27 @@ def compressions(report: Report, images: Images, like: Scene, seeds: int) -> Non
         report.add(f"elastic.{name}_drop", found["float32"] - found[name], "points", note)
 
 
-def run(quick: bool = False, images: Images | None = None) -> Report:
+def run(quick: bool = False, images: ImageRows | None = None) -> BenchReport:
     """All three experiments.
 
     Args:
         images: for the first: instead of digits, by an MLP and, unless ``quick``, by a residual network.
     """
-    report = Report("elastic-consistency", quick)
-    learnt = [images] if images else [Images()] if quick else [Images(), Images(model="resnet")]
+    report = BenchReport("elastic-consistency", quick)
+    learnt = [images] if images else [ImageRows()] if quick else [ImageRows(), ImageRows(model="resnet")]
     seeds, threads = 1 if quick else 3, torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are tiny
     try:
         drops = [accuracies(report, one, STRESS[one.model], seeds) for one in learnt]
         report.add("elastic.accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
-        ratios(report, Images(), steps=20 if quick else 150)
-        compressions(report, Images(), COMPRESSED, seeds)
+        ratios(report, ImageRows(), steps=20 if quick else 150)
+        compressions(report, ImageRows(), COMPRESSED, seeds)
     finally:
         torch.set_num_threads(threads)
     return report
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Accuracy against beta, and the distance that goes with it; needs matplotlib."""
     from matplotlib.figure import Figure
 

@@ -9,7 +9,7 @@ from itertools import accumulate, count
 
 import numpy as np
 
-from colab_swarm.elastic.ledger import Ledger
+from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler
 from colab_swarm.tensors.codecs import Codec, Floats, codec_of
@@ -79,7 +79,7 @@ class Member:
     """
 
     scheduler: Scheduler
-    ledger: Ledger
+    ledger: GradientLedger
     meter: Meter
     feedback: ErrorFeedback
     parameters: Floats
@@ -124,7 +124,7 @@ class Emulation:
         scene, scheduler = self._scene, self._scene.scheduler()
         return Member(
             scheduler,
-            Ledger(scene.sizes, scene.peers, index, scheduler),
+            GradientLedger(scene.sizes, scene.peers, index, scheduler),
             Meter(len(scene.sizes), scene.peers),
             ErrorFeedback(len(start)),
             start.copy(),

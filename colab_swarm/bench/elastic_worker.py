@@ -131,7 +131,7 @@ def typical(ends: list[float]) -> float:
 
 def main(rank: int, invites: list[str]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    options = cs.PeerOptions(lan=False, use_relays=False)
+    options = cs.NetworkOptions(lan=False, use_relays=False)
     swarm = cs.join(invites[0], options=options) if invites else cs.create("bench", options=options)
     print(json.dumps({"invite": "" if invites else str(swarm.invite())}), flush=True)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)

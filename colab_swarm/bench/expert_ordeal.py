@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from colab_swarm.moe.layer import MixtureStatistics
@@ -64,7 +64,7 @@ def host(invite: str, folder: Path) -> None:
             print(json.dumps({"uid": event.uid, "step": event.step, "over": event.taken_over}), flush=True)
 
     folder.mkdir(parents=True, exist_ok=True)
-    options = cs.PeerOptions(lan=False, identity=folder / "key")
+    options = cs.NetworkOptions(lan=False, identity=folder / "key")
     with cs.join(invite, peer_name=folder.name, options=options) as swarm:
         swarm.events.listen(tell)
         served = swarm.host_experts(
@@ -82,7 +82,7 @@ def host(invite: str, folder: Path) -> None:
 
 
 @dataclass
-class Story:
+class ExpertOrdealLog:
     """What happened: losses of the trainer, names of the killed, what the hosts told."""
 
     losses: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Story:
 class Incidents(threading.Thread):
     """Kills and restarts hosts until `over` is set."""
 
-    def __init__(self, story: Story, invite: str, folder: Path, *, every_s: float) -> None:
+    def __init__(self, story: ExpertOrdealLog, invite: str, folder: Path, *, every_s: float) -> None:
         super().__init__(daemon=True)
         self._story, self._invite, self._folder, self._every_s = story, invite, folder, every_s
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -129,7 +129,7 @@ class Incidents(threading.Thread):
             left.kill()
 
 
-def run(*, minutes: float, kill_every_s: float) -> Report:
+def run(*, minutes: float, kill_every_s: float) -> BenchReport:
     """Train while hosts die; an exception in the training loop is raised here."""
     import torch
     from sklearn.datasets import load_digits
@@ -138,11 +138,11 @@ def run(*, minutes: float, kill_every_s: float) -> Report:
     import colab_swarm as cs
 
     torch.manual_seed(0)
-    digits, story = load_digits(), Story()
+    digits, story = load_digits(), ExpertOrdealLog()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
     with (
         tempfile.TemporaryDirectory() as folder,
-        cs.create("ordeal", options=cs.PeerOptions(lan=False)) as swarm,
+        cs.create("ordeal", options=cs.NetworkOptions(lan=False)) as swarm,
     ):
         incidents = Incidents(story, str(swarm.invite()), Path(folder), every_s=kill_every_s)
         try:
@@ -170,8 +170,8 @@ def run(*, minutes: float, kill_every_s: float) -> Report:
     return _report(story, right, seen)
 
 
-def _report(story: Story, right: float, seen: MixtureStatistics) -> Report:
-    report = Report("expert_ordeal", quick=False)
+def _report(story: ExpertOrdealLog, right: float, seen: MixtureStatistics) -> BenchReport:
+    report = BenchReport("expert_ordeal", quick=False)
     steps = len(story.losses)
     report.add("moe.ordeal_steps", steps, "", "without an exception")
     report.add("moe.ordeal_killed", len(story.killed), "hosts", "with -9")

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from colab_swarm.bench.experts_caller import Load
-from colab_swarm.bench.full_step import Worker
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.full_step import StepWorker
+from colab_swarm.bench.report import BenchReport
 
 HOST = (sys.executable, "-m", "colab_swarm.bench.experts_host")
 CALLER = (sys.executable, "-m", "colab_swarm.bench.experts_caller")
@@ -23,7 +23,7 @@ NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpertsPlan:
     """How much is measured: width and batch of the large calls, callers, seconds and rounds of each measurement."""
 
     dim: int
@@ -33,12 +33,12 @@ class Plan:
     rounds: int
 
 
-FULL = Plan(dim=1024, batch=2048, callers=8, seconds=15.0, rounds=3)
-QUICK = Plan(dim=256, batch=256, callers=4, seconds=1.0, rounds=2)
+FULL = ExpertsPlan(dim=1024, batch=2048, callers=8, seconds=15.0, rounds=3)
+QUICK = ExpertsPlan(dim=256, batch=256, callers=4, seconds=1.0, rounds=2)
 
 
 @dataclass(frozen=True)
-class Rates:
+class CallRates:
     """Of all callers together: samples and calls per second; seconds of the median call and of the slowest 1 %."""
 
     samples_per_s: float
@@ -51,10 +51,10 @@ class Bench:
     """One host and its callers."""
 
     def __init__(self, stack: ExitStack, callers: int) -> None:
-        self._host = stack.enter_context(Worker(HOST))
+        self._host = stack.enter_context(StepWorker(HOST))
         where = self._host.hear()
         command = (*CALLER, where["id"], where["address"])
-        self._callers = [stack.enter_context(Worker(command)) for _ in range(callers)]
+        self._callers = [stack.enter_context(StepWorker(command)) for _ in range(callers)]
 
     def serve(self, uids: list[str], dim: int, **more: object) -> None:
         """Host these experts."""
@@ -66,7 +66,7 @@ class Bench:
         self._host.say(alone={"batch": batch, "rounds": rounds, "backward": backward})
         return float(self._host.hear()["samples_per_s"])
 
-    def under(self, load: Load, callers: int | None = None) -> Rates:
+    def under(self, load: Load, callers: int | None = None) -> CallRates:
         """What this load gets; a short one goes before, so that links are open and memory is warm."""
         workers = self._callers[:callers]
         for one in (Load(**{**asdict(load), "seconds": min(1.0, load.seconds)}), load):
@@ -76,12 +76,12 @@ class Bench:
         took_s = sorted(seconds for one in told for seconds in one["took_s"])
         calls_per_s = sum(one["calls"] / one["seconds"] for one in told)
         p99_s = took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))]
-        return Rates(load.batch * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
+        return CallRates(load.batch * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
 
 
-def run(quick: bool = False) -> Report:
+def run(quick: bool = False) -> BenchReport:
     """Large calls, calls without computation, many small calls merged or not, and hivemind's own setting."""
-    report, plan = Report("experts", quick), QUICK if quick else FULL
+    report, plan = BenchReport("experts", quick), QUICK if quick else FULL
     with ExitStack() as stack:
         bench = Bench(stack, plan.callers)
         _large(report, bench, plan)
@@ -91,12 +91,12 @@ def run(quick: bool = False) -> Report:
     return report
 
 
-def _latencies(report: Report, what: str, rates: Rates) -> None:
+def _latencies(report: BenchReport, what: str, rates: CallRates) -> None:
     report.add(f"experts.{what}_p50_ms", 1000 * rates.p50_s, "ms", "of a call")
     report.add(f"experts.{what}_p99_ms", 1000 * rates.p99_s, "ms")
 
 
-def _large(report: Report, bench: Bench, plan: Plan) -> None:
+def _large(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
     bench.serve(["ffn.0"], plan.dim)
     alone = bench.alone(plan.batch, plan.rounds)
     rates = bench.under(Load(["ffn.0"], plan.batch, plan.dim, plan.seconds))
@@ -107,7 +107,7 @@ def _large(report: Report, bench: Bench, plan: Plan) -> None:
     _latencies(report, "forward", rates)
 
 
-def _nop(report: Report, bench: Bench, plan: Plan) -> None:
+def _nop(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
     bench.serve(["nop.0"], NOP_DIM, nop=True)
     rates = bench.under(Load(["nop.0"], NOP_BATCH, NOP_DIM, plan.seconds, in_flight=2))
     what = f"128 KiB each way; hivemind {HIVEMIND_NOP_CALLS_PER_S:g}; >= 600 wanted"
@@ -115,7 +115,7 @@ def _nop(report: Report, bench: Bench, plan: Plan) -> None:
     _latencies(report, "nop", rates)
 
 
-def _small(report: Report, bench: Bench, plan: Plan) -> None:
+def _small(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
     load = Load(["ffn.0"], 1, plan.dim, plan.seconds, in_flight=16)
     bench.serve(["ffn.0"], plan.dim)
     merged = bench.under(load)
@@ -129,7 +129,7 @@ def _small(report: Report, bench: Bench, plan: Plan) -> None:
     _latencies(report, "merged", merged)
 
 
-def _learning(report: Report, bench: Bench, plan: Plan) -> None:
+def _learning(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
     uids = [f"ffn.{index}" for index in range(4)]
     bench.serve(uids, 256)
     alone = bench.alone(128, plan.rounds, backward=True)

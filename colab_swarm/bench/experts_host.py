@@ -1,6 +1,6 @@
 """The host of ``bench experts``: ``python -m colab_swarm.bench.experts_host``, then JSON lines.
 
-It tells its id and address first. ``{"serve": …}`` (the fields of `Hosting`) serves other experts from now on,
+It tells its id and address first. ``{"serve": …}`` (the fields of `HostedExperts`) serves other experts from now on,
 ``{"alone": …}`` (those of `Alone`) measures them without callers.
 """
 
@@ -25,7 +25,7 @@ from colab_swarm.net.node import Node, NodeSettings
 
 
 @dataclass(frozen=True)
-class Hosting:
+class HostedExperts:
     """Feed-forward experts of this width, or ``nop`` experts; and how many samples are computed at once, at most."""
 
     uids: list[str]
@@ -43,7 +43,7 @@ class Alone:
     backward: bool = False
 
 
-class Host:
+class ExpertBenchHost:
     """The experts served now."""
 
     def __init__(self, node: Node) -> None:
@@ -51,7 +51,7 @@ class Host:
         self._experts: list[Expert] = []
         self._server: ExpertServer | None = None
 
-    async def serve(self, hosting: Hosting) -> None:
+    async def serve(self, hosting: HostedExperts) -> None:
         """Serve these instead."""
         if self._server:
             await self._server.close()
@@ -88,12 +88,12 @@ async def main() -> None:
     """Obey orders until stdin ends."""
     torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
     node = await Node.start(Identity(), NodeSettings(host="127.0.0.1"))
-    host = Host(node)
+    host = ExpertBenchHost(node)
     print(json.dumps({"id": node.id.hex(), "address": node.contact.addresses[0]}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         order = json.loads(line)
         if "serve" in order:
-            await host.serve(Hosting(**order["serve"]))
+            await host.serve(HostedExperts(**order["serve"]))
             print(json.dumps({"ready": True}), flush=True)
         else:
             print(json.dumps({"samples_per_s": await host.alone(Alone(**order["alone"]))}), flush=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 OURS = (sys.executable, "-m", "colab_swarm.bench.full_step_worker")
 CROWD = 16
@@ -21,7 +21,7 @@ THEIRS = Path(__file__).with_name("hivemind_worker.py")
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How many processes, and how many steps of a vector of how many values (float16 on the wire)."""
 
     peers: tuple[int, ...]
@@ -29,12 +29,12 @@ class Plan:
     steps: int
 
 
-FULL = Plan(peers=(4, 8), numel=2_400_000, steps=10)
-QUICK = Plan(peers=(4,), numel=400_000, steps=3)
+FULL = StepPlan(peers=(4, 8), numel=2_400_000, steps=10)
+QUICK = StepPlan(peers=(4,), numel=400_000, steps=3)
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepTimes:
     """Per step: the slowest member's seconds in all and in the all-reduce, whether the mean was right at all, and the
     bytes that went over the loopback interface (empty where the system does not count them)."""
 
@@ -44,7 +44,7 @@ class Steps:
     traffic: list[int]
 
 
-class Worker:
+class StepWorker:
     """A process that speaks JSON lines; ends with the `with` block."""
 
     def __init__(self, command: Sequence[object]) -> None:
@@ -75,7 +75,7 @@ class Worker:
                 return found
         raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> StepWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,13 +89,15 @@ class Worker:
         self.process.stdout.close()
 
 
-def measure(command: Sequence[object], peers: int, plan: Plan) -> Steps:
+def measure(command: Sequence[object], peers: int, plan: StepPlan) -> StepTimes:
     """Steps of ``peers`` processes, the first of which is not counted."""
-    steps = Steps([], [], [], [])
+    steps = StepTimes([], [], [], [])
     with ExitStack() as stack:
-        first = stack.enter_context(Worker([*command, plan.numel, peers]))
+        first = stack.enter_context(StepWorker([*command, plan.numel, peers]))
         entry = first.hear()["contact"]
-        others = [stack.enter_context(Worker([*command, plan.numel, peers, entry])) for _ in range(peers - 1)]
+        others = [
+            stack.enter_context(StepWorker([*command, plan.numel, peers, entry])) for _ in range(peers - 1)
+        ]
         for worker in others:
             worker.hear()
         workers = [first, *others]
@@ -115,7 +117,7 @@ def measure(command: Sequence[object], peers: int, plan: Plan) -> Steps:
             steps.right.append(
                 all(abs(one["low"] - mean) < 0.01 and abs(one["high"] - mean) < 0.01 for one in told)
             )
-    return Steps(steps.seconds[1:], steps.reduced_s[1:], steps.right[1:], steps.traffic[1:])
+    return StepTimes(steps.seconds[1:], steps.reduced_s[1:], steps.right[1:], steps.traffic[1:])
 
 
 def loopback_bytes() -> int:
@@ -127,7 +129,7 @@ def loopback_bytes() -> int:
     return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
-def run(report: Report, *, python: str | None) -> None:
+def run(report: BenchReport, *, python: str | None) -> None:
     """Measure ours and, with a ``python`` that has hivemind, theirs."""
     plan = QUICK if report.quick else FULL
     for peers in plan.peers:
@@ -152,7 +154,9 @@ def run(report: Report, *, python: str | None) -> None:
         report.add("averaging.groups_success", sum(crowd.right) / len(crowd.right), "", what)
 
 
-def _add(report: Report, whose: str, steps: Steps, peers: int, plan: Plan) -> tuple[float, float]:
+def _add(
+    report: BenchReport, whose: str, steps: StepTimes, peers: int, plan: StepPlan
+) -> tuple[float, float]:
     seconds, reduced_s = statistics.median(steps.seconds), statistics.median(steps.reduced_s)
     right = sum(steps.right)
     what = f"{peers} processes, {plan.numel / 1e6:g} M values as float16; right at all in {right} of {plan.steps}"

@@ -64,7 +64,7 @@ async def step(collaboration: Collaboration, values: Floats) -> int:
 
 def main(mode: str, numel: int, peers: int, invites: list[str]) -> None:
     importlib.import_module("torch")  # a trainer has it, and casts with it
-    options = cs.PeerOptions(lan=False, use_relays=False)
+    options = cs.NetworkOptions(lan=False, use_relays=False)
     name = f"peer-{time.monotonic_ns()}"
     swarm = (
         cs.join(invites[0], peer_name=name, options=options)

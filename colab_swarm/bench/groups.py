@@ -15,10 +15,16 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import Chunk, Sending
 from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.matchmaking import Rooms
-from colab_swarm.averaging.moshpit import MAX_ROUNDS, GridAverager, GridResult, RoundTime, choose_group_size
+from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.moshpit import (
+    MAX_ROUNDS,
+    MoshpitAverager,
+    MoshpitResult,
+    RoundTime,
+    choose_group_size,
+)
 from colab_swarm.averaging.round import Averager, RoundResult
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, FiredFault, NetworkProfile, SimNetwork, run_virtual
@@ -67,7 +73,7 @@ class Town:
 
 
 @dataclass
-class Story:
+class GroupRun:
     """What happened in a `Town`.
 
     Attributes:
@@ -78,7 +84,7 @@ class Story:
     """
 
     history: list[dict[str, Floats]] = field(default_factory=list)
-    results: dict[str, GridResult] = field(default_factory=dict)
+    results: dict[str, MoshpitResult] = field(default_factory=dict)
     votes: dict[str, int] = field(default_factory=dict)
     fired: list[FiredFault] = field(default_factory=list)
     seconds: float = 0.0
@@ -116,9 +122,9 @@ class _Player:
         self._dht = DHT(self.peers, DHTSettings(), random.Random(name))
         averager = _Observed(self.peers)
         averager.watch(self._begins, self._ended)
-        self.averager = GridAverager(Rooms(self.peers), self._dht, averager, "town/average")
+        self.averager = MoshpitAverager(PrefixRouter(self.peers), self._dht, averager, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
-        self.result: GridResult | None = None
+        self.result: MoshpitResult | None = None
         self._done = 0
 
     def _begins(self, axis: int, values: Floats) -> None:
@@ -150,13 +156,13 @@ class _Player:
 
 def play(
     town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
-) -> Story:
+) -> GroupRun:
     """Let the town average; crashed peers are not in the story."""
     with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
         return pool.submit(run_virtual, _play(town, passes, script)).result()
 
 
-async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> Story:
+async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
     network = SimNetwork(town.profile, seed=town.seed)
     listening = town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
@@ -171,7 +177,7 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     there = {
         name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
     }
-    return Story(
+    return GroupRun(
         history=_history({name: player.held for name, player in there.items()}),
         results={name: player.result for name, player in there.items() if player.result is not None},
         votes={name: p.averager.meter.choose_group_size(town.count) for name, p in there.items()},
@@ -217,9 +223,9 @@ def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """Exactness, failures, and the choice of the group size."""
-    report = Report("groups", quick)
+    report = BenchReport("groups", quick)
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)
@@ -235,7 +241,7 @@ def run(quick: bool) -> Report:
     return report
 
 
-def _with_failures(report: Report, size: int, *, seeds: int) -> None:
+def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
     """A tenth of 16 peers crashes in every round, for two passes."""
     stories = [
         play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
@@ -260,7 +266,7 @@ def _with_failures(report: Report, size: int, *, seeds: int) -> None:
         report.add(f"groups.spread_m{size}_{round_}", mean, "", f"{told}: after {round_} rounds")
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Chosen group sizes over failure rates, and how the error shrinks round by round; needs matplotlib."""
     from matplotlib.figure import Figure
 

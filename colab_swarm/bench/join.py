@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from colab_swarm.bench.overhead import worker
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
@@ -142,9 +142,9 @@ def _measure() -> list[float]:
     return [counted_s, *parts]
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """Measure once if quick, else the median of three."""
-    report = Report("join", quick)
+    report = BenchReport("join", quick)
     code_cells(NOTEBOOK)  # better to fail before there is a run
     counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
     report.add("join.counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
@@ -39,7 +39,7 @@ class Sink(Message, frozen=True):
     pieces: int
 
 
-class Used(Message, frozen=True):
+class ResourceUse(Message, frozen=True):
     """CPU seconds of the process so far."""
 
     cpu_s: float
@@ -138,23 +138,23 @@ async def _echo(peer: PeerId, message: Ping) -> Ping:
 async def _sink(opening: Sink, stream: Stream) -> None:
     for _ in range(opening.pieces):
         await stream.receive(Sink)
-    await stream.send(Used(time.process_time()))
+    await stream.send(ResourceUse(time.process_time()))
 
 
 @dataclass(frozen=True)
-class Took:
+class TransferTime:
     """One transfer: wall seconds, and CPU seconds of both processes."""
 
     wall_s: float
     cpu_s: float
 
 
-async def _timed(send: Callable[[int], Awaitable[float]], pieces: int) -> Took:
+async def _timed(send: Callable[[int], Awaitable[float]], pieces: int) -> TransferTime:
     """``send(n)`` moves n pieces and returns the child's CPU time."""
     child_s = await send(0)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     child_s = await send(pieces) - child_s
-    return Took(time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s)
+    return TransferTime(time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s)
 
 
 async def _send_raw(port: int, pieces: int) -> float:
@@ -182,11 +182,13 @@ async def _send_link(node: Node, peer: PeerId, pieces: int) -> float:
     async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
         for _ in range(pieces):
             await stream.send(Sink(0), PIECE)
-        used, _ = await stream.receive(Used)
+        used, _ = await stream.receive(ResourceUse)
         return used.cpu_s
 
 
-async def _bulk(node: Node, child: dict[str, str], *, rounds: int, pieces: int) -> dict[str, list[Took]]:
+async def _bulk(
+    node: Node, child: dict[str, str], *, rounds: int, pieces: int
+) -> dict[str, list[TransferTime]]:
     """Transfers by way, one of each per round."""
     end, peer = CarrierEnd(), PeerId(bytes.fromhex(child["id"]))
     async with aiohttp.ClientSession() as session:
@@ -197,7 +199,7 @@ async def _bulk(node: Node, child: dict[str, str], *, rounds: int, pieces: int) 
             "ws": lambda count: _send_websocket(websocket, end, count),
             "link": lambda count: _send_link(node, peer, count),
         }
-        took: dict[str, list[Took]] = {name: [] for name in ways}
+        took: dict[str, list[TransferTime]] = {name: [] for name in ways}
         for _ in range(rounds + 1):
             for name, send in ways.items():
                 took[name].append(await _timed(send, pieces))
@@ -221,7 +223,7 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
     return sorted(took_ms), len(took_ms) / (time.perf_counter() - began_at)
 
 
-async def _measure(child: dict[str, str], report: Report) -> None:
+async def _measure(child: dict[str, str], report: BenchReport) -> None:
     node = await Node.start(Identity(), NodeSettings(listen=False))
     try:
         peer = PeerId(bytes.fromhex(child["id"]))
@@ -241,7 +243,7 @@ async def _measure(child: dict[str, str], report: Report) -> None:
     report.add("link.calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
-def _add_bulk(report: Report, took: dict[str, list[Took]], size_bytes: int) -> None:
+def _add_bulk(report: BenchReport, took: dict[str, list[TransferTime]], size_bytes: int) -> None:
     ratios = [raw.wall_s / link.wall_s for raw, link in zip(took["raw"], took["link"], strict=True)]
     report.add("link.vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     notes = {
@@ -257,9 +259,9 @@ def _add_bulk(report: Report, took: dict[str, list[Took]], size_bytes: int) -> N
         report.add(f"{prefix}cpu_s_per_gb", cpu_s / (size_bytes / 1e9), "CPU-s/GB", note)
 
 
-def run(*, quick: bool) -> Report:
+def run(*, quick: bool) -> BenchReport:
     """Measure against a child process."""
-    report = Report("link", quick)
+    report = BenchReport("link", quick)
     command = [sys.executable, "-m", "colab_swarm.bench.link"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None

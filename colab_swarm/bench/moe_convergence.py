@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.moe.hosting import free_bytes
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
@@ -39,7 +39,7 @@ TEST_SAMPLES, TEST_BATCH = 360, 60
 
 
 @dataclass(frozen=True)
-class Scene:
+class ConvergenceScene:
     """What one run is like; ``sides`` is the grid of each layer, none for the baseline."""
 
     sides: tuple[int, ...]
@@ -74,7 +74,7 @@ MOST_BYTES = 4 << 30
 """Of the largest model with its optimizer's state, and room to copy."""
 
 
-class Digits:
+class DigitsSplit:
     """All digits, the test part always the same."""
 
     def __init__(self) -> None:
@@ -192,10 +192,10 @@ class Mixing:
         return x_grads_BD + self._experts.backward(self._x_BD.detach(), self._chosen_BK, grads_BKD, used_BK)
 
 
-class Emulation:
+class ConvergenceEmulation:
     """Trainers on the virtual clock, one model."""
 
-    def __init__(self, scene: Scene, digits: Digits, seed: int) -> None:
+    def __init__(self, scene: ConvergenceScene, digits: DigitsSplit, seed: int) -> None:
         torch.manual_seed(seed)
         self._scene, self._digits, self._rng = scene, digits, random.Random(seed)
         self._chance = torch.Generator().manual_seed(seed)
@@ -293,13 +293,13 @@ class Emulation:
 
 
 @dataclass
-class Curves(Report):
+class ConvergenceCurves(BenchReport):
     """The report, and per scene the accuracy of each seed over the run, to be drawn."""
 
     curves: dict[str, list[Curve]] = field(default_factory=dict)
 
 
-def scenes(like: Scene, most_experts: int) -> Iterator[tuple[str, Scene]]:
+def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, ConvergenceScene]]:
     """All that is compared, by name; as long as ``like`` and by its rules."""
     models = {model: sides for model, sides in MODELS.items() if math.prod(sides) <= most_experts}
     for delay, (trainers, delay_s) in DELAYS.items():
@@ -310,16 +310,18 @@ def scenes(like: Scene, most_experts: int) -> Iterator[tuple[str, Scene]]:
                 yield f"{model}_failures", replace(scene, failures=0.1)
 
 
-def run(quick: bool = False, faithful: bool = False) -> Curves:
+def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
     """All scenes, several seeds each."""
-    report = Curves("moe-convergence", quick)
+    report = ConvergenceCurves("moe-convergence", quick)
     seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
-    threads, digits = torch.get_num_threads(), Digits()
+    threads, digits = torch.get_num_threads(), DigitsSplit()
     torch.set_num_threads(1)  # tensors are tiny
     try:
-        for name, scene in scenes(Scene((), 1, 0.0, 0.0, batches, evaluations, faithful), most_experts):
-            curves = [Emulation(scene, digits, seed).run() for seed in range(seeds)]
+        for name, scene in scenes(
+            ConvergenceScene((), 1, 0.0, 0.0, batches, evaluations, faithful), most_experts
+        ):
+            curves = [ConvergenceEmulation(scene, digits, seed).run() for seed in range(seeds)]
             report.curves[name] = curves
             _tell(report, name, scene, curves)
     finally:
@@ -328,7 +330,7 @@ def run(quick: bool = False, faithful: bool = False) -> Curves:
     return report
 
 
-def _tell(report: Report, name: str, scene: Scene, curves: list[Curve]) -> None:
+def _tell(report: BenchReport, name: str, scene: ConvergenceScene, curves: list[Curve]) -> None:
     what = f"{scene.trainers} trainers, {scene.batches} batches of {BATCH}, {len(curves)} seeds"
     for kind, values in (("final", [c.final for c in curves]), ("mean", [c.mean for c in curves])):
         percent = [100 * value for value in values]
@@ -337,7 +339,7 @@ def _tell(report: Report, name: str, scene: Scene, curves: list[Curve]) -> None:
             report.add(f"moe.{name}_{kind}_deviation", statistics.stdev(percent), "points")
 
 
-def _compare(report: Curves) -> None:
+def _compare(report: ConvergenceCurves) -> None:
     values = {row.key: row.value for row in report.rows}
 
     def mean(name: str, kind: str) -> float:
@@ -353,11 +355,11 @@ def _compare(report: Curves) -> None:
             report.add(f"moe.{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Accuracy over batches: the mean of all seeds, pale: one standard deviation; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    assert isinstance(report, Curves)
+    assert isinstance(report, ConvergenceCurves)
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = {"low": "low delay", "high": "high delay", "failures": "low delay, 10 % of calls fail"}
     for axes, (suffix, title) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.calls import ExpertCalls, ExpertInfo, until_free
@@ -36,7 +36,7 @@ BASELINE_S = 4.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """Blocks of one kind: what they are, the shape of a sample, samples in a batch, samples merged at most."""
 
     name: str
@@ -47,39 +47,39 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ThroughputPlan:
     """What is measured: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BlockKind, ...]
     blocks: int
     in_flight: int
     delays_s: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)
     seconds: float = 8.0
 
 
-CPU = Plan(
+CPU = ThroughputPlan(
     (
-        Kind("ffn", lambda: FeedForward(256, 1024), (256,), batch=80, merged=320),
-        Kind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
+        BlockKind("ffn", lambda: FeedForward(256, 1024), (256,), batch=80, merged=320),
+        BlockKind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
     ),
     blocks=8,
     in_flight=240,
 )
-GPU = Plan(
+GPU = ThroughputPlan(
     (
-        Kind("ffn", lambda: FeedForward(1024, 4096), (1024,), batch=2048, merged=2048),
-        Kind("transformer", lambda: TransformerBlock(1024, 16), (512, 1024), batch=4, merged=4),
+        BlockKind("ffn", lambda: FeedForward(1024, 4096), (1024,), batch=2048, merged=2048),
+        BlockKind("transformer", lambda: TransformerBlock(1024, 16), (512, 1024), batch=4, merged=4),
     ),
     blocks=224,
     in_flight=64,
 )
 
 
-def run(quick: bool = False) -> Report:
+def run(quick: bool = False) -> BenchReport:
     """Both kinds of blocks under all delays."""
-    report, plan = Report("moe-throughput", quick), GPU if torch.cuda.is_available() else CPU
+    report, plan = BenchReport("moe-throughput", quick), GPU if torch.cuda.is_available() else CPU
     if quick:
-        plan = Plan(plan.kinds, min(plan.blocks, 8), plan.in_flight, (0.0, 0.2), seconds=2.0)
+        plan = ThroughputPlan(plan.kinds, min(plan.blocks, 8), plan.in_flight, (0.0, 0.2), seconds=2.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     try:
@@ -94,7 +94,7 @@ def run(quick: bool = False) -> Report:
     return report
 
 
-async def _measure(report: Report, plan: Plan, kind: Kind) -> None:
+async def _measure(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -> None:
     async with _chain(plan, kind) as chain:
         bound = await chain.bound()
         report.add(f"moe.{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
@@ -115,7 +115,9 @@ async def _measure(report: Report, plan: Plan, kind: Kind) -> None:
 class _Chain:
     """The blocks of one model behind a link, and ways to send batches through."""
 
-    def __init__(self, plan: Plan, kind: Kind, experts: list[Expert], host: Node, guest: Node) -> None:
+    def __init__(
+        self, plan: ThroughputPlan, kind: BlockKind, experts: list[Expert], host: Node, guest: Node
+    ) -> None:
         self._plan, self._kind, self._experts = plan, kind, experts
         limits = BatchLimits(kind.merged, LIMITS.max_batch_bytes, LIMITS.max_held_bytes)
         self.server = ExpertServer(host, EventLog(), ServerSettings(limits))
@@ -186,7 +188,7 @@ def _exponential(mean_s: float, rng: random.Random) -> float:
 
 
 @asynccontextmanager
-async def _chain(plan: Plan, kind: Kind) -> AsyncIterator[_Chain]:
+async def _chain(plan: ThroughputPlan, kind: BlockKind) -> AsyncIterator[_Chain]:
     host, guest = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
     rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
     experts = [Expert(f"{kind.name}.{index}", kind.make(), rule, kind.sample) for index in range(plan.blocks)]

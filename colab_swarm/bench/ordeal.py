@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 TARGET_BATCH_SIZE = 96
 MBIT_S = {"alice": 50, "bob": 100, "carol": 200}
@@ -69,7 +69,7 @@ class Process:
 
 
 @dataclass
-class Story:
+class OrdealLog:
     """What happened.
 
     Attributes:
@@ -91,7 +91,7 @@ class Ordeal:
 
     def __init__(self, folder: Path, text: str) -> None:
         self.folder, self._text = folder, text
-        self.story = Story()
+        self.story = OrdealLog()
         self._facts: queue.Queue[dict[str, Any]] = queue.Queue()
         self._processes: dict[str, Process] = {}
         self.dashboard, self._invite = "", ""
@@ -145,7 +145,7 @@ class Ordeal:
         return all(process.process.poll() is None for process in self._processes.values())
 
 
-def endure(folder: Path, *, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0) -> Story:
+def endure(folder: Path, *, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0) -> OrdealLog:
     """Let it run; returns what happened."""
     ordeal = Ordeal(folder, text)
     try:
@@ -201,7 +201,7 @@ def check_checkpoints(folder: Path, text: str) -> list[int]:
     steps = []
     for path in sorted((folder / "ordeal" / "model").glob("*.safetensors")):
         model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
-        with cs.create("check", options=cs.PeerOptions(lan=False, listen=False)) as swarm:
+        with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
             lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
             optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
             optimizer.load(path)
@@ -217,9 +217,9 @@ def check_checkpoints(folder: Path, text: str) -> list[int]:
 
 def run(
     quick: bool, *, minutes: float | None = None, kill_every_s: float = 60.0, text: str = "python-docs"
-) -> Report:
+) -> BenchReport:
     """Measure."""
-    report = Report("ordeal", quick)
+    report = BenchReport("ordeal", quick)
     minutes = minutes or (1.5 if quick else 10.0)
     kill_every_s = min(kill_every_s, 60 * minutes / 4)
     with tempfile.TemporaryDirectory() as folder:

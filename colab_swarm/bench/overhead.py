@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 
 @dataclass(frozen=True)
-class Plan:
+class OverheadPlan:
     """Sizes: the ALBERT and its micro-batch, micro-batches per phase, phases, parameters of the joiner's model."""
 
     size: str
@@ -28,8 +28,8 @@ class Plan:
     joiner_numel: int
 
 
-FULL = Plan(size="base", tokens=128, batches=8, phases=5, joiner_numel=18_000_000)
-QUICK = Plan(size="tiny", tokens=128, batches=40, phases=2, joiner_numel=2_000_000)
+FULL = OverheadPlan(size="base", tokens=128, batches=8, phases=5, joiner_numel=18_000_000)
+QUICK = OverheadPlan(size="tiny", tokens=128, batches=40, phases=2, joiner_numel=2_000_000)
 AVERAGE_EVERY = 4  # micro-batches of one peer per global step
 
 
@@ -57,7 +57,7 @@ def _say(pipe: Connection, *words: object) -> Any:
 # --- training speed -------------------------------------------------------------------------------------------------
 
 
-def _train(pipe: Connection, plan: Plan, invite: str | None) -> None:
+def _train(pipe: Connection, plan: OverheadPlan, invite: str | None) -> None:
     """Train whenever told to; answer with samples per second, global steps left out. No invite: the bare loop."""
     import torch
 
@@ -86,7 +86,7 @@ def _train(pipe: Connection, plan: Plan, invite: str | None) -> None:
         pipe.send(2 * plan.batches / (time.perf_counter() - began - stepping_s))
 
 
-def _throughput(plan: Plan, report: Report, invite: str) -> None:
+def _throughput(plan: OverheadPlan, report: BenchReport, invite: str) -> None:
     def phase(pair: list[Connection]) -> float:
         for pipe in pair:
             pipe.send(True)
@@ -147,7 +147,7 @@ def _idle(pipe: Connection, invite: str) -> None:
     pipe.recv()
 
 
-def _idle_peer(report: Report, invite: str) -> None:
+def _idle_peer(report: BenchReport, invite: str) -> None:
     with worker(_idle, invite) as pipe:
         memory_mib, processes, took_s, peers = pipe.recv()
     report.add("overhead.memory_mib", memory_mib, "MiB", f"an idle peer of {peers}, torch loaded before")
@@ -185,7 +185,7 @@ def _volunteer(pipe: Connection, numel: int, invite: str) -> None:
             pipe.send((pipe.recv(), optimizer.global_step))
 
 
-def _late_joiner(plan: Plan, report: Report, invite: str) -> None:
+def _late_joiner(plan: OverheadPlan, report: BenchReport, invite: str) -> None:
     with (
         worker(_volunteer, plan.joiner_numel, invite) as alice,
         worker(_volunteer, plan.joiner_numel, invite) as bob,
@@ -211,12 +211,12 @@ def _steps_per_s(pipe: Connection, seconds: float) -> float:
     return float((_say(pipe, "step")[1] - first) / (time.perf_counter() - began))
 
 
-def run(quick: bool) -> Report:
-    """Measure; see `Plan` for the sizes."""
+def run(quick: bool) -> BenchReport:
+    """Measure; see `OverheadPlan` for the sizes."""
     from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    plan, report = QUICK if quick else FULL, Report("overhead", quick)
+    plan, report = QUICK if quick else FULL, BenchReport("overhead", quick)
     for measure in (_throughput, _late_joiner):
         with create("overhead", peer_name="backbone") as backbone:
             measure(plan, report, backbone.invite())

@@ -17,14 +17,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.bench.overhead import worker
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from nbclient import NotebookClient
 
 
 @dataclass(frozen=True)
-class Plan:
+class PanelPlan:
     """Pairs of phases with and without, seconds of a phase, refreshes."""
 
     pairs: int
@@ -32,8 +32,8 @@ class Plan:
     refreshes: int
 
 
-FULL = Plan(pairs=40, phase_s=2.5, refreshes=7200)  # half an hour at four a second
-QUICK = Plan(pairs=3, phase_s=1.0, refreshes=400)
+FULL = PanelPlan(pairs=40, phase_s=2.5, refreshes=7200)  # half an hour at four a second
+QUICK = PanelPlan(pairs=3, phase_s=1.0, refreshes=400)
 WARM_UP = 1500
 """Refreshes until all that is kept for a while is there: the last thousand events and losses, the last rounds."""
 WATCH = """
@@ -99,8 +99,8 @@ def _companion(pipe: Connection, invite: str) -> None:
         loop.batch()
 
 
-def run(quick: bool) -> Report:
-    """Measure; see `Plan` for the sizes.
+def run(quick: bool) -> BenchReport:
+    """Measure; see `PanelPlan` for the sizes.
 
     Raises:
         ImportError: nbclient or ipykernel is not installed.
@@ -108,7 +108,7 @@ def run(quick: bool) -> Report:
     from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    plan, report = QUICK if quick else FULL, Report("panel", quick)
+    plan, report = QUICK if quick else FULL, BenchReport("panel", quick)
     with create("panel", peer_name="backbone") as backbone, opened() as notebook:
         invite = str(backbone.invite())
         notebook.run(WATCH.format(invite=invite))

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.store_servers import Absent, mariadb_server, postgresql_server, redis_server
 from colab_swarm.workunits.state import Accepted, Unit
-from colab_swarm.workunits.store import KEEP_MEMORY, Store, open_store
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.weights import assimilate
 
 NUMEL = 5_000_000
@@ -59,9 +59,9 @@ SQL = ("mariadb", "postgresql")
 """Of these, the first that is installed is `store.sql_ms`."""
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """Time updates in every store whose program is installed."""
-    report, took_ms = Report("parameter-store", quick), {}
+    report, took_ms = BenchReport("parameter-store", quick), {}
     updates = 5 if quick else 20
     for name, (opened, note) in STORES.items():
         try:
@@ -108,7 +108,7 @@ def time_updates(url: str, numel: int, updates: int) -> float:
     return 1000 * statistics.median(took_s[1:])  # the first grows files and memory
 
 
-def _update(store: Store) -> float:
+def _update(store: ParameterStore) -> float:
     began = time.perf_counter()
     claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)
     assert claimed is not None

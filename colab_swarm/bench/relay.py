@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.link import MIB, Sink, Took, Used, _sink, _timed
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.link import MIB, ResourceUse, Sink, TransferTime, _sink, _timed
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
@@ -92,11 +92,11 @@ async def _send(node: Node, peer: PeerId, pieces: int) -> float:
     async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
         for _ in range(pieces):
             await stream.send(Sink(0), PIECE)
-        used, _ = await stream.receive(Used)
+        used, _ = await stream.receive(ResourceUse)
         return used.cpu_s
 
 
-async def _measure(relay: Contact, far: Contact, report: Report) -> None:
+async def _measure(relay: Contact, far: Contact, report: BenchReport) -> None:
     direct, relayed = [await Node.start(Identity(), NodeSettings(listen=False)) for _ in range(2)]
     try:
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
@@ -110,14 +110,14 @@ async def _measure(relay: Contact, far: Contact, report: Report) -> None:
         await relayed.close()
 
 
-async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, report: Report) -> None:
+async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, report: BenchReport) -> None:
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
     pieces = size_mib * MIB // len(PIECE)
     ways: dict[str, Callable[[int], Awaitable[float]]] = {
         "direct": lambda count: _send(direct, far.id, count),
         "relayed": lambda count: _send(relayed, far.id, count),
     }
-    took: dict[str, list[Took]] = {name: [] for name in ways}
+    took: dict[str, list[TransferTime]] = {name: [] for name in ways}
     relay_cpu_s = []
     for _ in range(rounds + 1):
         for name, send in ways.items():
@@ -140,7 +140,7 @@ async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, repor
     )
 
 
-async def _idle(asker: Node, relay: Contact, far: Contact, report: Report) -> None:
+async def _idle(asker: Node, relay: Contact, far: Contact, report: BenchReport) -> None:
     """Circuits that carry their keep-alives and nothing else."""
     before = await asker.call(relay.id, HowMuch(), Uses, timeout_s=10)
     callers = [await Node.start(Identity(), NodeSettings(listen=False)) for _ in range(IDLE_CIRCUITS)]
@@ -161,9 +161,9 @@ async def _idle(asker: Node, relay: Contact, far: Contact, report: Report) -> No
     report.add("relay.idle_cpu_percent", 100 * (later.cpu_s - open_at.cpu_s) / seconds, "% of a core", note)
 
 
-def run(*, quick: bool) -> Report:
+def run(*, quick: bool) -> BenchReport:
     """Measure with two child processes."""
-    report = Report("relay", quick)
+    report = BenchReport("relay", quick)
     with _child() as relay, _child(relay.id.hex(), *relay.addresses) as far:
         asyncio.run(_measure(relay, far, report))
     return report

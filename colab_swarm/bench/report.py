@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """One figure: ``key`` is stable (others read it from the JSON), ``note`` says against what."""
 
     key: str
@@ -22,16 +22,16 @@ class Row:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """The figures of one benchmark run."""
 
     name: str
     quick: bool
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Figure] = field(default_factory=list)
 
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
         """Add one figure."""
-        self.rows.append(Row(key, float(value), unit, note))
+        self.rows.append(Figure(key, float(value), unit, note))
 
     def table(self) -> str:
         """The figures as aligned text."""

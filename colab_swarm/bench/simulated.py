@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.group import Gathering, GatheringSettings, Sharing, Strategy, Ticket
+from colab_swarm.averaging.group import GroupFormation, GroupFormationSettings, Sharing, Strategy, Ticket
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual
@@ -21,7 +21,7 @@ PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
 @dataclass(frozen=True)
-class Host:
+class SimulatedHost:
     """A peer with a symmetric connection; one that does not train assists."""
 
     bps: float
@@ -37,7 +37,7 @@ class Vector:
     scale: int = 1
 
 
-def ticket(host: Host, vector: Vector) -> Ticket:
+def ticket(host: SimulatedHost, vector: Vector) -> Ticket:
     """What the host brings to a round, its bandwidth known."""
     scaled = Ticket("bench", 0, b"lineage", float(host.trains), vector.numel // vector.scale, b"schema")
     rate_bps = host.bps / vector.scale
@@ -51,7 +51,7 @@ def ticket(host: Host, vector: Vector) -> Ticket:
     )
 
 
-def simulate_round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) -> float:
+def simulate_round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vector) -> float:
     """Seconds of a round until the last peer has its means."""
     if sum(host.trains for host in hosts) < 2:
         return 0.0
@@ -59,7 +59,7 @@ def simulate_round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) ->
         return pool.submit(run_virtual, _round(hosts, strategy, vector)).result()
 
 
-async def _round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) -> float:
+async def _round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vector) -> float:
     network = SimNetwork(NetworkProfile("bench", LATENCY_S))
     peers = [
         network.peer(f"p{i}", host_profile=HostProfile(host.bps / vector.scale, host.bps / vector.scale))
@@ -67,7 +67,7 @@ async def _round(hosts: Sequence[Host], strategy: Strategy, vector: Vector) -> f
     ]
     network.introduce()
     tickets = {peer.id: ticket(host, vector) for peer, host in zip(peers, hosts, strict=True)}
-    gathering = Gathering(next(iter(tickets.values())), now=0.0, settings=GatheringSettings())
+    gathering = GroupFormation(next(iter(tickets.values())), now=0.0, settings=GroupFormationSettings())
     for peer, brought in tickets.items():
         gathering.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)))
     group = gathering.form(bytes(16), strategy)

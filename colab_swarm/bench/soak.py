@@ -9,7 +9,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.sim.profiles import ChurnProfile
 from colab_swarm.swarm.simulation import simulate
@@ -22,7 +22,7 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """Peers at the beginning, virtual hours, and seconds of a global step with everybody online."""
 
     peers: int
@@ -30,8 +30,8 @@ class Plan:
     step_s: float
 
 
-FULL = Plan(peers=16, hours=20.0, step_s=600.0)
-QUICK = Plan(peers=8, hours=2.0, step_s=300.0)
+FULL = SoakPlan(peers=16, hours=20.0, step_s=600.0)
+QUICK = SoakPlan(peers=8, hours=2.0, step_s=300.0)
 
 
 def _train(swarm: Swarm, target_batch_size: int) -> None:
@@ -44,7 +44,7 @@ def _train(swarm: Swarm, target_batch_size: int) -> None:
         optimizer.step(samples=MICRO_BATCH)
 
 
-def _ideal_steps(plan: Plan, names: list[str]) -> float:
+def _ideal_steps(plan: SoakPlan, names: list[str]) -> float:
     """Steps of a swarm that never waits, with the same comings and goings."""
     end_s = plan.hours * 3600
     online, since, peer_seconds = plan.peers, 0.0, 0.0
@@ -55,13 +55,13 @@ def _ideal_steps(plan: Plan, names: list[str]) -> float:
     return peer_seconds * SAMPLES_PER_S / _target(plan)
 
 
-def _target(plan: Plan) -> int:
+def _target(plan: SoakPlan) -> int:
     return int(plan.peers * plan.step_s * SAMPLES_PER_S)
 
 
-def run(quick: bool) -> Report:
-    """Simulate; see `Plan` for the sizes."""
-    plan, report, began = QUICK if quick else FULL, Report("soak", quick), time.perf_counter()
+def run(quick: bool) -> BenchReport:
+    """Simulate; see `SoakPlan` for the sizes."""
+    plan, report, began = QUICK if quick else FULL, BenchReport("soak", quick), time.perf_counter()
     with simulate(plan.peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
         names = list(simulation.swarms)
         simulation.run(lambda swarm: _train(swarm, _target(plan)), seconds=plan.hours * 3600, churn=CHURN)

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, replace
 
 from colab_swarm.averaging.group import Strategy, equal_shares
-from colab_swarm.averaging.strategy import Capacity, Setup, adaptive_shares, plan, plan_round
-from colab_swarm.bench.report import Report
-from colab_swarm.bench.simulated import Host, Vector, one_server, simulate_round, ticket
+from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
+from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.simulated import SimulatedHost, Vector, one_server, simulate_round, ticket
 from colab_swarm.sim.profiles import GIGABIT
 
 RESNET50 = Vector(25_600_000, scale=2)
@@ -22,19 +22,19 @@ QUICK_RESNET50 = replace(RESNET50, scale=4)
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """A row of the table: who takes part, and the published seconds per strategy."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[SimulatedHost, ...]
     published_s: tuple[float, float, float]
 
 
-A, B = (Host(GIGABIT),) * 8, (Host(0.2 * GIGABIT),) * 16
+A, B = (SimulatedHost(GIGABIT),) * 8, (SimulatedHost(0.2 * GIGABIT),) * 16
 TABLE = {
-    "a": Row(A, (1.19, 4.73, 1.20)),
-    "b": Row(B, (5.3, 39.6, 5.3)),
-    "c": Row((*A, *B), (5.69, 14.1, 2.96)),
-    "d": Row((*B, Host(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
+    "a": StrategyRow(A, (1.19, 4.73, 1.20)),
+    "b": StrategyRow(B, (5.3, 39.6, 5.3)),
+    "c": StrategyRow((*A, *B), (5.69, 14.1, 2.96)),
+    "d": StrategyRow((*B, SimulatedHost(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
 }
 STRATEGIES: dict[str, Strategy] = {
     "all_reduce": equal_shares,
@@ -43,9 +43,9 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def run(quick: bool) -> Report:
+def run(quick: bool) -> BenchReport:
     """Plan and simulate the table; time the planning."""
-    report, vector = Report("strategy", quick), QUICK_RESNET50 if quick else RESNET50
+    report, vector = BenchReport("strategy", quick), QUICK_RESNET50 if quick else RESNET50
     seconds: dict[tuple[str, str], tuple[float, float]] = {}
     for name, row in TABLE.items():
         for (kind, strategy), published_s in zip(STRATEGIES.items(), row.published_s, strict=True):
@@ -68,15 +68,15 @@ def run(quick: bool) -> Report:
     return report
 
 
-def _predict(row: Row, strategy: Strategy) -> float:
+def _predict(row: StrategyRow, strategy: Strategy) -> float:
     tickets = [ticket(host, RESNET50) for host in row.hosts]
     peers = tuple(Capacity(float(h.trains), h.bps, h.bps, receives=h.trains) for h in row.hosts)
-    setup = Setup(peers, 4 * RESNET50.numel, 4 * RESNET50.numel)
+    setup = AveragingSetup(peers, 4 * RESNET50.numel, 4 * RESNET50.numel)
     computing = [index for index, host in enumerate(row.hosts) if host.trains]
     return plan_round(setup, computing, strategy(tickets).shares).averaging_s
 
 
-def _solving(report: Report, repeats: int) -> None:
+def _solving(report: BenchReport, repeats: int) -> None:
     setups = [random_setup(random.Random(seed)) for seed in range(repeats)]
     what = f"median of {repeats} random setups of 64 peers"
     report.add("strategy.solve_ms_64", _median_ms(setups), "ms", f"{what}: who computes, and shares")
@@ -87,7 +87,7 @@ def _solving(report: Report, repeats: int) -> None:
     )
 
 
-def random_setup(rng: random.Random, peers: int = 64) -> Setup:
+def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
     """Peers of very different speeds, some without accelerators, some that only dial out."""
 
     def capacity() -> Capacity:
@@ -97,10 +97,10 @@ def random_setup(rng: random.Random, peers: int = 64) -> Setup:
             0.0 if assists else speed, up * 1e8, down * 1e8, assists or rng.random() < 0.8, not assists
         )
 
-    return Setup(tuple(capacity() for _ in range(peers)), 1e8, 1e8, rng.lognormvariate(6, 2))
+    return AveragingSetup(tuple(capacity() for _ in range(peers)), 1e8, 1e8, rng.lognormvariate(6, 2))
 
 
-def _median_ms(setups: list[Setup]) -> float:
+def _median_ms(setups: list[AveragingSetup]) -> float:
     took_s: list[float] = []
     for setup in setups:
         began = time.perf_counter()
@@ -109,7 +109,7 @@ def _median_ms(setups: list[Setup]) -> float:
     return 1000 * statistics.median(took_s)
 
 
-def plot(report: Report, path: str) -> None:
+def plot(report: BenchReport, path: str) -> None:
     """Draw the table: per setup and strategy, what is predicted and what was simulated."""
     from matplotlib.figure import Figure
 

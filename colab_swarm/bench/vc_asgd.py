@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits.job import Alpha, Job, WorkPlan
-from colab_swarm.workunits.training import Evaluator, Lesson, UnitTraining, train_serially, unit_seed
+from colab_swarm.workunits.training import Evaluator, UnitConfig, UnitTraining, train_serially, unit_seed
 from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
@@ -64,7 +64,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             evaluator.schema.load(model, base)
-            lesson = Lesson(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
+            lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
             training = UnitTraining(job, parts[subset], lesson, model=model)
             while training.done < training.batches:
                 training.step()
@@ -91,13 +91,13 @@ def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
 
 
 @dataclass
-class Curves(Report):
+class AccuracyCurves(BenchReport):
     """With every epoch of every run: by alpha, or ``serial``, then by seed."""
 
     epochs: dict[str, list[list[Epoch]]] | None = None
 
 
-def run(*, quick: bool, data: str = "digits") -> Report:
+def run(*, quick: bool, data: str = "digits") -> BenchReport:
     """The orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if quick else 3)
     runs: dict[str, list[list[Epoch]]] = {
@@ -106,7 +106,7 @@ def run(*, quick: bool, data: str = "digits") -> Report:
     }
     serial = [train_serially(_job(data, seed, 0.0, quick=quick)).accuracies for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
-    report = Curves("vc-asgd", quick, epochs=runs)
+    report = AccuracyCurves("vc-asgd", quick, epochs=runs)
     for name, curves in runs.items():
         key = "vc_asgd." + name.replace("/", "_over_").replace("(", "").replace(")", "")
         report.add(

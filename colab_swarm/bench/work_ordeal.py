@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits.coordinator import coordinate
@@ -71,11 +71,11 @@ class Endured:
     seconds: float
 
 
-def run(*, quick: bool) -> Report:
+def run(*, quick: bool) -> BenchReport:
     """20 kills of the coordinator over 30 epochs; or 3 over 3."""
     with tempfile.TemporaryDirectory() as folder:
         endured = ordeal(Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
-    report = Report("work-ordeal", quick)
+    report = BenchReport("work-ordeal", quick)
     report.add(
         "work_ordeal.coordinator_kills", endured.coordinator_kills, "", "SIGKILL, parameter servers included"
     )

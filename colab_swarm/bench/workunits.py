@@ -17,7 +17,7 @@ from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.workunits.coordinator import coordinate
 from colab_swarm.workunits.state import AnyEntry, Assigned, EpochEnded
 from colab_swarm.workunits.volunteering import volunteer
@@ -42,9 +42,9 @@ TIME_LIMIT_S = 300.0
 PRELOADED = ["colab_swarm.workunits.volunteering", "colab_swarm.recipes.classify"]
 
 
-def run(*, quick: bool, data: str = "digits") -> Report:
+def run(*, quick: bool, data: str = "digits") -> BenchReport:
     """Seconds per epoch of each arrangement, and how much slower one parameter server is than three."""
-    report = Report("workunits", quick)
+    report = BenchReport("workunits", quick)
     seconds = {}
     for servers, volunteers, units in QUICK if quick else GRID:
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from colab_swarm.errors import SwarmError
 from colab_swarm.events import ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.joining import create, join
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.trust.authority import Allowlist
 
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_network(command: argparse.ArgumentParser) -> None:
-    """How the peer takes part in the network: the options of `PeerOptions`."""
+    """How the peer takes part in the network: the options of `NetworkOptions`."""
     add = command.add_argument
     add("--peer-name", default="", help="what others see")
     add("--port", type=int, default=0, help="to listen on; 0: a free one")
@@ -172,8 +172,8 @@ def _hours(text: str) -> float:
     return hours
 
 
-def _options(options: argparse.Namespace, *, relay: bool | RelayQuota = False) -> PeerOptions:
-    return PeerOptions(
+def _options(options: argparse.Namespace, *, relay: bool | RelayQuota = False) -> NetworkOptions:
+    return NetworkOptions(
         listen=not options.no_listen,
         port=options.port,
         announce=options.announce,
@@ -324,7 +324,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
-    from colab_swarm.training.settings import Budget
+    from colab_swarm.training.settings import TrafficBudget
 
     limited = options.gb_per_hour is not None or options.mbit_s is not None
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
@@ -344,7 +344,7 @@ def _train(options: argparse.Namespace) -> None:
             codec=options.codec,
             delayed=options.delayed,
             local_steps=options.local_steps,
-            budget=Budget(options.gb_per_hour, options.mbit_s) if limited else None,
+            budget=TrafficBudget(options.gb_per_hour, options.mbit_s) if limited else None,
         )
         tell("training", step=optimizer.global_step)
         for batch in batches:

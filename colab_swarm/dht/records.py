@@ -194,7 +194,7 @@ class Fetched(Message, frozen=True):
     hops: int
 
 
-class Store(Message, frozen=True):
+class StoreRecord(Message, frozen=True):
     """Hold these records; ``at`` is the sender's swarm time."""
 
     key: bytes

@@ -38,8 +38,8 @@ from colab_swarm.dht.records import (
     Inspector,
     Record,
     Storage,
-    Store,
     Stored,
+    StoreRecord,
     owner_of,
     write_record,
 )
@@ -245,7 +245,7 @@ class DHT:
         peers.serve(FindPeers, self._on_find_peers)
         peers.serve(FindValue, self._on_find_value)
         peers.serve(Fetch, self._on_fetch)
-        peers.serve(Store, self._on_store, role=Role.REDUCER)
+        peers.serve(StoreRecord, self._on_store, role=Role.REDUCER)
 
     # -- what users call
 
@@ -345,7 +345,7 @@ class DHT:
 
     async def stop(self) -> None:
         """End the background work and serve no more."""
-        for kind in (FindPeers, FindValue, Fetch, Store):
+        for kind in (FindPeers, FindValue, Fetch, StoreRecord):
             self._peers.unserve(kind)
         await asyncio.gather(*self.vanish(), return_exceptions=True)
 
@@ -418,7 +418,7 @@ class DHT:
         if contact.id == self._peers.id:
             taken.append(await self._put(self._storage, key, records))
             return ()
-        message = Store(key, records, self._peers.contact, self._peers.time())
+        message = StoreRecord(key, records, self._peers.contact, self._peers.time())
         answer = await self._searcher.call(contact, message, Stored)
         taken.append(answer.refusals)
         return answer.contacts
@@ -451,7 +451,7 @@ class DHT:
                 return answer
         return Fetched((), 0)
 
-    async def _on_store(self, caller: PeerId, message: Store) -> Stored:
+    async def _on_store(self, caller: PeerId, message: StoreRecord) -> Stored:
         contacts = self._nearest_for(caller, message.key, message.asker)
         self._note_skew(caller, message.at - self._peers.time())
         return Stored(await self._put(self._storage, message.key, message.records), contacts)

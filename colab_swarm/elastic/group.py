@@ -19,15 +19,22 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from colab_swarm.averaging.group import GatheringSettings, Group, Member, RoundRefused, Ticket, equal_shares
+from colab_swarm.averaging.group import (
+    Group,
+    GroupFormationSettings,
+    GroupMember,
+    RoundRefused,
+    Ticket,
+    equal_shares,
+)
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.dht.service import is_sound
-from colab_swarm.elastic.settings import ElasticSettings, Exchange, Piece, Receiver
+from colab_swarm.elastic.settings import ElasticSettings, Piece, PieceExchange, PieceReceiver
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import StateSharing, download_state
 
 READY = Piece(-1, 0)
@@ -43,7 +50,7 @@ class ElasticLink(Message, frozen=True):
 
 
 class PeerExchange:
-    """This peer's streams to the other members; an `Exchange`.
+    """This peer's streams to the other members; an `PieceExchange`.
 
     Args:
         members: in the order of their numbers.
@@ -60,7 +67,7 @@ class PeerExchange:
         events: EventLog,
         *,
         prefix: str,
-        members: Sequence[Member],
+        members: Sequence[GroupMember],
         timeout_s: float,
     ) -> None:
         self._peers, self._events = peers, events
@@ -69,7 +76,7 @@ class PeerExchange:
         self.me = self._opening.members.index(peers.id)
         self.members = len(members)
         self.lost: dict[int, str] = {}
-        self._receiver: Receiver | None = None
+        self._receiver: PieceReceiver | None = None
         self._begun, self._all_ready = asyncio.Event(), asyncio.Event()
         self._unready = {index for index in range(len(members)) if index != self.me}
         self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {
@@ -78,8 +85,8 @@ class PeerExchange:
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, receiver: Receiver) -> None:
-        """See `Exchange`."""
+    async def begin(self, receiver: PieceReceiver) -> None:
+        """See `PieceExchange`."""
         self._receiver = receiver
         self._begun.set()
         for index in self._queues:
@@ -167,13 +174,13 @@ class PeerExchange:
             self._lose(index, str(error))
 
     def send(self, piece: Piece, payload: Buffer) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         for index, queue in self._queues.items():
             if index not in self.lost:
                 queue.put_nowait((piece, payload))
 
     def drop(self, peer: int, reason: str) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         self._lose(peer, reason)
         if peer in self._streams:
             self._streams[peer].reset(reason)
@@ -194,7 +201,7 @@ class PeerExchange:
             self._all_ready.set()
 
     async def close(self) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         for queue in self._queues.values():
             queue.put_nowait(None)
         if self._tasks:
@@ -202,7 +209,7 @@ class PeerExchange:
         self.vanish()
 
     def vanish(self) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         for task in self._tasks:
             task.cancel()
 
@@ -219,7 +226,7 @@ MEETING_S = 20.0
 
 MAX_TERMS = 512
 
-GATHERING = GatheringSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
+GATHERING = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
 
 
 class WaitingRecord(Message, frozen=True):
@@ -237,11 +244,15 @@ class WaitingRecord(Message, frozen=True):
 class PeerGroup:
     """A way into a group of peers of a swarm; an `Entrance`."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: PeerServices) -> None:
         self._services = services
 
     async def enter(
-        self, settings: ElasticSettings, terms: str, replica: Replica, receive: Callable[[Exchange], Receiver]
+        self,
+        settings: ElasticSettings,
+        terms: str,
+        replica: Replica,
+        receive: Callable[[PieceExchange], PieceReceiver],
     ) -> PeerExchange:
         """See `Entrance`."""
         forming = _Forming(self._services, settings, terms, replica)
@@ -264,7 +275,9 @@ class PeerGroup:
 class _Forming:
     """The forming of one group, at one peer: serves it until all members are ready."""
 
-    def __init__(self, services: Services, settings: ElasticSettings, terms: str, replica: Replica) -> None:
+    def __init__(
+        self, services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
+    ) -> None:
         self._services, self._settings, self._terms = services, settings, terms
         self._record = WaitingRecord(services.peers.contact.addresses, terms)
         self._ticket = Ticket(
@@ -304,7 +317,7 @@ class _Forming:
         self._exchange.cancel()
         await self._tell(ttl_s=0.5)
 
-    def connect(self, members: Sequence[Member]) -> PeerExchange:
+    def connect(self, members: Sequence[GroupMember]) -> PeerExchange:
         """The exchange of the group."""
         services, settings = self._services, self._settings
         exchange = PeerExchange(
@@ -323,7 +336,7 @@ class _Forming:
 
     # --- meeting --------------------------------------------------------------------------------------------------
 
-    async def meet(self) -> Sequence[Member]:
+    async def meet(self) -> Sequence[GroupMember]:
         """The members, in the order of their numbers.
 
         Raises:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from colab_swarm.elastic.schedulers import Arrived, Scheduler, Standing
+from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepStatus
 from colab_swarm.tensors.codecs import Floats
 
 
@@ -75,7 +75,7 @@ class _Gradient:
         self.squares += float(np.dot(values, values))
 
 
-class Ledger:
+class GradientLedger:
     """The gradients of one peer's group; free of I/O.
 
     Arrays are kept, not copied: who hands them over must not change them.
@@ -161,12 +161,12 @@ class Ledger:
         """Whether one's own gradient is whole, so that the step may end."""
         return self._own_since is not None
 
-    def standing(self, now: float) -> Standing:
+    def standing(self, now: float) -> StepStatus:
         """How the open step stands."""
         own, oldest = self._gradient(self._me, self.step), self.step - self._scheduler.max_delay
         incomplete = {(peer, self.step) for peer in self._others if not self._complete(peer)}
         owed = incomplete | self._owed.keys()
-        return Standing(
+        return StepStatus(
             step=self.step,
             peers=self._peers,
             own_norm=math.sqrt(own.squares),

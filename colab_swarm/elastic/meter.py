@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colab_swarm.elastic.ledger import Closed
-from colab_swarm.elastic.schedulers import Facts
+from colab_swarm.elastic.schedulers import StepFacts
 from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95
@@ -72,11 +72,11 @@ class Moments:
         if count > 1:
             self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
 
-    def facts(self, gamma: float | None, crashed: int) -> Facts:
+    def facts(self, gamma: float | None, crashed: int) -> StepFacts:
         """For a scheduler's `bound`."""
         m = math.sqrt(max(recent.value for recent in self._squares))
         sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
-        return Facts(self._peers, m, sigma, gamma, crashed, largest)
+        return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Meter:
         """The root mean square distance of recent views: what B bounds."""
         return math.sqrt(self._measured.value)
 
-    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> Facts:
+    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
         """For a scheduler's `bound`."""
         return self._moments.facts(gamma, crashed)
 
@@ -283,6 +283,6 @@ class ExactMeter:
         """The root mean square distance of recent views, of the peer that is furthest off."""
         return math.sqrt(max(recent.value for recent in self._measured))
 
-    def facts(self, *, gamma: float | None = 0.0) -> Facts:
+    def facts(self, *, gamma: float | None = 0.0) -> StepFacts:
         """For a scheduler's `bound`."""
         return self._moments.facts(gamma, len(self._lost))

@@ -17,15 +17,15 @@ from colab_swarm.elastic.settings import (
     ElasticSettings,
     ElasticSnapshot,
     ElasticStep,
-    Entrance,
-    Exchange,
+    GroupTransport,
     Piece,
+    PieceExchange,
 )
-from colab_swarm.elastic.steps import Buckets, OwnBucket, Steps
+from colab_swarm.elastic.steps import Buckets, ElasticSteps, OwnBucket
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.markup import facts
-from colab_swarm.runtime import Runs
+from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
@@ -49,10 +49,10 @@ class ElasticOptimizer(Optimizer):
 
     def __init__(
         self,
-        runtime: Runs,
+        runtime: Runner,
         optimizer: Optimizer,
         settings: ElasticSettings,
-        entrance: Entrance,
+        entrance: GroupTransport,
         events: EventLog,
         pace: Callable[[float], float] | None = None,
     ) -> None:
@@ -77,11 +77,11 @@ class ElasticOptimizer(Optimizer):
             self._buckets.close()
             raise
 
-    async def _enter(self, entrance: Entrance, terms: str, sizes: list[int]) -> None:
+    async def _enter(self, entrance: GroupTransport, terms: str, sizes: list[int]) -> None:
         self._loop = asyncio.get_running_loop()
 
-        def receive(exchange: Exchange) -> Steps:
-            self._steps = Steps(exchange, self._settings, sizes)
+        def receive(exchange: PieceExchange) -> ElasticSteps:
+            self._steps = ElasticSteps(exchange, self._settings, sizes)
             return self._steps
 
         self._exchange = await entrance.enter(self._settings, terms, self._replica, receive)

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Exchange, Piece, Receiver
+from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Piece, PieceExchange, PieceReceiver
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
 from colab_swarm.runtime import Runtime
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.state import Manifest, Snapshot
+from colab_swarm.training.state import Snapshot, StateManifest
 
 HEADER = struct.Struct("<qqddq")
 """Step, bucket, squares, residual squares, and bytes of payload."""
@@ -62,7 +62,11 @@ class Ranks:
         self._events = events
 
     async def enter(
-        self, settings: ElasticSettings, terms: str, replica: Replica, receive: Callable[[Exchange], Receiver]
+        self,
+        settings: ElasticSettings,
+        terms: str,
+        replica: Replica,
+        receive: Callable[[PieceExchange], PieceReceiver],
     ) -> ProcessGroupExchange:
         """See `Entrance`."""
         try:
@@ -87,7 +91,7 @@ def _level(terms: str, replica: Replica, timeout: timedelta) -> None:
             f"ranks want to train differently: {sorted(set(told))}. Give all ranks the same settings"
         )
     own = replica.snapshot()
-    box: list[Manifest] = [own.manifest]
+    box: list[StateManifest] = [own.manifest]
     dist.broadcast_object_list(box, 0, group=words)
     blob = own.blob if dist.get_rank() == 0 else np.empty(box[0].size_bytes, np.uint8)
     dist.broadcast(torch.from_numpy(blob), 0, group=words)
@@ -96,7 +100,7 @@ def _level(terms: str, replica: Replica, timeout: timedelta) -> None:
 
 
 class ProcessGroupExchange:
-    """A rank's lines to the others; an `Exchange`. Every rank makes one at the same time.
+    """A rank's lines to the others; an `PieceExchange`. Every rank makes one at the same time.
 
     Args:
         largest_bytes: of a payload.
@@ -117,8 +121,8 @@ class ProcessGroupExchange:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    async def begin(self, receiver: Receiver) -> None:
-        """See `Exchange`."""
+    async def begin(self, receiver: PieceReceiver) -> None:
+        """See `PieceExchange`."""
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
         self._group = await asyncio.to_thread(dist.new_group, backend="gloo", timeout=PATIENCE)
         for rank in self._queues:
@@ -128,7 +132,7 @@ class ProcessGroupExchange:
                 self._threads.append(thread)
 
     def send(self, piece: Piece, payload: Buffer) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         frame, payload = np.zeros(self._frame_bytes, np.uint8), memoryview(payload).cast("B")
         fields = piece.step, piece.bucket, piece.squares, piece.residual_squares, len(payload)
         HEADER.pack_into(frame.data, 0, *fields)
@@ -138,11 +142,11 @@ class ProcessGroupExchange:
                 frames.put(torch.from_numpy(frame))
 
     def drop(self, peer: int, reason: str) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         self._lose(peer, reason)
 
     async def close(self) -> None:
-        """See `Exchange`. Waits for the other ranks' goodbye, too: gloo cannot be told to receive no more."""
+        """See `PieceExchange`. Waits for the other ranks' goodbye, too: gloo cannot be told to receive no more."""
         if not self._closed:
             self._closed = True
             self.send(GOODBYE, b"")
@@ -155,7 +159,7 @@ class ProcessGroupExchange:
                 del self._group
 
     def vanish(self) -> None:
-        """See `Exchange`."""
+        """See `PieceExchange`."""
         for frames in self._queues.values():
             frames.put(None)
 

@@ -30,7 +30,7 @@ from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
-class Facts:
+class StepFacts:
     """What is known of a run.
 
     Attributes:
@@ -92,7 +92,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StepStatus:
     """How step ``step`` stands at a peer that has its own gradient.
 
     Attributes:
@@ -142,13 +142,13 @@ class Scheduler(Protocol):
     def stand_in(self) -> bool:
         """Whether one's own gradient stands in for what is missing, until that arrives."""
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """Whether the step may end, and the next forward pass begin."""
 
-    def ask_again_s(self, standing: Standing) -> float | None:
+    def ask_again_s(self, standing: StepStatus) -> float | None:
         """In how many seconds time alone makes `may_go_on` true; None: only an arrival, or a loss, does."""
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """B, the elastic consistency constant; None: there is none for this codec."""
 
 
@@ -160,14 +160,14 @@ class Synchronous:
     max_delay = 0
     stand_in = False
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When everything arrived."""
         return not standing.overdue
 
-    def ask_again_s(self, standing: Standing) -> None:
+    def ask_again_s(self, standing: StepStatus) -> None:
         """Time changes nothing."""
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """0, but for codec and crashes."""
         return _with_codec(_faults(facts.crashed, facts), facts)
 
@@ -199,21 +199,21 @@ class NormBounded:
                 f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)"
             )
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When enough of every peer's gradient arrived."""
         return not standing.overdue and all(self._enough(one, standing) for one in standing.arrived)
 
-    def _enough(self, one: Arrived, standing: Standing) -> bool:
+    def _enough(self, one: Arrived, standing: StepStatus) -> bool:
         if one.complete or self.beta == 1:
             return one.complete
         if self.measure == "l0":
             return one.numel >= self.beta * standing.own_numel
         return one.norm >= self.beta * standing.own_norm
 
-    def ask_again_s(self, standing: Standing) -> None:
+    def ask_again_s(self, standing: StepStatus) -> None:
         """Time changes nothing."""
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """That of one step of delay, whatever beta below 1: a small part of a gradient may have a large norm."""
         own = 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
@@ -236,16 +236,16 @@ class VarianceBounded:
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When everything arrived, or the timeout is over."""
         return not standing.overdue and (standing.complete or standing.waited_s >= self.timeout_s)
 
-    def ask_again_s(self, standing: Standing) -> float | None:
+    def ask_again_s(self, standing: StepStatus) -> float | None:
         """When the timeout is over."""
         waits = not standing.overdue and not standing.complete and standing.waited_s < self.timeout_s
         return _left(self.timeout_s, standing) if waits else None
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """3 sigma."""
         own = variance_bounded(facts.sigma)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
@@ -273,14 +273,14 @@ class BoundedStaleness:
         """tau."""
         return self.tau
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When everything up to step t - tau arrived."""
         return not standing.overdue
 
-    def ask_again_s(self, standing: Standing) -> None:
+    def ask_again_s(self, standing: StepStatus) -> None:
         """Time changes nothing."""
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """(p - 1) tau M / p."""
         own = bounded_staleness(facts.peers, self.tau, facts.m)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
@@ -315,24 +315,24 @@ class CrashTolerant:
         """f: a gradient that is so late is not the only one missing, streams keep their order."""
         return self.f
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When everything arrived, or so little is missing after the timeout as is allowed."""
         return not standing.owed or (self._tolerable(standing) and standing.waited_s >= self.timeout_s)
 
-    def _tolerable(self, standing: Standing) -> bool:
+    def _tolerable(self, standing: StepStatus) -> bool:
         return not standing.overdue and standing.owed + standing.lost <= self.f
 
-    def ask_again_s(self, standing: Standing) -> float | None:
+    def ask_again_s(self, standing: StepStatus) -> float | None:
         """When the timeout is over."""
         waits = standing.owed and self._tolerable(standing) and standing.waited_s < self.timeout_s
         return _left(self.timeout_s, standing) if waits else None
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """f M / p."""
         return _with_codec(_faults(max(self.f, facts.crashed), facts), facts)
 
 
-def _left(timeout_s: float, standing: Standing) -> float:
+def _left(timeout_s: float, standing: StepStatus) -> float:
     return max(RESOLUTION_S, timeout_s - standing.waited_s)
 
 
@@ -341,11 +341,11 @@ def _check_timeout(timeout_s: float) -> None:
         raise ValueError(f"timeout_s={timeout_s} is no time: choose seconds, 0 or more")
 
 
-def _faults(f: int, facts: Facts) -> float:
+def _faults(f: int, facts: StepFacts) -> float:
     return faults(facts.peers, f, max(facts.m, facts.largest))
 
 
-def _with_codec(bound: float, facts: Facts) -> float | None:
+def _with_codec(bound: float, facts: StepFacts) -> float | None:
     if facts.gamma is None or facts.gamma >= 1:
         return None
     return bound + compression(facts.gamma, facts.m)
@@ -402,14 +402,14 @@ class AdaptiveBeta:
         off = (distance / self.max_inconsistency) ** 2 - MARGIN
         self._level = min(max(self._level + GAIN * off, 0.0), MOST)
 
-    def may_go_on(self, standing: Standing) -> bool:
+    def may_go_on(self, standing: StepStatus) -> bool:
         """When enough of every peer's gradient arrived, for the beta in force."""
         return self._now.may_go_on(standing)
 
-    def ask_again_s(self, standing: Standing) -> None:
+    def ask_again_s(self, standing: StepStatus) -> None:
         """Time changes nothing."""
 
-    def bound(self, facts: Facts) -> float | None:
+    def bound(self, facts: StepFacts) -> float | None:
         """That of one step of delay: beta is below 1, or was a few steps ago."""
         return NormBounded(0.0).bound(facts)
 

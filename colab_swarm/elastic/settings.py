@@ -150,7 +150,7 @@ class Piece(Message, frozen=True):
             raise ValueError(f"a bucket of squared norms {self.squares} and {self.residual_squares}")
 
 
-class Receiver(Protocol):
+class PieceReceiver(Protocol):
     """Whoever takes what the other members send. Called on the runtime's loop, and never raises."""
 
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
@@ -160,7 +160,7 @@ class Receiver(Protocol):
         """A member is gone, for good; called once."""
 
 
-class Exchange(Protocol):
+class PieceExchange(Protocol):
     """One member's lines to all others of its group. Used on the runtime's loop.
 
     Attributes:
@@ -171,7 +171,7 @@ class Exchange(Protocol):
     me: int
     members: int
 
-    async def begin(self, receiver: Receiver) -> None:
+    async def begin(self, receiver: PieceReceiver) -> None:
         """Return when all members are ready to receive.
 
         Raises:
@@ -191,12 +191,16 @@ class Exchange(Protocol):
         """End without a word, as a crash would."""
 
 
-class Entrance(Protocol):
+class GroupTransport(Protocol):
     """A way into a group."""
 
     async def enter(
-        self, settings: ElasticSettings, terms: str, replica: Replica, receive: Callable[[Exchange], Receiver]
-    ) -> Exchange:
+        self,
+        settings: ElasticSettings,
+        terms: str,
+        replica: Replica,
+        receive: Callable[[PieceExchange], PieceReceiver],
+    ) -> PieceExchange:
         """Find the others, take over the first member's parameters and optimizer state, and begin.
 
         Args:

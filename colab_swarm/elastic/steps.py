@@ -1,7 +1,7 @@
 """One member's steps, on the runtime's loop: what came is noted, and the scheduler asked whenever that changes.
 
-`Steps` is driven from two sides: the exchange tells what arrived and who is lost; the optimizer, on the user's thread,
-hands over its own buckets while backward goes on and then waits with `finish`.
+`ElasticSteps` is driven from two sides: the exchange tells what arrived and who is lost; the optimizer, on the user's
+thread, hands over its own buckets while backward goes on and then waits with `finish`.
 
 A model's gradients as one flat vector, cut into buckets that are full one by one while backward goes on.
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from colab_swarm.elastic.ledger import Closed, Ledger
+from colab_swarm.elastic.ledger import Closed, GradientLedger
 from colab_swarm.elastic.meter import Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta
-from colab_swarm.elastic.settings import ElasticSettings, ElasticStep, Exchange, Piece
+from colab_swarm.elastic.settings import ElasticSettings, ElasticStep, Piece, PieceExchange
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, all_finite
 
@@ -148,7 +148,7 @@ class OwnBucket:
     payload: Buffer
 
 
-class Steps:
+class ElasticSteps:
     """The steps of one member of a group.
 
     Attributes:
@@ -157,8 +157,8 @@ class Steps:
         finished: a step that has ended and waits to be applied.
     """
 
-    def __init__(self, exchange: Exchange, settings: ElasticSettings, sizes: list[int]) -> None:
-        self.ledger = Ledger(sizes, exchange.members, exchange.me, settings.scheduler)
+    def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
+        self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         self.meter = Meter(len(sizes), exchange.members)
         self.finished: tuple[Closed, ElasticStep] | None = None
         self._exchange, self._scheduler, self._sizes = exchange, settings.scheduler, sizes

@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 @dataclass(eq=False)
-class Waiting:
+class PendingCall:
     """A call: ``samples`` of ``key``, which take ``size_bytes`` of memory; ``arrived_at`` is a monotonic time."""
 
     key: Key
@@ -42,7 +42,7 @@ class Waiting:
     arrived_at: float
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=PendingCall)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.runtime import Gate
+from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
 
 
@@ -44,7 +44,7 @@ class ExpertServices:
     events: EventLog
     rng: random.Random
     run_id: str
-    gate: Gate = field(default_factory=Gate)
+    gate: PauseGate = field(default_factory=PauseGate)
 
 
 @dataclass(frozen=True)
@@ -301,20 +301,20 @@ async def until_free(call: Callable[[], Coroutine[Any, Any, Floats]]) -> Floats:
 
 
 @dataclass(frozen=True)
-class Group:
+class ExpertBatch:
     """The part of a batch that goes to one expert: ``rows`` are its samples, it is choice ``slots[i]`` of rows[i]."""
 
     info: ExpertInfo
     rows: Places
     slots: Places
 
-    def joined(self, other: Group) -> Group:
+    def joined(self, other: ExpertBatch) -> ExpertBatch:
         """This and more samples for the same expert."""
         rows = np.concatenate([self.rows, other.rows])
-        return Group(self.info, rows, np.concatenate([self.slots, other.slots]))
+        return ExpertBatch(self.info, rows, np.concatenate([self.slots, other.slots]))
 
 
-def group(chosen: Sequence[Sequence[ExpertInfo]], rows: Iterable[int]) -> list[Group]:
+def group(chosen: Sequence[Sequence[ExpertInfo]], rows: Iterable[int]) -> list[ExpertBatch]:
     """Group samples by expert; ``chosen[i]`` are the experts of sample ``rows[i]``, best first."""
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     infos: dict[str, ExpertInfo] = {}
@@ -323,12 +323,12 @@ def group(chosen: Sequence[Sequence[ExpertInfo]], rows: Iterable[int]) -> list[G
             places[info.uid].append((row, slot))
             infos[info.uid] = info
     return [
-        Group(infos[uid], *np.asarray(found, np.intp).T.copy()) for uid, found in places.items()
+        ExpertBatch(infos[uid], *np.asarray(found, np.intp).T.copy()) for uid, found in places.items()
     ]  # transposed: one array of rows, one of slots
 
 
 async def wait_for_answers(
-    tasks: Mapping[asyncio.Task[Floats], Group], needed: Places, grace_s: float
+    tasks: Mapping[asyncio.Task[Floats], ExpertBatch], needed: Places, grace_s: float
 ) -> set[asyncio.Task[Floats]]:
     """Wait until every sample has the answers it needs or can get none any more, then ``grace_s`` for the rest.
 
@@ -362,7 +362,7 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Answers(torch.autograd.Function):
+class ExpertAnswers(torch.autograd.Function):
     """Values that came from elsewhere, as a function of the inputs: backward asks where they came from."""
 
     @staticmethod
@@ -390,7 +390,7 @@ def through(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]
     """
     if torch.is_grad_enabled() and not inputs.requires_grad:
         inputs = inputs.detach().requires_grad_()
-    answer: Tensor = Answers.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
+    answer: Tensor = ExpertAnswers.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
     return answer
 
 

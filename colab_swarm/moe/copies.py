@@ -29,13 +29,13 @@ from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.holders import (
     FETCHED_AT_ONCE,
     HolderRecord,
-    Holders,
+    ReplicaService,
     SaveKept,
     SettleSave,
     fetch_pieces,
     give_save,
 )
-from colab_swarm.moe.saves import DIGEST_BYTES, MAX_STEP, SAVES_OF_ONE, Manifest, SavedExpert, cut_digests
+from colab_swarm.moe.saves import DIGEST_BYTES, MAX_STEP, SAVES_OF_ONE, SavedExpert, SaveManifest, cut_digests
 from colab_swarm.net.peers import Contact, Message, PeerId, short
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Kept:
 class Copies:
     """Saves this peer's experts and finds saves of any."""
 
-    def __init__(self, services: ExpertServices, holders: Holders, *, copies: int) -> None:
+    def __init__(self, services: ExpertServices, holders: ReplicaService, *, copies: int) -> None:
         """``copies``: at so many other peers, if there are as many; at most `MAX_HOLDERS`."""
         self.kept: dict[str, Kept] = {}
         self._safe: dict[str, SavePlace] = {}  # the last save that was
@@ -268,7 +268,7 @@ class Copies:
             StateError: it is not what the claim says, larger than ``limit_bytes``, or cannot be had whole.
         """
         head, holders = await self._probe(uid, claim)
-        manifest = Manifest.decode(head)
+        manifest = SaveManifest.decode(head)
         if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         fetch = _Fetch(manifest)
@@ -325,7 +325,7 @@ class Copies:
 class _Fetch:
     """Chunks still to come; ``queue`` are those that nobody is asked for."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: SaveManifest) -> None:
         self.blob: NDArray[np.uint8] = np.zeros(manifest.size_bytes, np.uint8)
         self._spans: dict[bytes, list[slice]] = {}
         for chunk, digest in enumerate(cut_digests(manifest.digests)):

@@ -24,11 +24,11 @@ from colab_swarm.moe.records import (
     CLAIMED,
     Bans,
     BanSettings,
-    Branch,
+    ExpertPlace,
+    GridBranch,
     Holding,
     Listing,
-    Place,
-    Row,
+    RecordRow,
     by_page,
     holdings,
     is_row,
@@ -183,7 +183,7 @@ class Directory:
         self._loop = asyncio.get_running_loop()
         self._bans = Bans(settings.bans)
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
-        self._mine: dict[Grid, dict[Index, Place]] = {}
+        self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._told: set[str] = set()  # keys under which a record of ours is
         self._hosts: dict[str, PeerId] = {}  # whom `find` and `best` named last
         self._seen: dict[Grid, set[str]] = {}  # all experts ever
@@ -204,7 +204,7 @@ class Directory:
         for uid, (shape, step) in experts.items():
             index = grid.index(uid)
             claimed_ms = mine[index].claimed_ms if index in mine else self._now_ms()
-            mine[index] = Place(position(grid, index), claimed_ms, step, shape)
+            mine[index] = ExpertPlace(position(grid, index), claimed_ms, step, shape)
         await self._tell(grid, mine)
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
@@ -228,7 +228,7 @@ class Directory:
             uids = [grid.uid(index) for index in chosen]
             mine, began = self._mine.setdefault(grid, {}), self._loop.time()
             mine.update(
-                {index: Place(position(grid, index), self._now_ms(), CLAIMED, ()) for index in chosen}
+                {index: ExpertPlace(position(grid, index), self._now_ms(), CLAIMED, ()) for index in chosen}
             )
             await self._tell(grid, chosen)
             await asyncio.sleep(max(self.settings.settle_s, 2 * (self._loop.time() - began)))
@@ -288,7 +288,7 @@ class Directory:
     async def _tell_of(self, grid: Grid, shelf: Index) -> None:
         """Store what this peer has to say of a shelf or a shorter prefix; that it is nothing, if it was more before."""
         pages = await self._pages(grid, shelf)
-        nothing = Row((), ()) if is_row(grid, shelf) else Branch(())
+        nothing = RecordRow((), ()) if is_row(grid, shelf) else GridBranch(())
         stores = []
         for page, key in enumerate(keys(self._run_id, grid, shelf)):
             if page in pages or key in self._told:
@@ -304,11 +304,11 @@ class Directory:
         if not is_row(grid, shelf):
             served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
             needed = by_page(await self._unwitnessed(grid, shelf, served))
-            return {page: Branch(tuple(indices)) for page, indices in needed.items()}
+            return {page: GridBranch(tuple(indices)) for page, indices in needed.items()}
         places = {place.index: place for i, place in mine.items() if shelf_of(grid, i[:depth]) == shelf}
         addresses = short_addresses(self._peers.contact)
         return {
-            page: Row(addresses, tuple(places[index] for index in indices))
+            page: RecordRow(addresses, tuple(places[index] for index in indices))
             for page, indices in by_page(places).items()
         }
 

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
-from colab_swarm.moe.batching import Waiting
+from colab_swarm.moe.batching import PendingCall
 from colab_swarm.moe.calls import encoded, spans
 from colab_swarm.net.peers import Refusal
 from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
@@ -264,7 +264,7 @@ Answer: TypeAlias = list[Buffer]
 
 
 @dataclass(eq=False)
-class Call(Waiting):
+class Call(PendingCall):
     """A call with what it brought, encoded, and the future that its handler awaits on the loop."""
 
     codec: Codec

@@ -20,9 +20,9 @@ from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.saves import (
     DIGEST_BYTES,
     MAX_CHUNKS,
-    Manifest,
+    ReplicaStore,
     SavedExpert,
-    Shelf,
+    SaveManifest,
     cut_digests,
     digest_of,
     save_of,
@@ -94,11 +94,11 @@ class FetchPieces(Message, frozen=True):
             raise ValueError("too many chunks, or none that there could be")
 
 
-class Holders:
+class ReplicaService:
     """Keeps saves for others, and finds others that keep ours. One for each peer."""
 
     def __init__(
-        self, services: ExpertServices, shelf: Shelf, settings: KeepingSettings = KeepingSettings()
+        self, services: ExpertServices, shelf: ReplicaStore, settings: KeepingSettings = KeepingSettings()
     ) -> None:
         """Serves from now on; `start` tells others so."""
         self.settings, self.shelf = settings, shelf
@@ -134,7 +134,7 @@ class Holders:
     async def _take(self, opening: KeepSave, stream: Stream) -> None:
         try:
             head = await self._receive(stream, opening.manifest)
-            save = save_of(manifest := Manifest.decode(head), stream.peer, at=self._peers.time())
+            save = save_of(manifest := SaveManifest.decode(head), stream.peer, at=self._peers.time())
             with self.shelf.receiving(save):
                 await asyncio.to_thread(self.shelf.chunks.put, head)
                 await self._take_pieces(manifest, stream)
@@ -144,7 +144,7 @@ class Holders:
         await stream.send(SaveKept())
         await stream.end()
 
-    async def _take_pieces(self, manifest: Manifest, stream: Stream) -> None:
+    async def _take_pieces(self, manifest: SaveManifest, stream: Stream) -> None:
         digests, chunks = cut_digests(manifest.digests), self.shelf.chunks
         places = {digest: place for place, digest in reversed([*enumerate(digests)]) if digest not in chunks}
         lacked = sorted(places.values())
@@ -239,7 +239,7 @@ async def give_save(peers: Peers, holder: PeerId, saved: SavedExpert, *, timeout
     return sent_bytes
 
 
-def _checked(places: Sequence[int], manifest: Manifest) -> Sequence[int]:
+def _checked(places: Sequence[int], manifest: SaveManifest) -> Sequence[int]:
     chunks = len(manifest.digests) // DIGEST_BYTES
     if len(places) > MAX_CHUNKS or any(not 0 <= place < chunks for place in places):
         raise PeerError("the holder asks for chunks that there are not")

@@ -22,13 +22,13 @@ from colab_swarm.moe.expert import ANY_LENGTH, ExpertRule
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.hosting import (
     USUAL_LENGTH,
+    ExpertHosting,
     ExpertKind,
     Footprint,
-    Hosting,
+    HostingPlan,
+    HostResources,
     HostSettings,
     Model,
-    Premises,
-    Wanted,
     experts_that_fit,
     explain,
     free_bytes,
@@ -37,7 +37,7 @@ from colab_swarm.moe.hosting import (
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
 from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
-from colab_swarm.runtime import Runs
+from colab_swarm.runtime import Runner
 
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)
 
@@ -55,7 +55,7 @@ class HostPlan:
     """What to host: see `plan_host`. ``arithmetic`` says in a sentence how many experts and why."""
 
     kind: ExpertKind
-    wanted: Wanted
+    wanted: HostingPlan
     model: Model
     arithmetic: str
 
@@ -101,11 +101,11 @@ def plan_host(
     kind = ExpertKind(grid, make_expert, rule, shape)
     if uids is not None:
         names = tuple(dict.fromkeys(uids))
-        return HostPlan(kind, Wanted(len(names), len(names), names), model, why)
+        return HostPlan(kind, HostingPlan(len(names), len(names), names), model, why)
     number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
     capacity = max(number, min(number + spare, fit))
     told = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
-    return HostPlan(kind, Wanted(number, capacity), model, told)
+    return HostPlan(kind, HostingPlan(number, capacity), model, told)
 
 
 def _fitting(footprint: Footprint, shape: Sequence[int], limits: BatchLimits) -> tuple[int, str]:
@@ -172,8 +172,8 @@ class ExpertHost:
 
     def __init__(
         self,
-        runtime: Runs,
-        premises: Premises,
+        runtime: Runner,
+        premises: HostResources,
         plan: HostPlan,
         settings: HostSettings,
         show: Callable[[ExpertHost], Any],
@@ -182,7 +182,7 @@ class ExpertHost:
         self.grid, self.arithmetic = plan.kind.grid, plan.arithmetic
         self.stopped = False
         self._runtime, self._premises, self._show = runtime, premises, show
-        self._hosting = Hosting(premises, plan.kind, plan.wanted, plan.model, settings)
+        self._hosting = ExpertHosting(premises, plan.kind, plan.wanted, plan.model, settings)
         runtime.call(self._hosting.start())
 
     @property
@@ -317,13 +317,13 @@ class SwarmExperts:
 
     def __init__(
         self,
-        runtime: Runs,
+        runtime: Runner,
         services: ExpertServices,
         show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
     ) -> None:
         self._runtime, self._services, self._show = runtime, services, show
         self._directory = runtime.call(self._make_directory())
-        self._premises: Premises | None = None
+        self._premises: HostResources | None = None
         self._folder: Path | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
@@ -419,7 +419,7 @@ class SwarmExperts:
         calls = ExpertCalls(self._services.peers, codec=codec, timeout_s=timeout_s)
         return ExpertAccess(self._runtime.call, self._directory, calls, timeout_s)
 
-    def _open(self, folder: Path | None) -> Premises:
+    def _open(self, folder: Path | None) -> HostResources:
         """What all hosts here share, in the folder of the first."""
         if self._premises is None:
             if folder is None:
@@ -438,5 +438,5 @@ class SwarmExperts:
     async def _make_directory(self) -> Directory:
         return Directory(self._services)
 
-    async def _make_premises(self, folder: Path) -> Premises:
-        return Premises.open(self._services, self._directory, folder)
+    async def _make_premises(self, folder: Path) -> HostResources:
+        return HostResources.open(self._services, self._directory, folder)

@@ -34,8 +34,8 @@ from colab_swarm.moe.copies import MAX_HOLDERS, Claim, Copies
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, Expert, ExpertRule
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.holders import HolderRecord, Holders, KeepingSettings
-from colab_swarm.moe.saves import Shelf, check_fit, cut, freeze, thaw
+from colab_swarm.moe.holders import HolderRecord, KeepingSettings, ReplicaService
+from colab_swarm.moe.saves import ReplicaStore, check_fit, cut, freeze, thaw
 from colab_swarm.moe.server import ExpertServer, ExpertStatistics, ServerSettings
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.device import accelerator
@@ -208,7 +208,7 @@ REST = 3
 
 
 @dataclass(frozen=True)
-class PremisesSettings:
+class ReplicaSettings:
     """Of the server that all experts of a peer share, and of the saves that it keeps."""
 
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -216,13 +216,13 @@ class PremisesSettings:
 
 
 @dataclass(frozen=True)
-class Premises:
+class HostResources:
     """What all hosts of one peer share: one accelerator, one disk."""
 
     services: ExpertServices
     directory: Directory
     server: ExpertServer
-    holders: Holders
+    holders: ReplicaService
 
     @classmethod
     def open(
@@ -230,12 +230,12 @@ class Premises:
         services: ExpertServices,
         directory: Directory,
         folder: Path,
-        settings: PremisesSettings = PremisesSettings(),
-    ) -> Premises:
+        settings: ReplicaSettings = ReplicaSettings(),
+    ) -> HostResources:
         """Make them, on the event loop; saves lie in ``folder``, which belongs to this process."""
-        shelf = Shelf(folder, me=services.peers.id, quota_bytes=settings.keeping.quota_bytes)
+        shelf = ReplicaStore(folder, me=services.peers.id, quota_bytes=settings.keeping.quota_bytes)
         server = ExpertServer(services.peers, services.events, settings.server, services.gate)
-        return cls(services, directory, server, Holders(services, shelf, settings.keeping))
+        return cls(services, directory, server, ReplicaService(services, shelf, settings.keeping))
 
     async def close(self) -> None:
         """Serve and keep nothing any more."""
@@ -279,7 +279,7 @@ class HostSettings:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostingPlan:
     """Which experts: ``count`` of them, of ``uids`` if given, and up to ``capacity`` after others died."""
 
     count: int
@@ -287,7 +287,7 @@ class Wanted:
     uids: tuple[str, ...] | None = None
 
 
-class Hosting:
+class ExpertHosting:
     """The experts of one kind on this peer; made and used on the event loop.
 
     Attributes:
@@ -296,7 +296,12 @@ class Hosting:
     """
 
     def __init__(
-        self, premises: Premises, kind: ExpertKind, wanted: Wanted, model: Model, settings: HostSettings
+        self,
+        premises: HostResources,
+        kind: ExpertKind,
+        wanted: HostingPlan,
+        model: Model,
+        settings: HostSettings,
     ) -> None:
         """``model``: an expert as all of this kind are built; what is loaded must be built like it."""
         self.experts: dict[str, Expert] = {}

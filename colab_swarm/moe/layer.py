@@ -32,9 +32,9 @@ from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
     ExpertAccess,
+    ExpertBatch,
     ExpertInfo,
     Flags,
-    Group,
     Places,
     as_floats,
     end,
@@ -401,7 +401,7 @@ class _Batch:
         self.answered_BK: Flags = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ExpertBatch] = {}
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
@@ -429,7 +429,7 @@ class _Batch:
             logger.warning("no experts of %s found in %g s", self._grid, self._access.timeout_s)
             return [[] for _ in scores[0]]
 
-    async def _ask(self, groups: list[Group], rows: Places) -> None:
+    async def _ask(self, groups: list[ExpertBatch], rows: Places) -> None:
         access, settings = self._access, self._settings
         tasks = {
             asyncio.create_task(access.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
@@ -487,9 +487,9 @@ class _Batch:
                 grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
         return grads_BS, lost
 
-    def _kept(self, one: Group) -> Group:
+    def _kept(self, one: ExpertBatch) -> ExpertBatch:
         kept = self.answered_BK[one.rows, one.slots]
-        return Group(one.info, one.rows[kept], one.slots[kept])
+        return ExpertBatch(one.info, one.rows[kept], one.slots[kept])
 
     def experts(self) -> tuple[Places, list[str]]:
         """Which expert is in which place, as an index into the names that follow; one too large: nobody."""

@@ -9,7 +9,7 @@ keys; of shorter ones, as many as fit in a page share a key, so that a search as
 called by its first row.
 
 A peer that wants to host what nobody does says so by a place without updates (`CLAIMED`). Of several hosts of one place
-it belongs to who claimed first; see `Place.claim`.
+it belongs to who claimed first; see `ExpertPlace.claim`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
-class Place(Message, frozen=True):
+class ExpertPlace(Message, frozen=True):
     """One expert on a shelf.
 
     Attributes:
@@ -131,20 +131,20 @@ class Place(Message, frozen=True):
     shape: Shape
 
 
-class Row(Message, frozen=True):
+class RecordRow(Message, frozen=True):
     """A host's experts on a shelf, and where the host can be dialled."""
 
     addresses: tuple[str, ...]
-    places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=PAGE)]
+    places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
 
 
-class Branch(Message, frozen=True):
+class GridBranch(Message, frozen=True):
     """Next indices under a shorter prefix that lead to experts of this host."""
 
     indices: Annotated[tuple[NextIndex, ...], msgspec.Meta(max_length=PAGE)]
 
 
-R = TypeVar("R", Row, Branch)
+R = TypeVar("R", RecordRow, GridBranch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Holding:
     index: int
     until: float
     uid: str
-    place: Place | None = None
+    place: ExpertPlace | None = None
 
     @property
     def served(self) -> bool:
@@ -254,15 +254,15 @@ def holdings(
     """
     told: dict[PeerId, list[Holding]] = {}
     for subkey, record in found.items():
-        said = _decode(record.value, Row) if is_row(grid, shelf) else _decode(record.value, Branch)
-        contact = Contact(PeerId(subkey), said.addresses if isinstance(said, Row) else ())
+        said = _decode(record.value, RecordRow) if is_row(grid, shelf) else _decode(record.value, GridBranch)
+        contact = Contact(PeerId(subkey), said.addresses if isinstance(said, RecordRow) else ())
         if said is None or record.owner != subkey or not is_sound(contact):
             continue
         until = now + record.expires_at - swarm_time
-        places = said.places if isinstance(said, Row) else ()
+        places = said.places if isinstance(said, RecordRow) else ()
         words = (
             [(place.index, place) for place in places]
-            if isinstance(said, Row)
+            if isinstance(said, RecordRow)
             else [(i, None) for i in said.indices]
         )
         told[contact.id] = [

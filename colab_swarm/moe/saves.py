@@ -148,7 +148,7 @@ class Save(msgspec.Struct, frozen=True):
         return frozenset(cut_digests(self.pieces))
 
 
-class Shelf:
+class ReplicaStore:
     """The saves on this peer's disk: its own, and those it keeps for others within a quota.
 
     Used on one thread; its `chunks` on any.
@@ -298,7 +298,7 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * KINDS[self.kind][1]
 
 
-class Manifest(Message, frozen=True):
+class SaveManifest(Message, frozen=True):
     """What a saved state is made of.
 
     Attributes:
@@ -324,7 +324,7 @@ class Manifest(Message, frozen=True):
             raise ValueError("a manifest's uid or step is out of range")
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> Manifest:
+    def decode(cls, data: bytes | memoryview) -> SaveManifest:
         """Read a manifest's chunk.
 
         Raises:
@@ -353,7 +353,7 @@ class FrozenState:
 class SavedExpert:
     """A state cut into chunks."""
 
-    manifest: Manifest
+    manifest: SaveManifest
     blob: NDArray[np.uint8]
 
     @cached_property
@@ -375,7 +375,7 @@ class SavedExpert:
         return save_of(self.manifest, owner, at=at)
 
 
-def save_of(manifest: Manifest, owner: bytes, *, at: float) -> Save:
+def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
     """What a shelf notes of a save with this manifest."""
     head = msgspec.msgpack.encode(manifest)
     pieces = digest_of(head) + manifest.digests
@@ -413,7 +413,7 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
     view = memoryview(frozen.blob.data)
     digests = b"".join(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
     saved = SavedExpert(
-        Manifest(uid, step, frozen.skeleton, frozen.tensors, size_bytes, digests), frozen.blob
+        SaveManifest(uid, step, frozen.skeleton, frozen.tensors, size_bytes, digests), frozen.blob
     )
     if len(saved.head) > MAX_PAYLOAD_BYTES:
         raise StateError(f"{uid} has a state of too many parts to be shared: {len(frozen.tensors):,} tensors")

@@ -23,11 +23,11 @@ import numpy as np
 
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.batching import Batching, BatchLimits, Key, Waiting
+from colab_swarm.moe.batching import Batching, BatchLimits, Key, PendingCall
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, spans
 from colab_swarm.moe.expert import ANY_LENGTH, Answer, Call, Expert, compute
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
-from colab_swarm.runtime import Gate
+from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.tensors.device import DeviceThread
 
@@ -56,7 +56,7 @@ class ExpertStatistics:
     p99_s: float | None
 
 
-class Tally:
+class ExpertTally:
     """Counts what one expert answered."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Tally:
         self._calls = self._batches = 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
 
-    def add(self, batch: Sequence[Waiting], now: float) -> None:
+    def add(self, batch: Sequence[PendingCall], now: float) -> None:
         """Calls were answered together; ``now`` on the clock of their arrival."""
         self._batches += bool(batch)
         self._calls += len(batch)
@@ -123,13 +123,13 @@ class ExpertServer:
         peers: Peers,
         events: EventLog,
         settings: ServerSettings = ServerSettings(),
-        gate: Gate | None = None,
+        gate: PauseGate | None = None,
     ) -> None:
         self._peers, self._events, self._settings = peers, events, settings
-        self._gate = gate or Gate()
+        self._gate = gate or PauseGate()
         self._device = DeviceThread()
         self._experts: dict[str, Expert] = {}
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, ExpertTally] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching: Batching[Call] = Batching(settings.limits)
         peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
@@ -147,7 +147,7 @@ class ExpertServer:
         if expert.uid in self._experts:
             raise ValueError(f"{expert.uid} is served already: remove it first")
         self._experts[expert.uid] = expert
-        self._tallies[expert.uid] = Tally()
+        self._tallies[expert.uid] = ExpertTally()
 
     def remove(self, uid: str) -> Expert:
         """Answer no more calls of this expert; those that wait are refused.

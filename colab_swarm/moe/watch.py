@@ -16,7 +16,7 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.runtime import Runs
+from colab_swarm.runtime import Runner
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ class ExpertsWatch:
 
     def __init__(
         self,
-        runtime: Runs,
+        runtime: Runner,
         services: ExpertServices,
         directory: Directory,
         grid: Grid,
         served: Callable[[], Statistics],
     ) -> None:
         self._runtime, self._peers, self._directory = runtime, services.peers, directory
-        self._served, self._rates = served, Rates()
+        self._served, self._rates = served, ExpertRates()
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
         self._missed: set[str] = set()  # by the last listing, for they were left out
@@ -291,7 +291,7 @@ class _Reading:
     told: Statistics
 
 
-class Rates:
+class ExpertRates:
     """Turns counters into rates. Pure; ``now`` is monotonic seconds."""
 
     def __init__(self) -> None:

@@ -100,12 +100,12 @@ minute.
 
 In a local network swarms announce themselves by multicast DNS (`colab_swarm.net.lan`): the run's id, who
 announces it, and where. Nothing of that is trusted before the handshake. `cs.join()` without an invitation
-lists them. Where no machine is reachable at all, `cs.PeerOptions(tunnel="ngrok")` makes one of a notebook;
+lists them. Where no machine is reachable at all, `cs.NetworkOptions(tunnel="ngrok")` makes one of a notebook;
 its free plan carries 1 GB a month, and you are warned before that is used up.
 
 ## How to use it
 
-    cs.join(invitation, options=cs.PeerOptions(port=4500, tunnel="cloudflared", upload_mbit_s=20))
+    cs.join(invitation, options=cs.NetworkOptions(port=4500, tunnel="cloudflared", upload_mbit_s=20))
     swarm.reachability.explain()
 
     colab-swarm relay INVITATION --gb 50 --mbit-s 20

@@ -28,13 +28,13 @@ _LOCAL = [
 ]
 
 
-class Circuit(NamedTuple):
+class CircuitAddress(NamedTuple):
     """A way to a peer through a relay: the relay, with the one address to dial it at."""
 
     relay: Contact
 
     @classmethod
-    def parse(cls, address: str) -> Circuit | None:
+    def parse(cls, address: str) -> CircuitAddress | None:
         """The circuit that an address names; None if it names none."""
         entry, found, relay = address.partition(CIRCUIT)
         if not (found and _ADDRESS.fullmatch(entry) and _ID.fullmatch(relay)):
@@ -52,7 +52,7 @@ def is_address(text: str) -> bool:
     """
     if len(text) > MAX_ADDRESS_CHARS:
         return False
-    return _ADDRESS.fullmatch(text) is not None or Circuit.parse(text) is not None
+    return _ADDRESS.fullmatch(text) is not None or CircuitAddress.parse(text) is not None
 
 
 def host_of(address: str) -> str:
@@ -101,7 +101,7 @@ def may_dial_back(address: str, seen: str) -> bool:
         address: what the peer says of itself.
         seen: its IP address as we see it; "" behind a relay or a tunnel, where nothing may be dialled.
     """
-    return is_address(address) and Circuit.parse(address) is None and same_host(host_of(address), seen)
+    return is_address(address) and CircuitAddress.parse(address) is None and same_host(host_of(address), seen)
 
 
 def only_local(contacts: Iterable[Contact]) -> bool:

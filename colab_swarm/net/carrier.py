@@ -63,7 +63,7 @@ class RateMeter:
 HostPort = tuple[str, int]
 
 
-class Way(StrEnum):
+class LinkType(StrEnum):
     """How a link reaches the other end."""
 
     DIRECT = "direct"
@@ -84,7 +84,7 @@ class Path:
         caller_host: IP address at which the relay says it sees the caller, empty if it does not say.
     """
 
-    way: Way = Way.DIRECT
+    way: LinkType = LinkType.DIRECT
     relay: PeerId | None = None
     local: HostPort | None = None
     remote: HostPort | None = None
@@ -94,7 +94,7 @@ class Path:
     @property
     def seen_host(self) -> str:
         """IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
-        hidden = self.remote is None or self.way in (Way.RELAYED, Way.TUNNEL)
+        hidden = self.remote is None or self.way in (LinkType.RELAYED, LinkType.TUNNEL)
         return "" if hidden or self.remote is None else self.remote[0]
 
     def __str__(self) -> str:

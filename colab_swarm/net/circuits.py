@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
-from colab_swarm.net.addresses import Circuit, host_of, is_local, is_loopback
-from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
+from colab_swarm.net.addresses import CircuitAddress, host_of, is_local, is_loopback
+from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Refusal, Role, short
 from colab_swarm.net.relay import (
-    Accepted,
+    CircuitAccepted,
     CircuitOffer,
     CircuitTicket,
     OpenCircuit,
@@ -44,7 +44,7 @@ NEARER = 0.7
 
 
 @dataclass(frozen=True)
-class Place:
+class Reservation:
     """A place at a relay until loop time ``until``; ``addresses`` are how others reach this peer through it."""
 
     addresses: tuple[str, ...]
@@ -83,7 +83,7 @@ class Circuits:
         self._keeping: asyncio.Task[None] | None = None
         self._seen_at: dict[PeerId, HostPort] = {}
         self._accepting: list[PeerId] = []
-        self.places: dict[PeerId, Place] = {}
+        self.places: dict[PeerId, Reservation] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         self._stop_listening = node.on_lost(self._on_lost)
@@ -159,14 +159,16 @@ class Circuits:
         """
         path = self._node.path_to(relay)
         known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
-        direct = [address for address in dict.fromkeys(known) if address and Circuit.parse(address) is None]
+        direct = [
+            address for address in dict.fromkeys(known) if address and CircuitAddress.parse(address) is None
+        ]
         if not direct:
             raise PeerUnreachable(f"no address of relay {short(relay)} is known")
         return direct
 
     # --- being reached --------------------------------------------------------------------------------------
 
-    async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Accepted:
+    async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> CircuitAccepted:
         try:
             self._node.linker.require_room()
         except PeerLost as error:
@@ -176,10 +178,10 @@ class Circuits:
         self._accepting.append(relay)
         accepting = self._node.linker.spawn(self._accept(relay, offer))
         accepting.add_done_callback(lambda _: self._accepting.remove(relay))
-        return Accepted()
+        return CircuitAccepted()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
-        path = Path(Way.RELAYED, relay=relay, caller_host=offer.seen_host)
+        path = Path(LinkType.RELAYED, relay=relay, caller_host=offer.seen_host)
         try:
             await self._node.linker.greet(
                 lambda receiver: self._show(relay, offer.token, receiver), expected=None, path=path
@@ -248,10 +250,10 @@ class Circuits:
         theirs = sorted(entries, key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))[
             :ENTRIES
         ]
-        addresses = tuple(str(Circuit(Contact(relay, (entry,)))) for entry in theirs)
+        addresses = tuple(str(CircuitAddress(Contact(relay, (entry,)))) for entry in theirs)
         before = self.addresses
         self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
-        self.places[relay] = Place(addresses, self._loop.time() + reserved.seconds)
+        self.places[relay] = Reservation(addresses, self._loop.time() + reserved.seconds)
         if self.addresses != before:
             self._on_change()
 

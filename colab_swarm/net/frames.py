@@ -24,7 +24,7 @@ HEADER = struct.Struct("<QII")
 ALIGNMENT = 16
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame says; the id names the call or the stream."""
 
     CALL = 1  # message: Opening
@@ -41,13 +41,13 @@ class Kind(enum.IntEnum):
     LEAVING = 12  # no new calls or streams; the link closes when the present ones are done
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
     """One decoded frame; both parts are slices of the packet's own memory."""
 
-    kind: Kind
+    kind: FrameKind
     id: int
     message: memoryview
     payload: memoryview
@@ -130,14 +130,16 @@ class FrameReader:
         return [Frame(kind, id, whole[message_at:], whole[HEADER.size : message_at])]
 
 
-def _read_header(view: memoryview, at: int) -> tuple[Kind, int, int, int]:
+def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
     if len(view) - at < HEADER.size:
         raise ProtocolError("a frame header is truncated")
     id, payload_bytes, packed = HEADER.unpack_from(view, at)
     kind, message_bytes = _KINDS.get(packed & 0xFF), packed >> 8
     if kind is None:
         raise ProtocolError(f"unknown frame kind {packed & 0xFF}")
-    if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > (MAX_PAYLOAD_BYTES if kind is Kind.ITEM else 0):
+    if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > (
+        MAX_PAYLOAD_BYTES if kind is FrameKind.ITEM else 0
+    ):
         raise ProtocolError(
             f"oversized {kind.name} frame: message {message_bytes}, payload {payload_bytes} bytes"
         )

@@ -19,7 +19,7 @@ from colab_swarm.net.peers import Contact, short
 from colab_swarm.net.websocket import WebSocket, accept
 
 
-class Greeter:
+class HandshakeProtocol:
     """Receives for a connection until the peer is introduced; then ``make_link`` makes what receives.
 
     The link has to be there before the next message, which may lie in the same buffer as the last of the
@@ -161,7 +161,7 @@ async def try_to_dial(
 
 async def introduce(
     connect: Callable[[], Awaitable[WebSocket]],
-    greeter: Greeter,
+    greeter: HandshakeProtocol,
     *,
     timeout_s: float,
     name: str,
@@ -223,7 +223,7 @@ class Listener:
 
     def __init__(
         self,
-        greet: Callable[[web.BaseRequest], Greeter],
+        greet: Callable[[web.BaseRequest], HandshakeProtocol],
         *,
         scratch: memoryview,
         timeout_s: float,
@@ -298,7 +298,7 @@ class Listener:
         await websocket.wait_closed()
         return response
 
-    async def _shake_hands(self, greeter: Greeter, websocket: WebSocket, first: bytes) -> None:
+    async def _shake_hands(self, greeter: HandshakeProtocol, websocket: WebSocket, first: bytes) -> None:
         if self._greeting >= self._max_fresh:
             websocket.close("too many handshakes at once")
             return

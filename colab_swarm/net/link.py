@@ -17,7 +17,7 @@ import msgspec
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Remote, Traffic
-from colab_swarm.net.frames import Frame, Kind
+from colab_swarm.net.frames import Frame, FrameKind
 from colab_swarm.net.mux import Failure, Mux, Opening, encode_opening
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
@@ -58,7 +58,7 @@ class Unserved(Exception):
         self.code = code
 
 
-class Services:
+class ServiceTable:
     """Handlers by the name of the message's class."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ _encoder = msgspec.msgpack.Encoder()
 MAX_TASKS = 2048
 
 
-class Answers:
+class CallResponder:
     """Runs handlers for one link. A lost link cancels call handlers; stream handlers see `PeerLost` instead.
 
     Args:
@@ -124,7 +124,7 @@ class Answers:
         events: gets a `Fault` when a handler fails.
     """
 
-    def __init__(self, link: Link, services: tuple[Services, Services], events: EventLog) -> None:
+    def __init__(self, link: Link, services: tuple[ServiceTable, ServiceTable], events: EventLog) -> None:
         self._link, self._events = link, events
         self._call_services, self._stream_services = services
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -246,7 +246,7 @@ class Link:
         carrier: Carrier,
         cipher: Cipher,
         dialled: bool,
-        services: tuple[Services, Services],
+        services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
         limits: LinkLimits,
         events: EventLog,
@@ -260,7 +260,7 @@ class Link:
         self._rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, LinkStream] = {}
-        self._answers = Answers(self, services, events)
+        self._answers = CallResponder(self, services, events)
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
         self._turn = asyncio.Lock()
@@ -459,18 +459,18 @@ class Link:
 
     def _on_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
-        if kind is Kind.ITEM:
+        if kind is FrameKind.ITEM:
             self._streams[id].on_item(frame.message, frame.payload)
-        elif kind is Kind.CALL:
+        elif kind is FrameKind.CALL:
             self._answers.on_call(id, frame.message)
-        elif kind is Kind.REPLY:
+        elif kind is FrameKind.REPLY:
             answer = self._calls.pop(id)
             if not answer.done():
                 answer.set_result(frame.message)
-        elif kind is Kind.PONG:
+        elif kind is FrameKind.PONG:
             if len(frame.message) == _TOKEN.size:
                 self.add_rtt(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
-        elif kind is Kind.LEAVING:
+        elif kind is FrameKind.LEAVING:
             self.leave()
         else:
             self._on_rare_frame(frame)
@@ -478,20 +478,20 @@ class Link:
 
     def _on_rare_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
-        if kind is Kind.ERROR:
+        if kind is FrameKind.ERROR:
             answer = self._calls.pop(id)
             if not answer.done():
                 answer.set_exception(CallRefused(*self._failure(frame)))
-        elif kind is Kind.CANCEL:
+        elif kind is FrameKind.CANCEL:
             self._answers.cancel(id)
-        elif kind is Kind.OPEN:
+        elif kind is FrameKind.OPEN:
             self._answers.on_open(LinkStream(self, id), frame.message)
-        elif kind is Kind.CREDIT:
+        elif kind is FrameKind.CREDIT:
             self._streams[id].on_credit()
-        elif kind is Kind.END:
+        elif kind is FrameKind.END:
             self._streams[id].on_end()
             self._forget_if_over(id)
-        elif kind is Kind.RESET:
+        elif kind is FrameKind.RESET:
             code, text = self._failure(frame)
             reset = code == "reset"
             self._streams.pop(id).on_fault(PeerLost(f"reset by {text}") if reset else CallRefused(code, text))

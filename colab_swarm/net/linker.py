@@ -20,12 +20,12 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, PeerJoined, PeerLeft
-from colab_swarm.net.addresses import AddressBook, Circuit, is_loopback
-from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Path, Receiver, Remote, Traffic, Way
-from colab_swarm.net.handshake import Greeter, Listener, introduce, try_to_dial
+from colab_swarm.net.addresses import AddressBook, CircuitAddress, is_loopback
+from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, LinkType, Path, Receiver, Remote, Traffic
+from colab_swarm.net.handshake import HandshakeProtocol, Listener, introduce, try_to_dial
 from colab_swarm.net.hello import Introduced, Introduction, describe_run
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import Link, Services
+from colab_swarm.net.link import Link, ServiceTable
 from colab_swarm.net.membership import Admission
 from colab_swarm.net.metering import Metering
 from colab_swarm.net.peers import Contact, PeerId, Role, short
@@ -178,7 +178,7 @@ class LinkTable:
 
 
 def _relayed(link: Link) -> bool:
-    return link.remote.path.way is Way.RELAYED
+    return link.remote.path.way is LinkType.RELAYED
 
 
 MAX_OFFSET_S = 600.0
@@ -254,7 +254,7 @@ class Linker:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.services = (Services(), Services())
+        self.services = (ServiceTable(), ServiceTable())
         self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
@@ -324,16 +324,16 @@ class Linker:
 
     def _detours(self) -> list[str]:
         """Through relays that keep our places: they may reach a peer that we cannot."""
-        return [address for address in self.addresses if Circuit.parse(address) is not None]
+        return [address for address in self.addresses if CircuitAddress.parse(address) is not None]
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
-        circuit = Circuit.parse(address)
+        circuit = CircuitAddress.parse(address)
         if circuit is None:
             return await self.dial_direct(peer, address)
         if self.open_circuit is None or circuit.relay.id in (peer, self._identity.id):
             raise PeerUnreachable(f"{address}: this peer uses no relays")
         relay, open_circuit = circuit.relay, self.open_circuit
-        path = Path(Way.RELAYED, relay=relay.id, address=address)
+        path = Path(LinkType.RELAYED, relay=relay.id, address=address)
         link = await self.greet(partial(open_circuit, relay, peer), expected=peer, path=path)
         self.on_relayed(link)
         return link
@@ -345,7 +345,7 @@ class Linker:
             PeerUnreachable: nobody answers there, or it refuses the link.
             WrongPeer, NotAdmitted, ProtocolError: somebody else answers, or a stranger, or garbage.
         """
-        path = Path(Way.TUNNEL if address.startswith("wss") else Way.DIRECT, address=address)
+        path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self._introduce(address, self._greeter(peer, path))
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
@@ -358,7 +358,7 @@ class Linker:
         def hang_up(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
             raise _Probed
 
-        greeter = Greeter(self.introduction(peer), wall_clock=self._wall_clock, make_link=hang_up)
+        greeter = HandshakeProtocol(self.introduction(peer), wall_clock=self._wall_clock, make_link=hang_up)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._introduce(address, greeter)
@@ -367,7 +367,7 @@ class Linker:
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
 
-    async def _introduce(self, address: str, greeter: Greeter) -> Link:
+    async def _introduce(self, address: str, greeter: HandshakeProtocol) -> Link:
         timeout_s = self._settings.dial_timeout_s
         try:
             return await introduce(
@@ -412,17 +412,19 @@ class Linker:
             admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
         )
 
-    def _greeter(self, expected: PeerId | None, path: Path) -> Greeter:
+    def _greeter(self, expected: PeerId | None, path: Path) -> HandshakeProtocol:
         def make_link(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
             return self._on_introduced(carrier, introduced, rtt_s, path, dialled=expected is not None)
 
-        return Greeter(self.introduction(expected), wall_clock=self._wall_clock, make_link=make_link)
+        return HandshakeProtocol(
+            self.introduction(expected), wall_clock=self._wall_clock, make_link=make_link
+        )
 
-    def _greet_caller(self, request: web.BaseRequest) -> Greeter:
+    def _greet_caller(self, request: web.BaseRequest) -> HandshakeProtocol:
         self.require_room()
         local = is_loopback(request.remote or "")  # as a tunnel's agent is; anybody can send the header
         tunnelled = local and "X-Forwarded-For" in request.headers
-        return self._greeter(None, Path(Way.TUNNEL if tunnelled else Way.DIRECT))
+        return self._greeter(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
 
     def _on_introduced(
         self, carrier: WebSocket, introduced: Introduced, rtt_s: float, path: Path, *, dialled: bool

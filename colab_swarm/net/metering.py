@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from colab_swarm.errors import PeerTimeout, ProtocolError
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
-from colab_swarm.net.carrier import Path, RateMeter, TokenBucket, Traffic, Way
+from colab_swarm.net.carrier import LinkType, Path, RateMeter, TokenBucket, Traffic
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, short
 from colab_swarm.net.settings import NodeSettings
@@ -68,7 +68,7 @@ class Metering:
             del self._by_peer[next(iter(self._by_peer))]
         out = [sent, self._sent]
         into = [received, self._received]
-        if path.way is Way.TUNNEL and not dialled:
+        if path.way is LinkType.TUNNEL and not dialled:
             out.append(self._tunnelled)
         if path.relay is not None:
             carried = self._by_relay.setdefault(path.relay, RateMeter())
@@ -130,7 +130,7 @@ class Burst(Message, frozen=True):
     size_bytes: int
 
 
-class Took(Message, frozen=True):
+class TransferReport(Message, frozen=True):
     """A burst came in ``seconds``, from its announcement to its last byte."""
 
     seconds: float
@@ -233,7 +233,7 @@ async def _burst(stream: Stream, size_bytes: int) -> float:
     await stream.send(Burst(size_bytes))
     for begin in range(0, size_bytes, len(PIECE)):
         await stream.send(Beat(), PIECE[: size_bytes - begin])
-    took, _ = await stream.receive(Took)
+    took, _ = await stream.receive(TransferReport)
     return took.seconds
 
 
@@ -249,7 +249,7 @@ async def _absorb(stream: Stream, limit_bytes: int) -> float:
         if missing_bytes or allowed_bytes < 0:
             raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
         took_s = loop.time() - began_at
-        await stream.send(Took(took_s))
+        await stream.send(TransferReport(took_s))
         rate_bps = _bps(size_bytes, took_s)
     return rate_bps
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.frames import Frame, FrameReader, Kind, encode, to_packets
+from colab_swarm.net.frames import Frame, FrameKind, FrameReader, encode, to_packets
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Buffer, Message
 
 STREAM_WINDOW_BYTES = 1 << 21
@@ -117,32 +117,32 @@ class Mux:
         """Queue a call (an encoded `Opening`); returns its number."""
         id = self._new_id()
         self._calls.add(id)
-        self._queue.append(encode(Kind.CALL, id, opening))
+        self._queue.append(encode(FrameKind.CALL, id, opening))
         return id
 
     def cancel(self, id: int) -> None:
         """Give up a call: the peer's handler is cancelled, a late reply dropped."""
         if id in self._calls:
             self._calls.remove(id)
-            self._queue.append(encode(Kind.CANCEL, id))
+            self._queue.append(encode(FrameKind.CANCEL, id))
 
     def reply(self, id: int, body: bytes) -> None:
         """Answer a call of the peer; nothing if it was cancelled meanwhile."""
         if id in self._serving:
             self._serving.remove(id)
-            self._queue.append(encode(Kind.REPLY, id, body))
+            self._queue.append(encode(FrameKind.REPLY, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
         """Answer a call of the peer with an error; nothing if it was cancelled meanwhile."""
         if id in self._serving:
             self._serving.remove(id)
-            self._queue.append(encode(Kind.ERROR, id, _failure(code, text)))
+            self._queue.append(encode(FrameKind.ERROR, id, _failure(code, text)))
 
     def open(self, opening: bytes) -> int:
         """Open a stream (with an encoded `Opening`); returns its number."""
         id = self._new_id()
         self._streams[id] = Flow()
-        self._queue.append(encode(Kind.OPEN, id, opening))
+        self._queue.append(encode(FrameKind.OPEN, id, opening))
         return id
 
     def may_send(self, id: int) -> bool:
@@ -155,7 +155,7 @@ class Mux:
         flow = self._streams[id]
         assert flow.credit > 0 and not flow.sent_end
         flow.credit -= item_cost(message, payload)
-        self._queue.append(encode(Kind.ITEM, id, message, payload))
+        self._queue.append(encode(FrameKind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
         """The application took an item: the peer may send as much again (told in half windows)."""
@@ -164,7 +164,7 @@ class Mux:
             return
         flow.consumed += cost
         if flow.consumed >= STREAM_WINDOW_BYTES // 2:
-            self._queue.append(encode(Kind.CREDIT, id, _U32.pack(flow.consumed)))
+            self._queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
             flow.window += flow.consumed
             flow.consumed = 0
 
@@ -173,23 +173,23 @@ class Mux:
         flow = self._streams.get(id)
         if flow is not None and not flow.sent_end:
             flow.sent_end = True
-            self._queue.append(encode(Kind.END, id))
+            self._queue.append(encode(FrameKind.END, id))
             self._forget_if_over(id, flow)
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
         if self._streams.pop(id, None) is not None:
-            self._queue.append(encode(Kind.RESET, id, _failure(code, text)))
+            self._queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
         """Ask for a PONG that carries ``token``."""
-        self._queue.append(encode(Kind.PING, 0, token))
+        self._queue.append(encode(FrameKind.PING, 0, token))
 
     def leave(self) -> None:
         """Say that this end starts nothing new, and wants the link closed when all is done. Idempotent."""
         if not self.leaving:
             self.leaving = True
-            self._queue.append(encode(Kind.LEAVING, 0))
+            self._queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[Frame]:
         """Take a packet from the peer; yields the frames that concern the application.
@@ -205,22 +205,22 @@ class Mux:
 
     def _admit(self, frame: Frame) -> bool:
         kind, id = frame.kind, frame.id
-        if kind is Kind.ITEM:
+        if kind is FrameKind.ITEM:
             return self._on_item(frame)
-        if kind is Kind.CALL or kind is Kind.OPEN:
+        if kind is FrameKind.CALL or kind is FrameKind.OPEN:
             return self._on_opening(frame)
-        if kind is Kind.REPLY or kind is Kind.ERROR:
+        if kind is FrameKind.REPLY or kind is FrameKind.ERROR:
             return self._remove(self._calls, id)
-        if kind is Kind.CANCEL:
+        if kind is FrameKind.CANCEL:
             return self._remove(self._serving, id)
-        if kind is Kind.PING:
+        if kind is FrameKind.PING:
             if len(frame.message) > MAX_PING_BYTES:
                 raise ProtocolError(f"a ping of {len(frame.message)} bytes")
-            self._queue.append(encode(Kind.PONG, 0, frame.message))
+            self._queue.append(encode(FrameKind.PONG, 0, frame.message))
             return False
-        if kind is Kind.PONG:
+        if kind is FrameKind.PONG:
             return True
-        if kind is Kind.LEAVING:
+        if kind is FrameKind.LEAVING:
             self.peer_leaving = True
             return True
         return self._on_stream_control(frame)
@@ -230,15 +230,15 @@ class Mux:
         if id <= self._last_theirs or self._is_ours(id):
             raise ProtocolError(f"{frame.kind.name} with number {id} after {self._last_theirs}")
         self._last_theirs = id
-        if frame.kind is Kind.CALL:
+        if frame.kind is FrameKind.CALL:
             if len(self._serving) >= self._max_calls:
                 text = f"{self._max_calls} calls are pending on this link"
-                self._queue.append(encode(Kind.ERROR, id, _failure("busy", text)))
+                self._queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
                 return False
             self._serving.add(id)
         elif sum(not self._is_ours(open_id) for open_id in self._streams) >= self._max_streams:
             text = f"{self._max_streams} streams are open on this link"
-            self._queue.append(encode(Kind.RESET, id, _failure("busy", text)))
+            self._queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
             return False
         else:
             self._streams[id] = Flow()
@@ -259,9 +259,9 @@ class Mux:
         flow = self._flow(frame)
         if flow is None:
             return False
-        if frame.kind is Kind.RESET:
+        if frame.kind is FrameKind.RESET:
             del self._streams[frame.id]
-        elif frame.kind is Kind.END:
+        elif frame.kind is FrameKind.END:
             if flow.got_end:
                 raise ProtocolError(f"a second end of stream {frame.id}")
             flow.got_end = True

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from colab_swarm.events import EventLog
 from colab_swarm.net.addresses import is_local, is_loopback, reachable_addresses
-from colab_swarm.net.carrier import Path, Way
+from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.linker import Linker
 from colab_swarm.net.membership import Admission, OpenAdmission
@@ -168,7 +168,7 @@ class Node:
         path = self.path_to(peer)
         if path is None:
             return ""
-        if path.way is not Way.DIRECT or path.remote is None or not is_local(path.remote[0]):
+        if path.way is not LinkType.DIRECT or path.remote is None or not is_local(path.remote[0]):
             return str(path)
         return "same machine" if is_loopback(path.remote[0]) else "LAN"
 

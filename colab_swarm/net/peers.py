@@ -57,7 +57,7 @@ class Role(IntEnum):
 
 
 CIRCUIT = "/relay/"
-"""What an address through a relay has before the relay's id; see `colab_swarm.net.addresses.Circuit`."""
+"""What an address through a relay has before the relay's id; see `colab_swarm.net.addresses.CircuitAddress`."""
 
 
 class Contact(Message, frozen=True):

@@ -2,8 +2,8 @@
 
 How others reach this peer: the ladder of ways, tried from the top. Free of I/O.
 
-Evidence comes in by the ``on_…`` verbs; `Ladder.decide` says on which rung this peer stands, why not higher,
-and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
+Evidence comes in by the ``on_…`` verbs; `ReachabilityPolicy.decide` says on which rung this peer stands, why not
+higher, and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
 could try: a peer that sees this one through a relay or a tunnel cannot, since it dials back only where it sees
 the caller. An address of a private network that a neighbour reaches is no use to peers outside: once one of
 these has tried in vain, this peer counts as behind a NAT.
@@ -31,7 +31,7 @@ from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
 
-class Rung(StrEnum):
+class ReachabilityLevel(StrEnum):
     """Ways to be reached, best first."""
 
     DIRECT = "direct"
@@ -54,15 +54,19 @@ class Reachability:
         reasons: for each higher rung why it does not work.
     """
 
-    rung: Rung
+    rung: ReachabilityLevel
     via: str = ""
     addresses: tuple[str, ...] = ()
-    reasons: tuple[tuple[Rung, str], ...] = ()
+    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
 
     def __str__(self) -> str:
-        if self.rung is Rung.TUNNEL:
+        if self.rung is ReachabilityLevel.TUNNEL:
             return f"tunnel {self.via}"
-        if self.rung is Rung.UNVERIFIED and self.addresses and all(map(_is_local, self.addresses)):
+        if (
+            self.rung is ReachabilityLevel.UNVERIFIED
+            and self.addresses
+            and all(map(_is_local, self.addresses))
+        ):
             return "listening in the local network, nobody has tried yet"
         return f"{self.rung.value} by {self.via}" if self.via else self.rung.value
 
@@ -72,7 +76,7 @@ class Reachability:
 
 
 @dataclass(frozen=True)
-class Report:
+class DialReport:
     """What a peer found that dialled back: where it sees us, and what became of each address ("" if it worked)."""
 
     seen_host: str
@@ -84,7 +88,7 @@ class Report:
         return not is_local(self.seen_host)
 
 
-class Ladder:
+class ReachabilityPolicy:
     """Evidence of how this peer can be reached.
 
     Args:
@@ -94,7 +98,7 @@ class Ladder:
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
-        self._reports: dict[PeerId, Report] = {}
+        self._reports: dict[PeerId, DialReport] = {}
         self._circuits: tuple[str, ...] = ()
         self._relays: tuple[PeerId, ...] = ()
         self._no_relay = "no relay of the run is known"
@@ -113,7 +117,7 @@ class Ladder:
         self.listening = addresses
         self._reports.clear()
 
-    def on_report(self, verifier: PeerId, report: Report) -> None:
+    def on_report(self, verifier: PeerId, report: DialReport) -> None:
         """A peer has dialled back."""
         self._reports[verifier] = report
 
@@ -139,36 +143,44 @@ class Ladder:
     def dialable(self) -> bool:
         """Whether others reach this peer without a relay or a tunnel."""
         rung = self.decide().rung
-        return rung in (Rung.DIRECT, Rung.LAN) or (rung is Rung.UNVERIFIED and not self._reports)
+        return rung in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
+            rung is ReachabilityLevel.UNVERIFIED and not self._reports
+        )
 
     def decide(self) -> Reachability:
         """Where this peer stands."""
         public, local, outside = self._verified()
         if self._trusted and self.listening:
-            return Reachability(Rung.DIRECT, addresses=self.listening)
+            return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
         if public:
-            return Reachability(Rung.DIRECT, addresses=(*public, *local))
-        reasons = [(Rung.DIRECT, self._why_not(local=False))]
+            return Reachability(ReachabilityLevel.DIRECT, addresses=(*public, *local))
+        reasons = [(ReachabilityLevel.DIRECT, self._why_not(local=False))]
         if local and not outside:
-            return Reachability(Rung.LAN, addresses=(*local, *self._circuits), reasons=tuple(reasons))
+            return Reachability(
+                ReachabilityLevel.LAN, addresses=(*local, *self._circuits), reasons=tuple(reasons)
+            )
         if self.listening and not self._reports and not self._circuits and not self._tunnel:
-            return Reachability(Rung.UNVERIFIED, addresses=self.listening, reasons=tuple(reasons))
-        reasons.append((Rung.LAN, self._why_not(local=True)))
+            return Reachability(
+                ReachabilityLevel.UNVERIFIED, addresses=self.listening, reasons=tuple(reasons)
+            )
+        reasons.append((ReachabilityLevel.LAN, self._why_not(local=True)))
         untried = self._untried()
         addresses = (*self._circuits, *((self._tunnel,) if self._tunnel else ()), *untried)
         relays = ", ".join(map(short, self._relays))
         if self._circuits and self._punched:
-            return Reachability(Rung.PUNCHED, addresses=addresses, reasons=tuple(reasons))
-        reasons.append((Rung.PUNCHED, self._no_punch))
+            return Reachability(ReachabilityLevel.PUNCHED, addresses=addresses, reasons=tuple(reasons))
+        reasons.append((ReachabilityLevel.PUNCHED, self._no_punch))
         if self._circuits:
-            return Reachability(Rung.RELAYED, relays, addresses, tuple(reasons))
-        reasons.append((Rung.RELAYED, self._no_relay))
+            return Reachability(ReachabilityLevel.RELAYED, relays, addresses, tuple(reasons))
+        reasons.append((ReachabilityLevel.RELAYED, self._no_relay))
         if self._tunnel:
-            return Reachability(Rung.TUNNEL, self._tunnel, addresses, tuple(reasons))
-        reasons.append((Rung.TUNNEL, self._no_tunnel))
+            return Reachability(ReachabilityLevel.TUNNEL, self._tunnel, addresses, tuple(reasons))
+        reasons.append((ReachabilityLevel.TUNNEL, self._no_tunnel))
         if untried:
-            return Reachability(Rung.UNVERIFIED, addresses=(*untried, *local), reasons=tuple(reasons))
-        return Reachability(Rung.OUTGOING, addresses=tuple(local), reasons=tuple(reasons))
+            return Reachability(
+                ReachabilityLevel.UNVERIFIED, addresses=(*untried, *local), reasons=tuple(reasons)
+            )
+        return Reachability(ReachabilityLevel.OUTGOING, addresses=tuple(local), reasons=tuple(reasons))
 
     def _verified(self) -> tuple[list[str], list[str], bool]:
         """Public and private addresses that somebody has dialled, and whether somebody outside has tried."""
@@ -284,7 +296,7 @@ class ReachabilityWatch:
         self._node, self._events, self._rng = node, events, rng
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
-        self._ladder = Ladder(trusted or node.listening(), trusted=bool(trusted))
+        self._ladder = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dialled_back_at: dict[PeerId, float] = {}
         self._verified_at = float("-inf")
         self._verifying = asyncio.Lock()
@@ -352,7 +364,7 @@ class ReachabilityWatch:
         except PeerError as error:
             logger.info("no dial-back: %s", error)
         else:
-            self._ladder.on_report(peer, Report(found.seen_host, found.outcomes))
+            self._ladder.on_report(peer, DialReport(found.seen_host, found.outcomes))
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path, now = self._node.path_to(peer), self._loop.time()

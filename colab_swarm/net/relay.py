@@ -82,7 +82,7 @@ class CircuitOffer(Message, frozen=True):
     seen_host: Host = ""
 
 
-class Accepted(Message, frozen=True):
+class CircuitAccepted(Message, frozen=True):
     """The offer is taken."""
 
 
@@ -125,7 +125,7 @@ class Circuit:
     sockets: dict[int, WebSocket] = field(default_factory=dict)
 
 
-class Books:
+class RelayState:
     """Who holds a place, which circuits there are, what they carried. Pure; illegal moves raise `Refusal`."""
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
@@ -210,7 +210,7 @@ class Relay:
     def __init__(self, node: Node, quota: RelayQuota = RelayQuota()) -> None:
         self._node = node
         self._loop = asyncio.get_running_loop()
-        self.books = Books(quota, self._loop.time())
+        self.books = RelayState(quota, self._loop.time())
         self.batch = _Batch()
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
@@ -264,7 +264,7 @@ class Relay:
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
-            await self._node.call(called, offer, Accepted, timeout_s=OFFER_TIMEOUT_S)
+            await self._node.call(called, offer, CircuitAccepted, timeout_s=OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
 

@@ -32,7 +32,7 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable
 from colab_swarm.net.addresses import (
-    Circuit,
+    CircuitAddress,
     host_of,
     is_address,
     is_ip,
@@ -41,7 +41,7 @@ from colab_swarm.net.addresses import (
     is_public,
     may_dial_back,
 )
-from colab_swarm.net.carrier import HostPort, Path, Receiver, Way
+from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
@@ -74,7 +74,7 @@ class Upgrade(Message, frozen=True):
     endpoints: Endpoints
 
 
-class Ready(Message, frozen=True):
+class UpgradeReady(Message, frozen=True):
     """The next turn of the talk; the first answer says where its sender may be found, or that it is busy."""
 
     endpoints: Endpoints = ()
@@ -133,7 +133,7 @@ class Upgrades:
         for _ in range(ASKS):
             async with self._punching:
                 link = self._node.linker.table.best(peer)
-                if link is None or link.remote.path.way is not Way.RELAYED:
+                if link is None or link.remote.path.way is not LinkType.RELAYED:
                     return fault or "the link was lost" if link is None else None
                 try:
                     fault = await self._try(link)
@@ -163,29 +163,29 @@ class Upgrades:
 
     async def _talk(self, link: Link) -> None:
         port, endpoints = self._endpoints(link)
-        addresses = tuple(one for one in self._node.contact.addresses if Circuit.parse(one) is None)
+        addresses = tuple(one for one in self._node.contact.addresses if CircuitAddress.parse(one) is None)
         async with link.open_stream(Upgrade(addresses[:MAX_TARGETS], endpoints)) as stream:
-            answer, _ = await stream.receive(Ready)
+            answer, _ = await stream.receive(UpgradeReady)
             if answer.busy:
                 raise _Busy
             if not self._relayed(link.peer):
                 return  # it dialled back
             asked_at = self._loop.time()
-            await stream.send(Ready())
-            await stream.receive(Ready)
+            await stream.send(UpgradeReady())
+            await stream.receive(UpgradeReady)
             rtt_s = self._loop.time() - asked_at
-            await stream.send(Ready())
+            await stream.send(UpgradeReady())
         await self._punch(link.peer, port, answer.endpoints, rtt_s, asked=False)
 
     async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
         link = self._node.linker.table.best(stream.peer)
-        if link is None or link.remote.path.way is not Way.RELAYED:
+        if link is None or link.remote.path.way is not LinkType.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
         forgiven_at = self._loop.time() - FORGIVEN_S
         if sum(peer == stream.peer and at > forgiven_at for at, peer in self._failed) >= TRIES:
             raise Refusal(f"{TRIES} upgrades failed in the last minute")
         if self._punching.locked():
-            await stream.send(Ready(busy=True))
+            await stream.send(UpgradeReady(busy=True))
             return
         try:
             async with self._punching:
@@ -203,11 +203,11 @@ class Upgrades:
             if await self._dial_back(stream.peer, opening.addresses, self._seen(link.remote.path)):
                 endpoints = ()
             asked_at = self._loop.time()
-            await stream.send(Ready(endpoints))
-            await stream.receive(Ready)
+            await stream.send(UpgradeReady(endpoints))
+            await stream.receive(UpgradeReady)
             rtt_s = self._loop.time() - asked_at
-            await stream.send(Ready())
-            await stream.receive(Ready)
+            await stream.send(UpgradeReady())
+            await stream.receive(UpgradeReady)
             await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
 
     def _seen(self, path: Path) -> str:
@@ -276,14 +276,14 @@ class Upgrades:
             return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
 
         try:
-            await self._node.linker.greet(take_over, expected=expected, path=Path(Way.PUNCHED))
+            await self._node.linker.greet(take_over, expected=expected, path=Path(LinkType.PUNCHED))
             linked.set()
         except PeerError as error:
             logger.info("a punched connection became no link: %s", error)
 
     def _relayed(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
-        return path is None or path.way is Way.RELAYED
+        return path is None or path.way is LinkType.RELAYED
 
 
 async def _may_dial(address: str, seen: str) -> bool:
@@ -291,7 +291,7 @@ async def _may_dial(address: str, seen: str) -> bool:
 
     Of names only a tunnel's may be: its host has to show the certificate of that name before anything is sent.
     """
-    if not is_address(address) or Circuit.parse(address) is not None:
+    if not is_address(address) or CircuitAddress.parse(address) is not None:
         return False
     if is_ip(host_of(address)):
         return may_dial_back(address, seen) or (not seen and is_public(host_of(address)))

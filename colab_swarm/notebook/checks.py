@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from colab_swarm.net.reachability import Reachability, Rung
+from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
 
@@ -70,7 +70,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Membership:
+class MembershipFacts:
     """This peer in its swarm.
 
     Attributes:
@@ -87,11 +87,11 @@ class Membership:
     linked: int
     trainers: tuple[float, ...]
     skew_s: float
-    line: Line | None
+    line: UplinkFacts | None
 
 
 @dataclass(frozen=True)
-class Facts:
+class DoctorFacts:
     """All that the doctor judges by.
 
     Attributes:
@@ -107,7 +107,7 @@ class Facts:
     machine: Machine
     versions: tuple[Version, ...]
     internet: bool
-    membership: Membership | None = None
+    membership: MembershipFacts | None = None
     refused: str = ""
     needs: Needs | None = None
     work: Workload | None = None
@@ -155,7 +155,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Line:
+class UplinkFacts:
     """This peer's way to the others: bits per second and seconds; infinite and 0 where nothing is known."""
 
     upload_bps: float = math.inf
@@ -187,7 +187,7 @@ class Prediction:
 
 
 def predict(
-    work: Workload, samples_per_s: float, others: Sequence[float], line: Line, *, reduces: bool = True
+    work: Workload, samples_per_s: float, others: Sequence[float], line: UplinkFacts, *, reduces: bool = True
 ) -> Prediction:
     """Predict a training with equal averaging shares (DeDLOC, section 3.1 and 3.2).
 
@@ -375,20 +375,20 @@ SLOW_LINE_BPS = 5e6
 LONG_STEP_S = 600.0
 
 REACH_FIXES = {
-    Rung.UNVERIFIED: "ask again when another peer has joined: it tries to dial this one",
-    Rung.RELAYED: "nothing to do for training; a port forwarded at the router and announce=… make it faster",
-    Rung.OUTGOING: "nothing to do while some peer can be dialled; else, on any machine: colab-swarm backbone RUN",
+    ReachabilityLevel.UNVERIFIED: "ask again when another peer has joined: it tries to dial this one",
+    ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
+    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
 }
 
 GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
 
 
-def diagnose(facts: Facts) -> tuple[Check, ...]:
+def diagnose(facts: DoctorFacts) -> tuple[Check, ...]:
     """Judge the facts, in the order in which a person would mend them: every light but green has its fix."""
     return tuple(_checks(facts))
 
 
-def _checks(facts: Facts) -> Iterator[Check]:
+def _checks(facts: DoctorFacts) -> Iterator[Check]:
     yield _platform(facts)
     yield _internet(facts)
     yield _versions(facts.versions)
@@ -408,7 +408,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _platform(facts: Facts) -> Check:
+def _platform(facts: DoctorFacts) -> Check:
     here = facts.platform
     text = here.name + (f": {here.limits}" if here.limits else "")
     if here.must_agree:
@@ -417,7 +417,7 @@ def _platform(facts: Facts) -> Check:
     return Check("platform", GREEN, f"{text}. {here.terms}" if here.terms else text)
 
 
-def _internet(facts: Facts) -> Check:
+def _internet(facts: DoctorFacts) -> Check:
     if facts.internet:
         return Check("internet", GREEN, "well-known hosts can be reached")
     if facts.platform.internet_help:
@@ -499,7 +499,7 @@ def _open_files(limit: int) -> Check:
 # --- the swarm --------------------------------------------------------------------------------------------------------
 
 
-def _swarm(swarm: Membership) -> Iterator[Check]:
+def _swarm(swarm: MembershipFacts) -> Iterator[Check]:
     if swarm.linked:
         peers = "1 peer" if swarm.linked == 1 else f"{swarm.linked} peers"
         yield Check("swarm", GREEN, f"{swarm.run}: linked to {peers}, {len(swarm.trainers)} of the run train")
@@ -531,7 +531,7 @@ def _clock(skew_s: float) -> Check:
     return Check("clock", light, text, "let the system set its clock: sudo timedatectl set-ntp true")
 
 
-def _speed(swarm: Membership) -> Check:
+def _speed(swarm: MembershipFacts) -> Check:
     line = swarm.line
     if line is None:
         return Check("line", YELLOW, "no peer took a speed test now", "ask again in 10 seconds")

@@ -1,6 +1,6 @@
 """A simulated swarm as people see it, and a lesson that plays it: records, HTML and text.
 
-Everything that the controls of a lesson ask for is a `Wish`, a record with a virtual time: same seed, same wishes,
+Everything that the controls of a lesson ask for is a `Action`, a record with a virtual time: same seed, same wishes,
 same run.
 """
 
@@ -29,7 +29,7 @@ Verb: TypeAlias = Literal["peers", "join", "crash", "speed", "slow", "latency", 
 
 
 @dataclass(frozen=True)
-class Wish:
+class Action:
     """What somebody asks a simulation for.
 
     Attributes:
@@ -317,7 +317,7 @@ class Playable(Protocol):
     speed: float
 
     def wish(self, verb: Any, *arguments: str | float) -> None:
-        """Ask for something, see `Wish`."""
+        """Ask for something, see `Action`."""
 
     def step(self) -> None:
         """Let a moment pass while time stands still."""

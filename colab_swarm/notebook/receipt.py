@@ -25,7 +25,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId, Sign
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Role, short
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import (
     MAX_AMOUNT,
     RECORD_S,
@@ -61,7 +61,7 @@ class Voucher(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Record(self.writer, self.value, self.expires_at, self.version, 0.0, self.owner, self.signature)
 
 
-class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignedCredit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sums over all vouchers; see `colab_swarm.trust.contributions`."""
 
     samples: Amount = 0.0
@@ -71,7 +71,7 @@ class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_calls: Amount = 0.0
 
     @classmethod
-    def of(cls, contribution: Contribution) -> Given:
+    def of(cls, contribution: Contribution) -> SignedCredit:
         """A line of the leaderboard."""
         return cls(**{kind: min(getattr(contribution, kind), MAX_AMOUNT) for kind in cls.__struct_fields__})
 
@@ -95,7 +95,7 @@ class Proven:
     """
 
     peer: PeerId
-    given: Given
+    given: SignedCredit
     vouchers: int
     authority: PeerId | None
 
@@ -119,7 +119,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     began_at: Moment
     ended_at: Moment
     rounds: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-    given: Given
+    given: SignedCredit
     authority: Annotated[bytes, msgspec.Meta(max_length=32)]
     vouchers: Annotated[tuple[Voucher, ...], msgspec.Meta(max_length=MAX_VOUCHERS)]
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
@@ -170,7 +170,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"it says {claimed}, and the peers that vouch say {found}")
         return Proven(self.id, proven, len(writers), id_of(self.authority) if self.authority else None)
 
-    def _sum(self) -> Given:
+    def _sum(self) -> SignedCredit:
         """What the vouchers add up to.
 
         Raises:
@@ -278,7 +278,7 @@ CARD = (
 )
 
 
-def total(run_id: str, peer: PeerId, authority: bytes, records: Sequence[Record]) -> Given:
+def total(run_id: str, peer: PeerId, authority: bytes, records: Sequence[Record]) -> SignedCredit:
     """What signed tallies credit a peer with, in sum.
 
     Raises:
@@ -301,13 +301,13 @@ def total(run_id: str, peer: PeerId, authority: bytes, records: Sequence[Record]
             if role < Role.REDUCER:
                 raise ValueError(f"{writer} vouches and was a viewer only")
         tallies.append(tally)
-    return next((Given.of(one) for one in leaderboard(tallies) if one.peer == peer), Given())
+    return next((SignedCredit.of(one) for one in leaderboard(tallies) if one.peer == peer), SignedCredit())
 
 
-class Deeds:
+class LocalStats:
     """What a peer counts of its own doing: when it began, and the rounds that used its values."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: PeerServices) -> None:
         self._services = services
         self._me = services.peers.id.hex()
         self.began_at = services.peers.time()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from colab_swarm.averaging.strategy import Capacity, Plan, Setup, plan_round
+from colab_swarm.averaging.strategy import AveragingSetup, Capacity, SharePlan, plan_round
 from colab_swarm.markup import text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import has_frontend
@@ -18,7 +18,7 @@ SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 
 
 
 @dataclass(frozen=True)
-class Kind:
+class SplitKind:
     """Several peers that are alike.
 
     Attributes:
@@ -44,14 +44,14 @@ class Comparison:
         server_s: the best single peer reduces everything.
     """
 
-    kinds: tuple[Kind, ...]
-    plan: Plan
+    kinds: tuple[SplitKind, ...]
+    plan: SharePlan
     shares: tuple[float, ...]
     all_reduce_s: float
     server_s: float
 
 
-def compare(kinds: Sequence[Kind], *, megabytes: float) -> Comparison:
+def compare(kinds: Sequence[SplitKind], *, megabytes: float) -> Comparison:
     """Plan one round of averaging a gradient of so many ``megabytes``.
 
     Raises:
@@ -61,7 +61,7 @@ def compare(kinds: Sequence[Kind], *, megabytes: float) -> Comparison:
     capacities = tuple(Capacity(float(k.computes), k.mbit_s * 1e6, k.mbit_s * 1e6) for k in peers)
     if not any(kind.computes for kind in peers):
         raise ValueError("nobody computes gradients: give a kind that does a count of 1 or more")
-    setup = Setup(capacities, megabytes * 1e6, megabytes * 1e6)
+    setup = AveragingSetup(capacities, megabytes * 1e6, megabytes * 1e6)
     computing = [index for index, kind in enumerate(peers) if kind.computes]
     plan = plan_round(setup, computing)
     alone = ([float(i == server) for i in range(len(peers))] for server in range(len(peers)))
@@ -127,7 +127,7 @@ class StrategyExplorer:
         live: whether to use widgets; None to find out.
     """
 
-    def __init__(self, kinds: Sequence[Kind], *, megabytes: float, live: bool | None = None) -> None:
+    def __init__(self, kinds: Sequence[SplitKind], *, megabytes: float, live: bool | None = None) -> None:
         self._kinds, self._megabytes = list(kinds), megabytes
         self.found = compare(kinds, megabytes=megabytes)
         self._view: Any = None

@@ -20,14 +20,14 @@ from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.recipes.evaluation import Answer, Canvas, Picture, Reply
 
 if TYPE_CHECKING:
-    from colab_swarm.recipes.evaluation import Askable, Weights
+    from colab_swarm.recipes.evaluation import Predictor, Weights
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 
 MAX_BYTES = 200_000_000
 
 
-class Beginning:
+class InitialParameters:
     """A copy of the parameters, in half precision and main memory.
 
     Args:
@@ -67,29 +67,29 @@ class Beginning:
 @dataclass(frozen=True)
 class _Trained:
     optimizer: SwarmOptimizer
-    beginning: Beginning
+    beginning: InitialParameters
 
 
-class Asking:
+class ModelProbe:
     """What a swarm's user can ask: the last model that was made known, and the weights that training began with."""
 
     def __init__(self) -> None:
-        self._known: tuple[nn.Module, Askable] | None = None
+        self._known: tuple[nn.Module, Predictor] | None = None
         self._trained: dict[str, _Trained] = {}
 
-    def can_ask(self, model: nn.Module, askable: Askable) -> None:
+    def can_ask(self, model: nn.Module, askable: Predictor) -> None:
         """From now on it is this model that is asked, unless another is given."""
         self._known = model, askable
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
         """This peer begins to train; ``optimizer`` has caught up with the swarm."""
-        from colab_swarm.notebook.try_model import Beginning
+        from colab_swarm.notebook.try_model import InitialParameters
 
         groups = optimizer.param_groups
         parameters = [one for group in groups for one in group["params"] if one.requires_grad]
-        self._trained[name] = _Trained(optimizer, Beginning(parameters, step=optimizer.global_step))
+        self._trained[name] = _Trained(optimizer, InitialParameters(parameters, step=optimizer.global_step))
 
-    def try_model(self, question: Any, model: nn.Module | None, askable: Askable | None) -> TryModel:
+    def try_model(self, question: Any, model: nn.Module | None, askable: Predictor | None) -> TryModel:
         """Ask; without a question the examples, with a form to ask more.
 
         Raises:
@@ -106,7 +106,7 @@ class Asking:
         form = known.form if question is None else None
         return TryModel(lambda these: self._ask(asked, known, these), questions, form=form)
 
-    def _ask(self, model: nn.Module, askable: Askable, questions: Sequence[Any]) -> Replies:
+    def _ask(self, model: nn.Module, askable: Predictor, questions: Sequence[Any]) -> Replies:
         trained = next((one for one in self._trained.values() if one.beginning.is_of(model)), None)
         if trained is None:
             found = _replies(askable, model, questions, None)
@@ -119,7 +119,7 @@ class Asking:
 
 
 def _replies(
-    askable: Askable, model: nn.Module, questions: Sequence[Any], before: Weights | None
+    askable: Predictor, model: nn.Module, questions: Sequence[Any], before: Weights | None
 ) -> tuple[Reply, ...]:
     return tuple(reply for one in questions for reply in askable.replies(model, one, before))
 

@@ -9,7 +9,7 @@ import math
 
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import loss_band, swarm_map, theme
-from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
 MAX_ROWS = 20
 MAX_GIVERS = 8
@@ -207,7 +207,7 @@ def _peers(snapshot: SwarmSnapshot) -> str:
     return f"<h4>peers</h4>{theme.table(COLUMNS, rows, numbers=NUMBERS, label='peers')}{more}"
 
 
-def _given(giver: Given) -> str:
+def _given(giver: ContributionRow) -> str:
     me = " (me)" if giver.me else ""
     return f"{_name(giver.name)}{me}: {giver.samples:,.0f} samples, {size(giver.reduced_bytes)} averaged for others"
 

@@ -205,7 +205,7 @@ DIGITS = (
 )
 
 
-class Askable(Protocol):
+class Predictor(Protocol):
     """What can be asked of a model."""
 
     @property

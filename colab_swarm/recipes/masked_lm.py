@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, Askable, MaskedText
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, Predictor
 from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
@@ -64,14 +64,14 @@ MOST = 64
 
 
 @dataclass(frozen=True)
-class Fit:
+class MicroBatch:
     """How to train on one GPU: samples at once, and whether to compute layers twice to save memory."""
 
     batch_size: int
     checkpointing: bool
 
 
-def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> Fit:
+def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
     """The micro-batch for a GPU, a power of two: without checkpointing if `ENOUGH` samples fit, else with it.
 
     Args:
@@ -91,7 +91,7 @@ def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | No
         raise ValueError(
             f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: take a smaller size or shorter samples"
         )
-    return Fit(1 << (fitting.bit_length() - 1), checkpointing)
+    return MicroBatch(1 << (fitting.bit_length() - 1), checkpointing)
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
@@ -209,7 +209,7 @@ class HasId(Protocol):
 class Probe(Protocol):
     """What lets the user of a swarm ask a model."""
 
-    def can_ask(self, model: torch.nn.Module, askable: Askable) -> None:
+    def can_ask(self, model: torch.nn.Module, askable: Predictor) -> None:
         """Ask this model from now on."""
 
 
@@ -280,7 +280,11 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    fit = _fit_this_machine(shape, length) if batch_size is None else Fit(batch_size, checkpointing=False)
+    fit = (
+        _fit_this_machine(shape, length)
+        if batch_size is None
+        else MicroBatch(batch_size, checkpointing=False)
+    )
     if tokenizer is None:
         words = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
     else:
@@ -317,7 +321,7 @@ def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[s
     return open_text(text)(rng)
 
 
-def _fit_this_machine(shape: AlbertSize, length: int) -> Fit:
+def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
     has_gpu = torch.cuda.is_available()
     memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
     return fit_memory(shape, memory_bytes, sequence_length=length)

@@ -84,7 +84,7 @@ def open_shards(source: str) -> list[Shard]:
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a reader is.
 
     Attributes:
@@ -122,7 +122,7 @@ class ShardReader:
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
         self.name, self.count = name, len(shards)
-        self.place = Place()
+        self.place = StreamPosition()
         self._shards, self._seed, self._wait = shards, seed, wait
         self._documents: Iterator[str] | None = None
 
@@ -145,7 +145,7 @@ class ShardReader:
             self._documents = None
             self._next_shard()
 
-    def seek(self, place: Place) -> None:
+    def seek(self, place: StreamPosition) -> None:
         """Go on from a place where a reader of the same shards and seed was."""
         self.place, self._documents = place, None
 
@@ -177,13 +177,13 @@ class ShardReader:
     def _next_shard(self) -> None:
         place = self.place
         if place.shard + 1 < self.count:
-            self.place = Place(place.pass_number, place.shard + 1, 0, place.given)
+            self.place = StreamPosition(place.pass_number, place.shard + 1, 0, place.given)
             return
         if not place.given and not place.pass_number:
             raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
         if not place.given and self._wait(RETRY_AFTER_S[-1]):
             raise Stopped
-        self.place = Place(place.pass_number + 1)
+        self.place = StreamPosition(place.pass_number + 1)
 
 
 def _shards_of_file(file: Path) -> list[Shard]:
@@ -429,7 +429,7 @@ class TextMix:
                     f"{reader.name} had {count} shards and has {reader.count}: begin without the state"
                 )
         for reader in self._readers:
-            reader.seek(Place(*state[reader.name][1:]))
+            reader.seek(StreamPosition(*state[reader.name][1:]))
 
 
 class ShuffleBuffer:

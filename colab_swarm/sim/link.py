@@ -136,7 +136,7 @@ class _Lane:
     sent_bytes: int = 0
 
 
-class Link:
+class SimLink:
     """The link between two peers; both hold the same object. Latency 0 is a peer's link to itself."""
 
     def __init__(self, world: World, ends: tuple[Connection, Connection], *, latency_s: float) -> None:
@@ -292,7 +292,7 @@ class SimStream:
 
     twin: SimStream
 
-    def __init__(self, link: Link, end: Connection, peer: PeerId) -> None:
+    def __init__(self, link: SimLink, end: Connection, peer: PeerId) -> None:
         self._link, self._end, self._peer = link, end, peer
         self._inbox: deque[tuple[bytes, bytes]] = deque()
         self._error: PeerError | None = None

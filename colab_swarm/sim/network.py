@@ -22,7 +22,7 @@ from typing import Any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim.faults import ComingFault, FiredFault, Script, Trap
-from colab_swarm.sim.link import Connection, Link
+from colab_swarm.sim.link import Connection, SimLink
 from colab_swarm.sim.peer import SimPeers
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
@@ -188,8 +188,8 @@ class SimNetwork:
                         one, other, link, f"{one.name} and {other.name} hear nothing of each other"
                     )
 
-    def _all_links(self) -> list[tuple[SimPeers, SimPeers, Link]]:
-        found: dict[Link, tuple[SimPeers, SimPeers]] = {}
+    def _all_links(self) -> list[tuple[SimPeers, SimPeers, SimLink]]:
+        found: dict[SimLink, tuple[SimPeers, SimPeers]] = {}
         for peer in self._names.values():
             for other, link in peer.links():
                 found.setdefault(link, (peer, self._ids[other]))
@@ -220,14 +220,14 @@ class SimNetwork:
             -(spread**2) / 2, spread
         )
 
-    def link(self, one: SimPeers, other: SimPeers) -> Link:
+    def link(self, one: SimPeers, other: SimPeers) -> SimLink:
         """A new link between two peers, or of one with itself."""
         if one is other:
             ends = Connection(one.name, HostProfile()), Connection(one.name, HostProfile())
-            return Link(self, ends, latency_s=0.0)
-        return Link(self, (one.connection, other.connection), latency_s=self.latency_s(one, other))
+            return SimLink(self, ends, latency_s=0.0)
+        return SimLink(self, (one.connection, other.connection), latency_s=self.latency_s(one, other))
 
-    def break_link(self, one: SimPeers, other: SimPeers, link: Link, reason: str) -> None:
+    def break_link(self, one: SimPeers, other: SimPeers, link: SimLink, reason: str) -> None:
         """Cut a link now; both ends learn of it after its latency."""
         link.cut()
         one.forget(other.id, link)

@@ -18,9 +18,9 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import Services, Unserved
+from colab_swarm.net.link import ServiceTable, Unserved
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
-from colab_swarm.sim.link import Connection, Link, SimStream, decode, encode
+from colab_swarm.sim.link import Connection, SimLink, SimStream, decode, encode
 from colab_swarm.sim.profiles import HostProfile
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class SimPeers:
         self.connection = Connection(name, host)
         self._network = network
         self._identity = identity
-        self._links: dict[PeerId, Link] = {}
+        self._links: dict[PeerId, SimLink] = {}
         self._contacts: dict[PeerId, Contact] = {}
-        self._calls, self._streams = Services(), Services()
+        self._calls, self._streams = ServiceTable(), ServiceTable()
         self._listeners: list[Callable[[PeerId], None]] = []
         self._mourners: list[Callable[[], None]] = []
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set would cancel them in any order
@@ -214,7 +214,7 @@ class SimPeers:
             text = f"{short(peer)} did not answer {type(message).__name__} within {timeout_s} s"
             raise PeerTimeout(text) from error
 
-    async def _ask(self, link: Link, peer: PeerId, message: Message) -> bytes:
+    async def _ask(self, link: SimLink, peer: PeerId, message: Message) -> bytes:
         body, question, end = encode(message), _Question(), self._end_of(link)
         other = self._network.peer_of(peer)
         asked = partial(other._on_call, self.id, link, question, (type(message).__name__, body))
@@ -230,11 +230,13 @@ class SimPeers:
             link.guests.pop(question, None)
 
     def _on_call(
-        self, caller: PeerId, link: Link, question: _Question, named_body: tuple[str, bytes]
+        self, caller: PeerId, link: SimLink, question: _Question, named_body: tuple[str, bytes]
     ) -> None:
         question.answering = self._spawn(self._answer(caller, link, question, *named_body))
 
-    async def _answer(self, caller: PeerId, link: Link, question: _Question, name: str, body: bytes) -> None:
+    async def _answer(
+        self, caller: PeerId, link: SimLink, question: _Question, name: str, body: bytes
+    ) -> None:
         end = link.other(self._network.peer_of(caller)._end_of(link))
         try:
             reply, encoded = await self._handle(caller, name, body)
@@ -303,7 +305,7 @@ class SimPeers:
 
     # -- links
 
-    async def _dial(self, peer: PeerId) -> Link:
+    async def _dial(self, peer: PeerId) -> SimLink:
         """The link to ``peer``, opened if need be."""
         if not self.up:
             await asyncio.sleep(DOWN_S)
@@ -349,11 +351,11 @@ class SimPeers:
             self.learn(other.contact)
             other.learn(self.contact)
 
-    def _end_of(self, link: Link) -> Connection:
+    def _end_of(self, link: SimLink) -> Connection:
         """Our end; a link to ourselves has two of its own, so that it takes no bandwidth."""
         return self.connection if self.connection in link.ends else link.ends[0]
 
-    def forget(self, peer: PeerId, link: Link) -> None:
+    def forget(self, peer: PeerId, link: SimLink) -> None:
         """``link`` is broken: do not use it any more."""
         if self._links.get(peer) is link:
             del self._links[peer]
@@ -374,7 +376,7 @@ class SimPeers:
             self._network.break_link(self, self._network.peer_of(peer), link, reason)
         return tasks
 
-    def links(self) -> list[tuple[PeerId, Link]]:
+    def links(self) -> list[tuple[PeerId, SimLink]]:
         """The open links, each with who is at its other end."""
         return list(self._links.items())
 

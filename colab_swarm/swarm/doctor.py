@@ -16,13 +16,13 @@ from colab_swarm.net.metering import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.notebook.checks import (
     Check,
-    Facts,
+    DoctorFacts,
     Light,
-    Line,
     Machine,
-    Membership,
+    MembershipFacts,
     Needs,
     Prediction,
+    UplinkFacts,
     Workload,
     albert_needs,
     diagnose,
@@ -35,12 +35,12 @@ from colab_swarm.notebook.checks import (
 from colab_swarm.notebook.machine import internet, machine, versions
 from colab_swarm.notebook.platforms import platform
 from colab_swarm.swarm.joining import join
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Precision
 from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class Diagnosis:
         checks: the judgement, one light each.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: DoctorFacts) -> None:
         self.facts = facts
         self.checks: tuple[Check, ...] = diagnose(facts)
 
@@ -117,12 +117,12 @@ def doctor(
         Precision(codec)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
-    facts = Facts(platform(), machine(), versions(), internet())
+    facts = DoctorFacts(platform(), machine(), versions(), internet())
     subject = Subject(model, batches, target_batch_size, codec)
     if not isinstance(swarm, str):
         return Diagnosis(_examined(facts, swarm, subject))
     try:
-        visit = join(swarm, peer_name=VISITOR, options=PeerOptions(lan=False))
+        visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
     except SwarmError as error:
         return Diagnosis(replace(_examined(facts, None, subject), refused=str(error)))
     with visit:
@@ -157,7 +157,7 @@ def _known(codec: Setting | None) -> str | None:
     return None
 
 
-def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
+def _examined(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> DoctorFacts:
     calibration = _calibrated(subject, swarm)
     facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
     # the others' speeds are read now, because a calibration beside them on one machine has slowed them down
@@ -171,7 +171,7 @@ def _examined(facts: Facts, swarm: Swarm | None, subject: Subject) -> Facts:
     codec = Precision(subject.codec or others.codec, fine=0).at(0)
     work = Workload(numel, calibration.micro_batch, target, codec.encoded_bytes(numel) / numel)
     here = facts.membership
-    line = here.line if here is not None and here.line is not None else Line()
+    line = here.line if here is not None and here.line is not None else UplinkFacts()
     reduces = here is not None and bool(here.reachability.addresses)
     told = predict(work, calibration.samples_per_s, tuple(others.speeds.values()), line, reduces=reduces)
     return replace(facts, work=work, prediction=told)
@@ -240,12 +240,12 @@ class Trainers:
     codec: str = "float32"
 
 
-def membership(swarm: Swarm, trainers: Trainers) -> Membership:
+def membership(swarm: Swarm, trainers: Trainers) -> MembershipFacts:
     """This peer in its swarm; tests the speed to up to three peers, one after the other: a few seconds each."""
     peers = swarm.services.peers
     linked = peers.linked()
     asked = sorted(linked, key=lambda peer: -trainers.speeds.get(peer, 0.0))[:TESTS]
-    return Membership(
+    return MembershipFacts(
         run=swarm.run,
         reachability=swarm.reachability,
         linked=len(linked),
@@ -260,7 +260,7 @@ def _skew_s(swarm: Swarm) -> float:
     return 0.0 if presence is None else -presence.node.linker.clock.behind_s
 
 
-async def _line(peers: Peers, asked: Sequence[PeerId]) -> Line | None:
+async def _line(peers: Peers, asked: Sequence[PeerId]) -> UplinkFacts | None:
     found = []
     for peer in asked:  # in turns: together they would share the line
         try:
@@ -270,12 +270,12 @@ async def _line(peers: Peers, asked: Sequence[PeerId]) -> Line | None:
     return best(found)
 
 
-def best(found: Sequence[Speed]) -> Line | None:
+def best(found: Sequence[Speed]) -> UplinkFacts | None:
     """This peer's own line: the fastest test each way (a slower one was slow at the other end), the middle rtt."""
     if not found:
         return None
     rtts_s = sorted(speed.rtt_s for speed in found)
-    return Line(
+    return UplinkFacts(
         max(speed.upload_bps for speed in found),
         max(speed.download_bps for speed in found),
         rtts_s[len(rtts_s) // 2],
@@ -296,7 +296,7 @@ def trainers(swarm: Swarm) -> Trainers:
     return Trainers(speeds, target, codec)
 
 
-async def _records(services: Services, key: str) -> dict[PeerId, ProgressRecord]:
+async def _records(services: PeerServices, key: str) -> dict[PeerId, ProgressRecord]:
     records: dict[PeerId, ProgressRecord] = {}
     try:
         found = await services.dht.get(key)

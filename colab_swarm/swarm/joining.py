@@ -29,11 +29,11 @@ from colab_swarm.notebook.platforms import (
     session_age_s,
 )
 from colab_swarm.runtime import Runtime
-from colab_swarm.swarm.network import DEFAULT_OPTIONS, PeerOptions, Presence, assemble
-from colab_swarm.swarm.saved import Keeping, KeptPeer, folder_of, lasts, read_kept
+from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
+from colab_swarm.swarm.saved import PeerStore, SavedPeer, folder_of, lasts, read_kept
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.settings import Services
-from colab_swarm.trust.access import Entrance
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
 ENDLESS = 1e11
@@ -47,7 +47,7 @@ def create(
     access: Access = "invite",
     allow: Allowlist | None = None,
     peer_name: str = "",
-    options: PeerOptions = DEFAULT_OPTIONS,
+    options: NetworkOptions = DEFAULT_OPTIONS,
     keep: str | Path | None = None,
     i_have_read_the_terms: bool = False,
 ) -> Swarm:
@@ -83,7 +83,7 @@ def create(
             raise _keeps_another(keep, kept)
         options = _with_key(options, keeping)
         identity = _identity(options)
-        entrance = Entrance.found(name, identity, access=access, allow=allow, key_file=options.identity)
+        entrance = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
         if (swarm := _open_as(identity, entrance.run_id, keep)) is not None:
             return swarm
         return _open(entrance, identity, peer_name, options, keeping)
@@ -94,7 +94,7 @@ def join(
     invite: str | LanSwarm,
     *,
     peer_name: str = ...,
-    options: PeerOptions = ...,
+    options: NetworkOptions = ...,
     keep: str | Path | None = ...,
     i_have_read_the_terms: bool = ...,
 ) -> Swarm: ...
@@ -104,7 +104,7 @@ def join(
     invite: str | LanSwarm | None = None,
     *,
     peer_name: str = "",
-    options: PeerOptions = DEFAULT_OPTIONS,
+    options: NetworkOptions = DEFAULT_OPTIONS,
     keep: str | Path | None = None,
     i_have_read_the_terms: bool = False,
 ) -> Swarm | LanSwarms:
@@ -147,7 +147,7 @@ def join(
             _open_as(identity, invitation.run_id, keep)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if kept is None else kept.membership
-        entrance = Entrance.by(invitation, identity, token=str(token or ""), membership=membership)
+        entrance = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
         return _open(entrance, identity, peer_name, options, keeping)
 
 
@@ -226,12 +226,12 @@ def _open_as(identity: Identity, run_id: str, keep: str | Path | None) -> Swarm 
 
 
 @contextlib.contextmanager
-def _taken(keep: str | Path | None) -> Iterator[Keeping | None]:
+def _taken(keep: str | Path | None) -> Iterator[PeerStore | None]:
     """Have the folder; leave it again if what is done with it fails."""
     if keep is None:
         yield None
         return
-    keeping = Keeping.open(folder_of(keep))
+    keeping = PeerStore.open(folder_of(keep))
     try:
         yield keeping
     except BaseException:
@@ -239,7 +239,7 @@ def _taken(keep: str | Path | None) -> Iterator[Keeping | None]:
         raise
 
 
-def _keeps_another(folder: object, kept: KeptPeer) -> ValueError:
+def _keeps_another(folder: object, kept: SavedPeer) -> ValueError:
     how = "joined" if kept.invitation else "began"
     return ValueError(
         f"{folder} keeps {kept.name}, which {how} {kept.run} (access={kept.access!r}): cs.resume({str(folder)!r}) "
@@ -247,7 +247,7 @@ def _keeps_another(folder: object, kept: KeptPeer) -> ValueError:
     )
 
 
-def _with_key(options: PeerOptions, keeping: Keeping | None) -> PeerOptions:
+def _with_key(options: NetworkOptions, keeping: PeerStore | None) -> NetworkOptions:
     """The key in the folder is the peer's."""
     if keeping is None:
         return options
@@ -256,18 +256,22 @@ def _with_key(options: PeerOptions, keeping: Keeping | None) -> PeerOptions:
     return replace(options, identity=keeping.key_file)
 
 
-def _identity(options: PeerOptions) -> Identity:
+def _identity(options: NetworkOptions) -> Identity:
     return Identity() if options.identity is None else Identity.load_or_create(options.identity)
 
 
 def _open(
-    entrance: Entrance, identity: Identity, peer_name: str, options: PeerOptions, keeping: Keeping | None
+    entrance: RunAccess,
+    identity: Identity,
+    peer_name: str,
+    options: NetworkOptions,
+    keeping: PeerStore | None,
 ) -> Swarm:
     runtime, here, kept = Runtime.shared(), platform(), None if keeping is None else keeping.found
     clock = SessionClock.of(here, options.session_hours, age_s=session_age_s(), now=runtime.time())
     name = peer_name or (kept.name if kept is not None else f"peer-{short(identity.id)}")
     if keeping is not None:
-        keeping.begin(KeptPeer.new(entrance, name, options))
+        keeping.begin(SavedPeer.new(entrance, name, options))
         if warning := lasts(keeping.folder, here):
             print(warning)
     if kept is not None:
@@ -280,7 +284,7 @@ def _open(
     return swarm
 
 
-def _with_tunnel(options: PeerOptions) -> PeerOptions:
+def _with_tunnel(options: NetworkOptions) -> NetworkOptions:
     """The options with the tunnel's token, which is asked for on the user's thread."""
     if isinstance(options.tunnel, str):
         return replace(options, tunnel=settings_of(options.tunnel))
@@ -288,12 +292,12 @@ def _with_tunnel(options: PeerOptions) -> PeerOptions:
 
 
 async def _start(
-    entrance: Entrance,
+    entrance: RunAccess,
     identity: Identity,
     name: str,
-    options: PeerOptions,
-    keeping: Keeping | None = None,
-) -> tuple[Services, Presence]:
+    options: NetworkOptions,
+    keeping: PeerStore | None = None,
+) -> tuple[PeerServices, NetworkSession]:
     events = EventLog()
     settings, last = options.node_settings(entrance.run_id), keeping.found if keeping is not None else None
     node = None
@@ -309,7 +313,7 @@ async def _start(
         keeping.on_port(node.port or 0)
     try:
         services = assemble(node, events, random.Random(identity.id))
-        presence = await Presence.open(node, entrance, options, services, keeping)
+        presence = await NetworkSession.open(node, entrance, options, services, keeping)
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()
         raise

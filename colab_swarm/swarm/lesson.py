@@ -25,10 +25,10 @@ from colab_swarm.events import Event, RoundFinished
 from colab_swarm.notebook.lessons import (
     LESSON,
     MAX_PEERS,
+    Action,
     LessonControls,
     LessonSnapshot,
     Verb,
-    Wish,
     event_words,
     fault_words,
     lesson_html,
@@ -54,7 +54,7 @@ MAX_LINES = 1000
 
 
 @dataclass(frozen=True)
-class LessonPlan:
+class RunPlan:
     """How a lesson goes if nobody interferes.
 
     Attributes:
@@ -65,14 +65,14 @@ class LessonPlan:
 
     seconds: float | None = None
     speed: float = 10.0
-    wishes: tuple[Wish, ...] = ()
+    wishes: tuple[Action, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.speed > 0 or not (self.seconds is None or self.seconds > 0):
             raise ValueError(f"speed={self.speed}, seconds={self.seconds}: both must be above 0")
 
 
-class Stage:
+class SteppedSimulation:
     """The lesson without its thread: lets slices of time pass, grants wishes, writes down the story.
 
     Attributes:
@@ -81,7 +81,7 @@ class Stage:
         deserted: nobody is left, so no time passes until somebody joins.
     """
 
-    def __init__(self, simulation: Simulation, train: Callable[[Swarm], object], plan: LessonPlan) -> None:
+    def __init__(self, simulation: Simulation, train: Callable[[Swarm], object], plan: RunPlan) -> None:
         self._simulation = simulation
         self._until = None if plan.seconds is None else simulation.time + plan.seconds
         self._scripted = deque(sorted(plan.wishes, key=lambda wish: wish.at))
@@ -91,7 +91,7 @@ class Stage:
         self._finished: set[str] = set()
         self._steps: set[int] = set()
         self._faults = len(simulation.network.fired)
-        self.wishes: list[Wish] = []
+        self.wishes: list[Action] = []
         self.story: deque[str] = deque(maxlen=MAX_LINES)
         self._news: list[str] = []
         self.deserted = False
@@ -146,7 +146,7 @@ class Stage:
         except (ValueError, KeyError, TypeError) as error:
             self._write(now, f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
         else:
-            self.wishes.append(Wish(now, verb, arguments))
+            self.wishes.append(Action(now, verb, arguments))
 
     def _do(self, verb: Verb, *arguments: Any) -> None:
         simulation = self._simulation
@@ -234,42 +234,42 @@ STEP_S = 1.0
 
 SLOWEST = 0.01
 
-"""Virtual seconds per second, whatever `Lesson.speed` says."""
+"""Virtual seconds per second, whatever `InteractiveRun.speed` says."""
 
 LOOK_S = 0.25
 
 """Real time between two snapshots."""
 
 
-class Lesson:
+class InteractiveRun:
     """A simulation that is played. One plays at a time: a new one stops the former.
 
     Attributes:
         speed: virtual seconds per second, above 0; change it as you like.
     """
 
-    _playing: ClassVar[Lesson | None] = None
+    _playing: ClassVar[InteractiveRun | None] = None
 
     def __init__(
         self,
         simulation: Simulation,
         train: Callable[[Swarm], object],
-        plan: LessonPlan,
+        plan: RunPlan,
         *,
         live: bool | None = None,
     ) -> None:
         """Use `Simulation.play`."""
-        if Lesson._playing is not None:
-            Lesson._playing.stop()
+        if InteractiveRun._playing is not None:
+            InteractiveRun._playing.stop()
         self._simulation, self.speed = simulation, plan.speed
-        self._stage = Stage(simulation, train, plan)
+        self._stage = SteppedSimulation(simulation, train, plan)
         self._state, self._single_steps = "playing", 0
         self._stopping = False
         self._error: BaseException | None = None
         self._wake, self._over = threading.Event(), threading.Event()
         self._look()
         self._panel = self._make_panel(live)
-        Lesson._playing = self
+        InteractiveRun._playing = self
         if self._panel is None:
             self._tell()
         else:
@@ -296,12 +296,12 @@ class Lesson:
         return self._over.is_set()
 
     @property
-    def wishes(self) -> tuple[Wish, ...]:
+    def wishes(self) -> tuple[Action, ...]:
         """What was asked for so far; ``simulation.play(train, wishes=…)`` repeats it."""
         return tuple(self._stage.wishes)
 
     def wish(self, verb: Verb, *arguments: str | float) -> None:
-        """Ask for something, such as ``wish("crash", "bob")``; see `Wish`."""
+        """Ask for something, such as ``wish("crash", "bob")``; see `Action`."""
         self._stage.ask(verb, *arguments)
         self._wake.set()
 

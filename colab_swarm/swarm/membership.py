@@ -10,10 +10,10 @@ from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.platforms import in_notebook
-from colab_swarm.notebook.receipt import Deeds, Receipt
-from colab_swarm.runtime import Runs
-from colab_swarm.swarm.network import Presence
-from colab_swarm.training.settings import Services
+from colab_swarm.notebook.receipt import LocalStats, Receipt
+from colab_swarm.runtime import Runner
+from colab_swarm.swarm.network import NetworkSession
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Leaderboard
 from colab_swarm.trust.service import Trust
 
@@ -32,9 +32,9 @@ class PeerContext:
         name: this peer's name for people.
     """
 
-    runtime: Runs
-    services: Services
-    network: Presence | None
+    runtime: Runner
+    services: PeerServices
+    network: NetworkSession | None
     run_id: str
     name: str
 
@@ -43,7 +43,7 @@ class PeerContext:
         """The run's name for people."""
         return self.run_id.rpartition("-")[0]
 
-    def require_network(self) -> Presence:
+    def require_network(self) -> NetworkSession:
         """Return the network session.
 
         Raises:
@@ -59,7 +59,7 @@ class RunMembership:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._deeds = Deeds(context.services)
+        self._deeds = LocalStats(context.services)
 
     @property
     def is_owner(self) -> bool:
@@ -140,7 +140,7 @@ def _match(digits: str, known: set[PeerId]) -> PeerId:
     return found[0]
 
 
-async def _invite(network: Presence, role: str | None, hours: float | None, uses: int | None) -> Invite:
+async def _invite(network: NetworkSession, role: str | None, hours: float | None, uses: int | None) -> Invite:
     return network.entrance.invite(network.node, network.trust.authority, role=role, hours=hours, uses=uses)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError, StateError
@@ -26,14 +26,14 @@ from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
-from colab_swarm.training.settings import Services
-from colab_swarm.trust.access import Entrance
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.contributions import newest
 from colab_swarm.trust.member import ClockWatch
 from colab_swarm.trust.service import LinkControl, Trust
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.saved import Keeping
+    from colab_swarm.swarm.saved import PeerStore
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
@@ -44,7 +44,7 @@ MAX_RELAYS = 64
 
 
 @dataclass(frozen=True)
-class PeerOptions:
+class NetworkOptions:
     """How this peer takes part in the network.
 
     Attributes:
@@ -90,10 +90,10 @@ class PeerOptions:
         )
 
 
-DEFAULT_OPTIONS = PeerOptions()
+DEFAULT_OPTIONS = NetworkOptions()
 
 
-class Presence:
+class NetworkSession:
     """A peer's place in the network, from `open` to `leave`.
 
     Attributes:
@@ -104,7 +104,9 @@ class Presence:
         keeping: the folder that keeps it; None if it is kept nowhere.
     """
 
-    def __init__(self, node: Node, entrance: Entrance, options: PeerOptions, services: Services) -> None:
+    def __init__(
+        self, node: Node, entrance: RunAccess, options: NetworkOptions, services: PeerServices
+    ) -> None:
         self.node, self.entrance, self._options, self._services = node, entrance, options, services
         self.trust = Trust(
             node,
@@ -116,7 +118,7 @@ class Presence:
             LinkControl.of(node),
         )
         self.trust.contributions.kept = entrance.given
-        self.keeping: Keeping | None = None
+        self.keeping: PeerStore | None = None
         self._kept: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
@@ -137,11 +139,11 @@ class Presence:
     async def open(
         cls,
         node: Node,
-        entrance: Entrance,
-        options: PeerOptions,
-        services: Services,
-        keeping: Keeping | None = None,
-    ) -> Presence:
+        entrance: RunAccess,
+        options: NetworkOptions,
+        services: PeerServices,
+        keeping: PeerStore | None = None,
+    ) -> NetworkSession:
         """Get into the run through any of the entries, find out how others reach this peer, and keep it in a folder.
 
         Raises:
@@ -190,14 +192,14 @@ class Presence:
         await self.reachability.verify()
         return entries
 
-    async def _begin_to_keep(self, keeping: Keeping) -> None:
+    async def _begin_to_keep(self, keeping: PeerStore) -> None:
         """Write into the folder what this peer needs to come back: now, each minute, when somebody new is linked, and
         when it leaves."""
         await self._keep_in(keeping)
         self.keeping = keeping
         self.node.linker.spawn(self._go_on_keeping(keeping))
 
-    async def _go_on_keeping(self, keeping: Keeping) -> None:
+    async def _go_on_keeping(self, keeping: PeerStore) -> None:
         while True:
             await self._wait_news()
             try:
@@ -217,7 +219,7 @@ class Presence:
     def _dialable(self) -> set[PeerId]:
         return {peer for peer in self.node.linked() if self.node.contact_of(peer).addresses}
 
-    async def _keep_in(self, keeping: Keeping) -> None:
+    async def _keep_in(self, keeping: PeerStore) -> None:
         admission = self.entrance.admission
         membership = b"" if admission is None else admission.membership
         tally = self.trust.contributions
@@ -335,14 +337,14 @@ def assemble(
     events: EventLog,
     rng: random.Random,
     pace: Callable[[float], float] | None = None,
-) -> Services:
+) -> PeerServices:
     """A peer's services on a network, real or simulated."""
     SpeedTests(peers)
     dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
-    return Services(peers, Rooms(peers), dht, averager, events, rng, pace)
+    return PeerServices(peers, PrefixRouter(peers), dht, averager, events, rng, pace)
 
 
-async def find_others(services: Services, entries: Sequence[Contact]) -> None:
+async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
     """Get to know the swarm through the entries, and be known from then on.
 
     Raises:

@@ -18,8 +18,8 @@ from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.notebook.energy import EnergyMeter
-from colab_swarm.runtime import Runs
-from colab_swarm.snapshot import Given, PeerRow, SessionTime, SwarmSnapshot, describe
+from colab_swarm.runtime import Runner
+from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import (
     AssistantRecord,
     Progress,
@@ -27,11 +27,11 @@ from colab_swarm.training.progress import (
     read_assistants,
     read_progress,
 )
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.network import Presence
+    from colab_swarm.swarm.network import NetworkSession
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Background(Generic[T]):
             self._reading.release()
 
 
-class Rates:
+class TrafficRates:
     """Bits per second, up and down, over the last seconds. Pure."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class Overview:
 
     def __init__(
         self,
-        runtime: Runs,
-        services: Services,
-        presence: Presence | None,
+        runtime: Runner,
+        services: PeerServices,
+        presence: NetworkSession | None,
         optimizer: Callable[[], SwarmOptimizer | None],
         *,
         run: str,
@@ -131,7 +131,7 @@ class Overview:
         self._rare: tuple[Event, ...] = ()
         self._routine: tuple[Event, ...] = ()
         self._names: dict[str, str] = {}  # by short id, of those that told one
-        self._rates = Rates()
+        self._rates = TrafficRates()
         self._one_at_a_time = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._onlooker: Background[Records] | None = None
@@ -278,13 +278,13 @@ class Overview:
         own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
         return own / last.samples if last.samples else 0.0
 
-    def _given(self, now: float, left: bool) -> tuple[Given, ...]:
+    def _given(self, now: float, left: bool) -> tuple[ContributionRow, ...]:
         if self._leaderboard is None:
             return ()
         found = self._leaderboard.look(float("-inf") if left else now) or ()
         me = self._services.peers.id
         return tuple(
-            Given(
+            ContributionRow(
                 name=self._name
                 if one.peer == me
                 else self._names.get(short(one.peer), f"peer-{short(one.peer)}"),
@@ -306,7 +306,7 @@ class Overview:
         return lines
 
 
-async def _read(services: Services, prefix: str) -> Records:
+async def _read(services: PeerServices, prefix: str) -> Records:
     """What trainers and assistants of a collaboration tell of themselves."""
     dht, peers = services.dht, services.peers
     return await asyncio.gather(read_progress(dht, peers, prefix), read_assistants(dht, peers, prefix))

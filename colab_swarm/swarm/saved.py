@@ -37,10 +37,10 @@ from colab_swarm.net.peers import Contact
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import Platform
-from colab_swarm.swarm.network import PeerOptions
-from colab_swarm.trust.access import Entrance
+from colab_swarm.swarm.network import NetworkOptions
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.contributions import Row
+from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0
 
@@ -174,7 +174,7 @@ VERSION = 1
 MAX_CONTACTS = 16
 
 
-class KeptPeer(msgspec.Struct, frozen=True):
+class SavedPeer(msgspec.Struct, frozen=True):
     """What ``peer.json`` says.
 
     Attributes:
@@ -197,11 +197,11 @@ class KeptPeer(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     contacts: tuple[Contact, ...] = ()
     membership: bytes = b""
-    given: tuple[Row, ...] = ()
+    given: tuple[TallyRow, ...] = ()
     port: int = 0
 
     @classmethod
-    def new(cls, entrance: Entrance, name: str, options: PeerOptions) -> KeptPeer:
+    def new(cls, entrance: RunAccess, name: str, options: NetworkOptions) -> SavedPeer:
         """A peer that comes in by this entrance."""
         invitation = "" if entrance.invitation is None else str(entrance.invitation)
         settings = None if entrance.closed is None else entrance.closed.settings
@@ -210,11 +210,11 @@ class KeptPeer(msgspec.Struct, frozen=True):
         return cls(VERSION, entrance.run_id, entrance.access, name, invitation, allow, kept)
 
     @property
-    def peer_options(self) -> PeerOptions:
+    def peer_options(self) -> NetworkOptions:
         """How it is to take part in the network again."""
         relay = self.options.get("relay")
         quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
-        return PeerOptions(**{**self.options, **quota})
+        return NetworkOptions(**{**self.options, **quota})
 
     @property
     def run(self) -> str:
@@ -229,7 +229,7 @@ class _Version(msgspec.Struct):
     version: int
 
 
-def read_kept(folder: Path) -> KeptPeer | None:
+def read_kept(folder: Path) -> SavedPeer | None:
     """The peer that a folder keeps; None if it keeps none.
 
     Raises:
@@ -245,7 +245,7 @@ def read_kept(folder: Path) -> KeptPeer | None:
     try:
         if msgspec.json.decode(data, type=_Version).version > VERSION:
             raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
-        kept = msgspec.json.decode(data, type=KeptPeer)
+        kept = msgspec.json.decode(data, type=SavedPeer)
         kept.peer_options  # noqa: B018 - raises for options that are none
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise StateError(
@@ -271,7 +271,7 @@ def lasts(folder: Path, here: Platform) -> str:
     return f"{folder} vanishes with this session of {here.name}. {first} keep in {here.lasting}/…"
 
 
-class Keeping:
+class PeerStore:
     """A folder that this process has.
 
     Attributes:
@@ -280,14 +280,14 @@ class Keeping:
         key_file: the peer's key.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, found: KeptPeer | None) -> None:
+    def __init__(self, folder: Path, lock: FolderLock, found: SavedPeer | None) -> None:
         self.folder, self.found, self.key_file = folder, found, folder / "identity.key"
         self._lock, self._peer, self._written = lock, found, b""
         self._writing = threading.Lock()  # one write at a time, and none after the end
         self._closed = False
 
     @classmethod
-    def open(cls, folder: Path) -> Keeping:
+    def open(cls, folder: Path) -> PeerStore:
         """Take a folder; it is made if need be.
 
         Raises:
@@ -309,7 +309,7 @@ class Keeping:
         """Where the optimizer called ``name`` is kept."""
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
 
-    def begin(self, peer: KeptPeer) -> None:
+    def begin(self, peer: SavedPeer) -> None:
         """This is the peer to keep; contacts and the like come with `write`."""
         if self.found is not None:
             peer = msgspec.structs.replace(peer, contacts=self.found.contacts, port=self.found.port)
@@ -321,7 +321,7 @@ class Keeping:
             if self._peer is not None:
                 self._peer = msgspec.structs.replace(self._peer, port=port)
 
-    def write(self, contacts: Sequence[Contact], membership: bytes, given: tuple[Row, ...]) -> None:
+    def write(self, contacts: Sequence[Contact], membership: bytes, given: tuple[TallyRow, ...]) -> None:
         """Keep these from now on, and give a sign of life.
 
         Args:
@@ -369,7 +369,7 @@ class Keeping:
         return f"Keeping({str(self.folder)!r})"
 
 
-def kept_options(options: PeerOptions) -> dict[str, Any]:
+def kept_options(options: NetworkOptions) -> dict[str, Any]:
     """Options as they are kept: the key is the folder's, and a tunnel's token is asked for again."""
     tunnel = options.tunnel.kind if isinstance(options.tunnel, TunnelSettings) else options.tunnel
     return asdict(replace(options, tunnel=tunnel, identity=None))

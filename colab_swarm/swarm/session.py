@@ -13,7 +13,7 @@ from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.snapshot import SessionTime
 from colab_swarm.swarm.membership import PeerContext
-from colab_swarm.swarm.network import Presence
+from colab_swarm.swarm.network import NetworkSession
 from colab_swarm.swarm.trained import SwarmTraining
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class SwarmSession:
         if clock is not None and self._context.network is not None:
             self._context.runtime.call(self._begin_timer(self._context.network, clock))
 
-    async def _begin_timer(self, network: Presence, clock: SessionClock) -> None:
+    async def _begin_timer(self, network: NetworkSession, clock: SessionClock) -> None:
         network.node.linker.spawn(self._leave_in_time(clock))  # until the node is closed
 
     async def _leave_in_time(self, clock: SessionClock) -> None:

@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from colab_swarm.events import EventLog
-from colab_swarm.notebook.lessons import SimulatedPeer, SimulationSnapshot, Wish, fault_words, simulation_html
+from colab_swarm.notebook.lessons import (
+    Action,
+    SimulatedPeer,
+    SimulationSnapshot,
+    fault_words,
+    simulation_html,
+)
 from colab_swarm.sim.faults import ComingFault, FiredFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
@@ -24,7 +30,7 @@ from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.lesson import Lesson
+    from colab_swarm.swarm.lesson import InteractiveRun
 
 T = TypeVar("T")
 ENTRIES = 4
@@ -45,7 +51,7 @@ class Simulation:
         self._later: set[asyncio.Task[None]] = set()
         self._crashed: dict[str, SimulatedPeer] = {}  # as they were then
         self._arriving: dict[str, asyncio.Task[None]] = {}  # of those that should be there by now
-        self._lesson: Lesson | None = None
+        self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
         self.network = self._runtime.call(self._make_network(profile))
         self.swarms: dict[str, Swarm] = {}
@@ -183,12 +189,12 @@ class Simulation:
         *,
         seconds: float | None = None,
         speed: float = 10.0,
-        wishes: Sequence[Wish] = (),
+        wishes: Sequence[Action] = (),
         live: bool | None = None,
-    ) -> Lesson:
+    ) -> InteractiveRun:
         """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
 
-        Without a front-end it runs to its end at once and prints what happens. See `Lesson`.
+        Without a front-end it runs to its end at once and prints what happens. See `InteractiveRun`.
 
         Args:
             train: as for `run`.
@@ -197,10 +203,10 @@ class Simulation:
             wishes: what to ask for, and when: that of an earlier lesson (``lesson.wishes``) repeats it exactly.
             live: whether to use widgets and to keep to ``speed``; None to find out.
         """
-        from colab_swarm.swarm.lesson import Lesson, LessonPlan
+        from colab_swarm.swarm.lesson import InteractiveRun, RunPlan
 
         self._stop_lesson()
-        self._lesson = Lesson(self, train, LessonPlan(seconds, speed, tuple(wishes)), live=live)
+        self._lesson = InteractiveRun(self, train, RunPlan(seconds, speed, tuple(wishes)), live=live)
         return self._lesson
 
     def _stop_lesson(self) -> None:
@@ -290,7 +296,7 @@ class Simulation:
         self.close()
 
     def snapshot(self) -> SimulationSnapshot:
-        """What there is to see of it; take it while no time passes, of a lesson take `Lesson.snapshot`."""
+        """What there is to see of it; take it while no time passes, of a lesson take `InteractiveRun.snapshot`."""
         swarms = {name: swarm.snapshot() for name, swarm in self.swarms.items()}
         seen = next(iter(swarms.values()), None)
         peers = (self._peer(name, swarms.get(name)) for name in self._names)

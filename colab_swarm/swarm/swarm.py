@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.errors import PeerError
-from colab_swarm.net.reachability import Reachability, Rung
-from colab_swarm.runtime import Runs
+from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.runtime import Runner
 from colab_swarm.swarm.membership import PeerContext, RunMembership
-from colab_swarm.swarm.network import Presence
+from colab_swarm.swarm.network import NetworkSession
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.swarm.session import SwarmSession
 from colab_swarm.swarm.trained import SwarmTraining
-from colab_swarm.training.settings import AveragingOptions, Services
+from colab_swarm.training.settings import AveragingOptions, PeerServices
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from colab_swarm.averaging.moshpit import GridResult
+    from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
     from colab_swarm.invite import Setting
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from colab_swarm.notebook.panel import Panel
     from colab_swarm.notebook.receipt import Receipt
     from colab_swarm.notebook.recorder import Recorder
-    from colab_swarm.notebook.try_model import Asking, TryModel
+    from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.swarm.work import WorkInSwarm
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.settings import Budget
+    from colab_swarm.training.settings import TrafficBudget
     from colab_swarm.trust.contributions import Leaderboard
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.workunits.job import Job
@@ -70,12 +70,12 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def __init__(
         self,
-        runtime: Runs,
-        services: Services,
+        runtime: Runner,
+        services: PeerServices,
         *,
         run_id: str,
         name: str,
-        network: Presence | None = None,
+        network: NetworkSession | None = None,
     ) -> None:
         context = PeerContext(runtime, services, network, run_id, name)
         self.context, self.runtime, self.services, self.network = context, runtime, services, network
@@ -105,7 +105,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         if self.network is not None:
             return self.network.reachability.current
         addresses = self.contact.addresses
-        return Reachability(Rung.DIRECT if addresses else Rung.OUTGOING, addresses=addresses)
+        return Reachability(
+            ReachabilityLevel.DIRECT if addresses else ReachabilityLevel.OUTGOING, addresses=addresses
+        )
 
     def invite(
         self,
@@ -169,7 +171,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         scheduler: LRScheduler | None = None,
         max_grad_norm: float | None = None,
         name: str = "model",
-        budget: Budget | None = None,
+        budget: TrafficBudget | None = None,
         **averaging: Unpack[AveragingOptions],
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. A second call with the same name replaces the first.
@@ -230,7 +232,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         group_size: int | None = None,
         name: str = "values",
         codec: str = "float32",
-    ) -> tuple[Any, GridResult]:
+    ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this at about the same time, and how the round went.
 
         Args:
@@ -486,19 +488,19 @@ class Swarm(AbstractContextManager["Swarm"]):
         Raises:
             ValueError: there is no such model, or it cannot be asked so.
         """
-        from colab_swarm.recipes.evaluation import Askable, Classes, MaskedText
+        from colab_swarm.recipes.evaluation import Classes, MaskedText, Predictor
 
-        askable: Askable | None = None if labels is None else Classes(labels, shape, ink)
+        askable: Predictor | None = None if labels is None else Classes(labels, shape, ink)
         if tokenizer is not None:
             askable = MaskedText(tokenizer)
         return self.probe.try_model(question, model, askable)
 
     @cached_property
-    def probe(self) -> Asking:
+    def probe(self) -> ModelProbe:
         """The models that `try_model` can ask."""
-        from colab_swarm.notebook.try_model import Asking
+        from colab_swarm.notebook.try_model import ModelProbe
 
-        return Asking()
+        return ModelProbe()
 
     def _on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
         self.probe.on_optimizer(name, optimizer)
@@ -586,7 +588,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.leave()
 
 
-async def _close(services: Services, network: Presence | None) -> None:
+async def _close(services: PeerServices, network: NetworkSession | None) -> None:
     try:
         if network is not None:
             await network.leave()

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from colab_swarm.averaging.moshpit import GridResult
+    from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticOptions
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.settings import Budget
+    from colab_swarm.training.settings import TrafficBudget
 
 
 class SwarmTraining:
@@ -55,7 +55,7 @@ class SwarmTraining:
         scheduler: LRScheduler | None,
         max_grad_norm: float | None,
         name: str,
-        budget: Budget | None,
+        budget: TrafficBudget | None,
         averaging: AveragingOptions,
     ) -> SwarmOptimizer:
         """Make an optimizer; see `Swarm.optimizer`."""
@@ -99,7 +99,7 @@ class SwarmTraining:
 
     def average(
         self, values: Any, *, weight: float, group_size: int | None, name: str, codec: str
-    ) -> tuple[Any, GridResult]:
+    ) -> tuple[Any, MoshpitResult]:
         """Average an array; see `Swarm.average`."""
         average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
         try:

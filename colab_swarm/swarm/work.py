@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 
 from colab_swarm.errors import JoinError, PeerError
-from colab_swarm.runtime import Runs
-from colab_swarm.training.settings import Services
-from colab_swarm.trust.access import Entrance
+from colab_swarm.runtime import Runner
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.coordinator import (
     Coordinator,
     CoordinatorOptions,
-    Seat,
+    RunContext,
     WorkLink,
     open_coordinator,
 )
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.volunteering import Place, Volunteer, default_folder, open_volunteer
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerFolder, default_folder, open_volunteer
 
 TTL_S = 180.0
 PUBLISH_EVERY_S = 60.0
@@ -33,9 +33,9 @@ PUBLISH_EVERY_S = 60.0
 class WorkInSwarm:
     """The work units of one peer's swarm."""
 
-    runtime: Runs
-    services: Services
-    entrance: Entrance
+    runtime: Runner
+    services: PeerServices
+    entrance: RunAccess
     name: str
 
     @property
@@ -50,7 +50,7 @@ class WorkInSwarm:
     def coordinate(self, job: Job | str | Path, options: CoordinatorOptions) -> Coordinator:
         """See `Swarm.coordinate`."""
         job = job if isinstance(job, Job) else Job.load(job)
-        seat = Seat(self.entrance.run_id, self._token, self.entrance.admission, self._link)
+        seat = RunContext(self.entrance.run_id, self._token, self.entrance.admission, self._link)
         coordinator = open_coordinator(job, seat, options)
         self.runtime.call(self._announce(coordinator))
         return coordinator
@@ -89,7 +89,7 @@ class WorkInSwarm:
                 "nobody coordinates work units in this swarm: swarm.coordinate(job) does, here or elsewhere; "
                 "if somebody has just begun, try again in a few seconds"
             )
-        place = Place.take(default_folder(folder), self.name)
+        place = VolunteerFolder.take(default_folder(folder), self.name)
         admission = self.entrance.admission
         authority = None if admission is None else admission.authority
         client = CoordinatorClient(urls[0], self._token, run_id=self.entrance.run_id, authority=authority)

@@ -83,7 +83,7 @@ All begin with equal parameters: build the model from the same seed. What helps 
 | `codec="onebit"`, `"topk:0.01"` | an eighth, or a twentieth, of a byte a value; only with error feedback |
 | `delayed=True` | compute on while a round runs; the update comes exactly one step late |
 | `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages where they led (DiLoCo) |
-| `budget=cs.Budget(gb_per_hour=2)` or `mbit_s=10` | keeps within it: reduces less, sends 8 bits, takes local steps |
+| `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes what was accumulated. Several GPUs in one
 machine are one peer: start the script with `torchrun`, join on rank 0 only, and use `cs.host_optimizer(swarm

@@ -16,12 +16,12 @@ from functools import partial
 
 import msgspec
 
-from colab_swarm.averaging.group import MAX_TEXT, GatheringSettings, Group, Ticket
+from colab_swarm.averaging.group import MAX_TEXT, Group, GroupFormationSettings, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import Runs
+from colab_swarm.runtime import Runner
 from colab_swarm.training.progress import (
     AssistantRecord,
     ProgressRecord,
@@ -31,8 +31,8 @@ from colab_swarm.training.progress import (
     read_assistants,
     read_progress,
 )
-from colab_swarm.training.rounds import Line
-from colab_swarm.training.settings import Services
+from colab_swarm.training.rounds import LinkBandwidth
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import Mirror, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ MAX_ROUNDS = 4
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
 """A round's own and the last one's, with room to spare; a model too large for that is not helped."""
-MATCHMAKING = GatheringSettings(window_s=5.0, slack_s=5.0)
+MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ NO_MEMORY = Memory(_nothing, lambda helped: None)
 
 
 @dataclass
-class Tally:
+class AssistantTally:
     """What an assistant has done.
 
     Attributes:
@@ -109,7 +109,7 @@ class Assistant:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         run_id: str,
         *,
         name: str,
@@ -121,7 +121,7 @@ class Assistant:
         self._run_id = run_id
         self._name = name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
-        self._tally = Tally()
+        self._tally = AssistantTally()
         self._parts: dict[str, _Part] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -150,7 +150,7 @@ class Assistant:
         for prefix in list(self._parts):
             self.leave(prefix)
 
-    def tally(self) -> Tally:
+    def tally(self) -> AssistantTally:
         """What was done so far; safe from any thread."""
         return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
 
@@ -187,7 +187,7 @@ class Assistant:
 class _Part:
     """What an assistant does for one collaboration."""
 
-    def __init__(self, services: Services, prefix: str, tally: Tally, memory: Memory) -> None:
+    def __init__(self, services: PeerServices, prefix: str, tally: AssistantTally, memory: Memory) -> None:
         self.used_at = _now()
         self._services = services
         self._prefix = prefix
@@ -197,7 +197,7 @@ class _Part:
         self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
         self._assistants: Collection[PeerId] = ()
         self._last: Group | None = None  # of the last round here
-        self._line = Line()
+        self._line = LinkBandwidth()
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of these rounds
@@ -321,14 +321,14 @@ def _now() -> float:
 class Assistance:
     """What `Swarm.assist` began; `stop` ends it."""
 
-    def __init__(self, runtime: Runs, assistant: Assistant) -> None:
+    def __init__(self, runtime: Runner, assistant: Assistant) -> None:
         """Use `Swarm.assist`."""
         self._runtime = runtime
         self._assistant = assistant
         self._stopped = False
         runtime.call(assistant.start())
 
-    def snapshot(self) -> Tally:
+    def snapshot(self) -> AssistantTally:
         """What was done so far; safe from any thread."""
         return self._assistant.tally()
 

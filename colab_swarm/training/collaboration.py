@@ -32,7 +32,7 @@ from colab_swarm.training.progress import (
     read_progress,
 )
 from colab_swarm.training.rounds import Rounds
-from colab_swarm.training.settings import Choice, Services, TrainingSettings
+from colab_swarm.training.settings import CommunicationPlan, PeerServices, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
 
 IDLE_BATCHES = 3.0
@@ -40,7 +40,7 @@ IDLE_BATCHES = 3.0
 """A trainer that has been silent for the time of so many micro-batches does not come to a round soon."""
 
 
-class Tempo:
+class ThroughputEstimator:
     """The rhythm of one trainer's micro-batches.
 
     Attributes:
@@ -96,7 +96,7 @@ class Collaboration:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         settings: TrainingSettings,
         *,
         own: ProgressRecord,
@@ -128,7 +128,7 @@ class Collaboration:
         self._called: tuple[int, bytes] | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
-        self._tempo = Tempo()
+        self._tempo = ThroughputEstimator()
         self._applying = False
         self._averaging = False
         self._steps_alone = 0  # since the last round
@@ -273,7 +273,7 @@ class Collaboration:
         return due
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> CommunicationPlan | None:
         """How this peer keeps within its traffic budget; None without one, or before its first round."""
         return self._rounds.choice
 

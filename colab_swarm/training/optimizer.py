@@ -3,8 +3,8 @@
 Whose turn an optimizer is: the trainer's, unless the peer is paused, or leaves because the session ends.
 
 Somebody else than the trainer may close an optimizer, on another thread: when the platform's session is about to end.
-It must not change the model while the trainer computes with it. So it asks (`Turn.end`), and the trainer's own next
-call hands over, closes, and raises why.
+It must not change the model while the trainer computes with it. So it asks (`OptimizerLock.end`), and the trainer's
+own next call hands over, closes, and raises why.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
 from colab_swarm.markup import facts
-from colab_swarm.runtime import Gate, Runs
+from colab_swarm.runtime import PauseGate, Runner
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.catch_up import CaughtUp, Values
 from colab_swarm.training.checkpoint import CheckpointFolder, KeptSteps, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Gradients, LocalSteps, Replica, TorchFace, UpdateRule, uninterrupted
-from colab_swarm.training.settings import Services, TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 
-class Turn:
+class OptimizerLock:
     """One thread at a time, and none after the end.
 
     Attributes:
@@ -46,7 +46,7 @@ class Turn:
         close: hands over for so many seconds, and closes.
     """
 
-    def __init__(self, runtime: Runs, gate: Gate, close: Callable[[float], None]) -> None:
+    def __init__(self, runtime: Runner, gate: PauseGate, close: Callable[[float], None]) -> None:
         self._runtime, self._gate, self._close = runtime, gate, close
         self._lock = threading.RLock()
         self._hand_over_s: float | None = None
@@ -159,8 +159,8 @@ class SwarmOptimizer(TorchFace):
 
     def __init__(
         self,
-        runtime: Runs,
-        services: Services,
+        runtime: Runner,
+        services: PeerServices,
         settings: TrainingSettings,
         rule: UpdateRule,
         name: str,
@@ -176,7 +176,9 @@ class SwarmOptimizer(TorchFace):
         )
         self._settings = settings
         self._flight: _Flight | None = None
-        self.turn = Turn(runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s))
+        self.turn = OptimizerLock(
+            runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s)
+        )
         self._kept = None if kept is None else KeptSteps(kept, services.events, runtime.time)
         came_back = self._kept is not None and self._kept.load_into(self._replica, self._gathered)
         self._collaboration = runtime.call(self._start(services, name, syncing=not came_back))
@@ -191,7 +193,7 @@ class SwarmOptimizer(TorchFace):
                 raise
             raise
 
-    async def _start(self, services: Services, name: str, *, syncing: bool) -> Collaboration:
+    async def _start(self, services: PeerServices, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
         own = ProgressRecord(
             step=replica.step,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from colab_swarm.averaging.exchange import RoundPing, Sending
-from colab_swarm.averaging.group import GatheringSettings, Group, RoundRefused, Ticket
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
@@ -15,7 +15,12 @@ from colab_swarm.events import BudgetChosen, Fault, PeerSilent
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.catch_up import Values
 from colab_swarm.training.progress import Progress, ProgressRecord
-from colab_swarm.training.settings import Choice, Services, Thrift, TrainingSettings
+from colab_swarm.training.settings import (
+    CommunicationPlan,
+    PeerServices,
+    TrafficBudgetPolicy,
+    TrainingSettings,
+)
 
 SAYS_SOMETHING_BYTES = 1 << 18
 
@@ -52,7 +57,7 @@ class Rate:
         return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 
-class Line:
+class LinkBandwidth:
     """Both directions."""
 
     def __init__(self) -> None:
@@ -84,7 +89,7 @@ class Rounds:
 
     def __init__(
         self,
-        services: Services,
+        services: PeerServices,
         settings: TrainingSettings,
         *,
         numel: int,
@@ -93,17 +98,19 @@ class Rounds:
         on_called: Callable[[Ticket, PeerId], float | None],
     ) -> None:
         self.numel = numel
-        self.choice: Choice | None = None
+        self.choice: CommunicationPlan | None = None
         self._services, self._settings, self._schema = services, settings, schema
         self._expected = expected
         self._last: Group | None = None
         self._told: set[str] = set()
-        self._line = Line()
+        self._line = LinkBandwidth()
         self._shares = AdaptiveShares()
-        self._thrift: Thrift | None = None
+        self._thrift: TrafficBudgetPolicy | None = None
         if settings.budget is not None:
             me, auto_steps = services.peers.id, settings.auto_steps
-            self._thrift = Thrift(settings.budget, me, precision=settings.codec, auto_steps=auto_steps)
+            self._thrift = TrafficBudgetPolicy(
+                settings.budget, me, precision=settings.codec, auto_steps=auto_steps
+            )
             if settings.budget.rate_bps is not None:
                 services.peers.limit(settings.budget.rate_bps)
         self._matchmaker = Matchmaker(
@@ -112,7 +119,7 @@ class Rounds:
             expected=expected,
             on_called=on_called,
             strategy=self._shares,
-            settings=GatheringSettings(
+            settings=GroupFormationSettings(
                 window_s=settings.matchmaking_s,
                 slack_s=settings.matchmaking_s,
                 max_window_s=settings.max_matchmaking_s,
@@ -220,7 +227,7 @@ class Rounds:
             samples_per_s=own.samples_per_s,
         )
 
-    def choose(self, result: RoundResult, progress: Progress) -> Choice | None:
+    def choose(self, result: RoundResult, progress: Progress) -> CommunicationPlan | None:
         """After a round: how to keep within the budget from now on; None without a budget."""
         if self._thrift is None or self._last is None or len(self._last.members) < 2:
             return self.choice

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
 
 from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.runtime import Gate
+from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
@@ -39,7 +39,7 @@ SAVING = "int8"
 
 
 @dataclass(frozen=True)
-class Budget:
+class TrafficBudget:
     """What a peer's traffic may be.
 
     Attributes:
@@ -74,7 +74,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CommunicationPlan:
     """What a peer does to keep within its budget.
 
     Attributes:
@@ -91,7 +91,7 @@ class Choice:
     mbit_s: float
     within: bool
 
-    def like(self, other: Choice | None) -> bool:
+    def like(self, other: CommunicationPlan | None) -> bool:
         """Whether it differs from another in its traffic at most."""
         return other is not None and replace(other, mbit_s=self.mbit_s) == self
 
@@ -102,7 +102,7 @@ class Choice:
         return f"{reducing}, sends {self.precision}{steps}: {self.mbit_s:.3g} Mbit/s, {verdict}"
 
 
-class Thrift:
+class TrafficBudgetPolicy:
     """Chooses for one peer.
 
     Args:
@@ -110,7 +110,7 @@ class Thrift:
         auto_steps: whether it may ask for local steps.
     """
 
-    def __init__(self, budget: Budget, me: PeerId, *, precision: str, auto_steps: bool) -> None:
+    def __init__(self, budget: TrafficBudget, me: PeerId, *, precision: str, auto_steps: bool) -> None:
         self._budget, self._me = budget, me
         self._precision, self._auto_steps = precision, auto_steps
         self._began_at: float | None = None
@@ -129,7 +129,7 @@ class Thrift:
         self._step_s = step_s if self._step_s is None else (step_s + self._step_s) / 2
         self._ended_at = now
 
-    def choose(self, group: Group, compute_s: float) -> Choice | None:
+    def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
         """What to do after a round of ``group``; None while it is not known how long a step takes.
 
         Args:
@@ -149,7 +149,7 @@ class Thrift:
             steps = min(math.ceil(over), MAX_LOCAL_STEPS)
         sent, received = self._traffic(group, reduces=reduces, precision=precision)
         mbit_s = max(sent, received) * 8e-6 / (steps * self._step_s)
-        return Choice(reduces, precision, steps, mbit_s, over <= steps)
+        return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
 
     def _volume(self, group: Group, reduces: bool, precision: str) -> float:
         sent, received = self._traffic(group, reduces=reduces, precision=precision)
@@ -186,7 +186,7 @@ class Thrift:
 
 
 @dataclass(frozen=True)
-class Services:
+class PeerServices:
     """What a peer's services share.
 
     Attributes:
@@ -195,13 +195,13 @@ class Services:
     """
 
     peers: Peers
-    rooms: Rooms
+    rooms: PrefixRouter
     dht: DHT
     averager: Averager
     events: EventLog
     rng: random.Random
     pace: Callable[[float], float] | None = None
-    gate: Gate = field(default_factory=Gate)
+    gate: PauseGate = field(default_factory=PauseGate)
 
 
 class AveragingOptions(TypedDict, total=False):
@@ -254,7 +254,7 @@ class TrainingSettings:
     mean_codec: str = "float32"
     error_feedback: bool = False
     local_steps: int | Literal["auto"] = 1
-    budget: Budget | None = None
+    budget: TrafficBudget | None = None
     matchmaking_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0
@@ -263,7 +263,7 @@ class TrainingSettings:
 
     @classmethod
     def of(
-        cls, prefix: str, target_batch_size: float, budget: Budget | None, options: AveragingOptions
+        cls, prefix: str, target_batch_size: float, budget: TrafficBudget | None, options: AveragingOptions
     ) -> TrainingSettings:
         """From what a user gives.
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_swarm.averaging.group import MAX_STEP
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
@@ -67,7 +67,7 @@ class DescribeState(Message, frozen=True):
     step: int = -1
 
 
-class Manifest(Message, frozen=True):
+class StateManifest(Message, frozen=True):
     """What a snapshot is made of.
 
     Attributes:
@@ -124,7 +124,7 @@ class ChunkOf(Message, frozen=True):
 class Snapshot:
     """A copy of the training state: the manifest and its tensors' bytes."""
 
-    manifest: Manifest
+    manifest: StateManifest
     blob: NDArray[np.uint8]
     donors: tuple[PeerId, ...] = ()
 
@@ -144,7 +144,7 @@ class Snapshot:
         digests = b"".join(
             hashlib.sha256(view[at : at + chunk_bytes]).digest() for at in range(0, blob.nbytes, chunk_bytes)
         )
-        return cls(Manifest(step, lineage, skeleton, blob.nbytes, chunk_bytes, digests), blob)
+        return cls(StateManifest(step, lineage, skeleton, blob.nbytes, chunk_bytes, digests), blob)
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
@@ -153,7 +153,7 @@ Provide = Callable[[], Awaitable[Snapshot]]
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'."""
 
-    def __init__(self, rooms: Rooms, prefix: str, provide: Provide) -> None:
+    def __init__(self, rooms: PrefixRouter, prefix: str, provide: Provide) -> None:
         """``provide()`` takes a fresh snapshot of the current step, or raises `StateError` while there is none."""
         self._rooms, self._peers = rooms, rooms.peers
         self._prefix = prefix
@@ -174,7 +174,7 @@ class StateSharing:
         """The state moved on: the next newcomer gets a new snapshot. One still being fetched stays served."""
         self._fresh = False
 
-    async def _describe(self, _peer: PeerId, ask: DescribeState) -> Manifest:
+    async def _describe(self, _peer: PeerId, ask: DescribeState) -> StateManifest:
         async with self._taking:  # newcomers that come together share one copy
             held = self._snapshot
             if held is None or (not self._fresh and ask.step != held.manifest.step):
@@ -230,16 +230,16 @@ async def send_chunks(held: Snapshot, ask: FetchChunks, stream: Stream) -> None:
 
 async def agree_on_state(
     peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
-) -> tuple[Manifest | None, list[PeerId], list[str]]:
+) -> tuple[StateManifest | None, list[PeerId], list[str]]:
     """The manifest of the first donor that answers, up to ``limit`` donors that hold it, and why others do not."""
-    manifest: Manifest | None = None
+    manifest: StateManifest | None = None
     holders: list[PeerId] = []
     refusals: list[str] = []
     for donor in donors:
         if len(holders) == limit:
             break
         try:
-            answer = await peers.call(donor, ask, Manifest, timeout_s=timeout_s)
+            answer = await peers.call(donor, ask, StateManifest, timeout_s=timeout_s)
         except PeerError as error:
             refusals.append(f"{short(donor)}: {error}")
             continue
@@ -250,7 +250,7 @@ async def agree_on_state(
     return manifest, holders, refusals
 
 
-def check_chunk(manifest: Manifest, chunk: int, payload: memoryview, pending: Sequence[int]) -> None:
+def check_chunk(manifest: StateManifest, chunk: int, payload: memoryview, pending: Sequence[int]) -> None:
     """Raises `StateError` unless this is one of the ``pending`` chunks, and right."""
     digest = manifest.digests[32 * chunk : 32 * chunk + 32]
     if chunk not in pending or hashlib.sha256(payload).digest() != digest:
@@ -260,7 +260,7 @@ def check_chunk(manifest: Manifest, chunk: int, payload: memoryview, pending: Se
 class _Fetch:
     """Chunks still to fetch, shared by one worker per donor: a fast donor ends up giving more."""
 
-    def __init__(self, peers: Peers, prefix: str, manifest: Manifest) -> None:
+    def __init__(self, peers: Peers, prefix: str, manifest: StateManifest) -> None:
         self._peers = peers
         self._prefix = prefix
         self._manifest = manifest
@@ -468,7 +468,7 @@ class Mirror:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: PrefixRouter,
         prefix: str,
         *,
         donors: Callable[[], Awaitable[list[PeerId]]],
@@ -481,7 +481,9 @@ class Mirror:
         self._on_sent = on_sent
         self._stored = stored
         self._given: Snapshot | None = None  # the checkpoint that newcomers are fetching
-        self._held: dict[bytes, tuple[Manifest, list[PeerId]]] = {}  # by root: the state, and who holds it
+        self._held: dict[
+            bytes, tuple[StateManifest, list[PeerId]]
+        ] = {}  # by root: the state, and who holds it
         rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
 
@@ -490,7 +492,7 @@ class Mirror:
         self._rooms.unserve(self._prefix, DescribeState)
         self._rooms.unserve(self._prefix, FetchChunks)
 
-    async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
+    async def _describe(self, peer: PeerId, ask: DescribeState) -> StateManifest:
         self._given = await self._stored()
         if self._given is not None and ask.step in (-1, self._given.manifest.step):
             return self._given.manifest
@@ -523,7 +525,9 @@ class Mirror:
             raise Refusal(f"{len(pending)} chunks could not be had from any trainer")
         await stream.end()
 
-    async def _pass_on(self, manifest: Manifest, holder: PeerId, pending: list[int], stream: Stream) -> None:
+    async def _pass_on(
+        self, manifest: StateManifest, holder: PeerId, pending: list[int], stream: Stream
+    ) -> None:
         if not pending:
             return
         ask = FetchChunks(self._prefix, manifest.root, tuple(pending))

@@ -82,7 +82,7 @@ A tally lives for a day after its writer has left.
 
 The authority may be away: members go on, and invitations of unlimited use admit newcomers. Only counted
 invitations and allowlists need it. What it must not forget (who used which invitation, whom it revoked)
-stands beside its key file; start it with the same `PeerOptions(identity=…)` and it is the same run.
+stands beside its key file; start it with the same `NetworkOptions(identity=…)` and it is the same run.
 
 - An invitation of unlimited use lets somebody who was revoked come back under a new key, until it ends. Give
   counted ones (`uses=1`), use an allowlist, or revoke the invitation itself by passing its text to
@@ -110,7 +110,7 @@ Who is not let in gets four lines: what was refused, why, what to do, whom to as
 
 ## How to use it
 
-    swarm = cs.create("class-of-26", options=cs.PeerOptions(identity="class.key"))
+    swarm = cs.create("class-of-26", options=cs.NetworkOptions(identity="class.key"))
     swarm.invite(role="viewer", hours=2, uses=30)
     swarm.revoke("3fa9")          # the beginning of a peer's id, or an invitation's text
     swarm.contributions()

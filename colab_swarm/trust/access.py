@@ -12,7 +12,7 @@ from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.trust.authority import Allowlist, Authority, AuthorityBook, AuthoritySettings
-from colab_swarm.trust.contributions import Row
+from colab_swarm.trust.contributions import TallyRow
 from colab_swarm.trust.member import Credentials
 from colab_swarm.trust.service import ClosedRun
 
@@ -21,7 +21,7 @@ ENTRIES, ADDRESSES = 3, 4
 
 
 @dataclass(frozen=True)
-class Entrance:
+class RunAccess:
     """A peer's way into a run.
 
     Attributes:
@@ -37,7 +37,7 @@ class Entrance:
     closed: ClosedRun | None
     invitation: Invite | None = None
     known: tuple[Contact, ...] = ()
-    given: tuple[Row, ...] = ()
+    given: tuple[TallyRow, ...] = ()
 
     @classmethod
     def found(
@@ -48,7 +48,7 @@ class Entrance:
         access: Access,
         allow: Allowlist | None,
         key_file: str | Path | None,
-    ) -> Entrance:
+    ) -> RunAccess:
         """Begin a run, with this peer as its authority; with the key file of an earlier one, go on with that.
 
         Raises:
@@ -78,7 +78,7 @@ class Entrance:
     @classmethod
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
-    ) -> Entrance:
+    ) -> RunAccess:
         """Join a run.
 
         Args:

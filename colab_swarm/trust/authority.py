@@ -75,7 +75,7 @@ class ShareRevoked(Message, frozen=True):
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
-class Used(msgspec.Struct):
+class GrantUses(msgspec.Struct):
     """Hex ids of the peers that joined by an invitation, which ends at ``until``."""
 
     until: float
@@ -84,7 +84,7 @@ class Used(msgspec.Struct):
 
 class _Saved(msgspec.Struct):
     run_id: str
-    used: dict[str, Used] = msgspec.field(default_factory=dict)
+    used: dict[str, GrantUses] = msgspec.field(default_factory=dict)
     revocations: bytes = b""
 
 
@@ -131,7 +131,7 @@ class AuthorityBook:
         """Count that a peer joins by a grant; returns False if it is used up. Coming again is free."""
         if not grant.uses:
             return True
-        used = self._saved.used.setdefault(grant.key.hex(), Used(grant.join_until, []))
+        used = self._saved.used.setdefault(grant.key.hex(), GrantUses(grant.join_until, []))
         if peer.hex() not in used.peers:
             if len(used.peers) >= grant.uses:
                 return False

@@ -61,19 +61,19 @@ SHARDS = 8
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
 
-class Row(Message, frozen=True):
+class TallyRow(Message, frozen=True):
     """What one peer gave, as another saw it; the amounts are those of `KINDS`."""
 
     peer: Key
     amounts: tuple[Amount, Amount, Amount, Amount, Amount]
 
 
-class Tally(Message, frozen=True):
+class ContributionTally(Message, frozen=True):
     """What a peer saw others give; ``key`` and ``membership`` say who it is."""
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    rows: Annotated[tuple[TallyRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +92,7 @@ class Contribution:
         return f"Contribution({', '.join((short(self.peer), *given))})"
 
 
-class Ledger:
+class ContributionLedger:
     """One peer's tally of what others gave. Free of I/O."""
 
     def __init__(self, own: PeerId) -> None:
@@ -138,11 +138,11 @@ class Ledger:
             if span not in spans_lost:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TallyRow, ...]:
         """The tally, the largest first."""
-        return tuple(Row(peer, _five(amounts)) for peer, amounts in self._largest())
+        return tuple(TallyRow(peer, _five(amounts)) for peer, amounts in self._largest())
 
-    def resume(self, rows: Iterable[Row]) -> None:
+    def resume(self, rows: Iterable[TallyRow]) -> None:
         """Go on from what this peer published before it was restarted."""
         for row in rows:
             for kind, amount in zip(KINDS, row.amounts, strict=True):
@@ -158,7 +158,7 @@ class Ledger:
         return sorted(self._amounts.items(), key=part, reverse=True)[:MAX_ROWS]
 
 
-def leaderboard(tallies: Iterable[Tally]) -> tuple[Contribution, ...]:
+def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
     """Sum up what peers say of others; the most samples first."""
     sums: dict[PeerId, list[float]] = {}
     for tally in tallies:
@@ -171,13 +171,13 @@ def leaderboard(tallies: Iterable[Tally]) -> tuple[Contribution, ...]:
     return tuple(sorted(found, key=lambda one: (-one.samples, -one.reduced_bytes, one.peer)))
 
 
-def newest(*tallies: Iterable[Row]) -> tuple[Row, ...]:
+def newest(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
     """What the newest of one writer's tallies say of each peer: amounts only grow."""
-    found: dict[bytes, Row] = {}
+    found: dict[bytes, TallyRow] = {}
     for row in (row for rows in tallies for row in rows):
         other = found.get(row.peer, row)
         amounts = [max(pair) for pair in zip(row.amounts, other.amounts, strict=True)]
-        found[row.peer] = Row(row.peer, _five(amounts))
+        found[row.peer] = TallyRow(row.peer, _five(amounts))
     return tuple(found.values())
 
 
@@ -209,12 +209,12 @@ class Contributions:
     ) -> None:
         self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
         self._relayed_bytes, self._events = relayed_bytes, events or EventLog()
-        self._published: tuple[Row, ...] = ()
+        self._published: tuple[TallyRow, ...] = ()
         self._published_at = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
-        self.ledger = Ledger(peers.id)
-        self.kept: tuple[Row, ...] = ()  # of an earlier session, as this peer has it on disk
+        self.ledger = ContributionLedger(peers.id)
+        self.kept: tuple[TallyRow, ...] = ()  # of an earlier session, as this peer has it on disk
 
     def start(self) -> None:
         """Publish each 30 s what is new, until `stop`."""
@@ -268,7 +268,7 @@ class Contributions:
         me = self._peers.id
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
-    async def _others(self) -> list[tuple[Record, Tally]]:
+    async def _others(self) -> list[tuple[Record, ContributionTally]]:
         """What the other peers say, as they signed it and in clear; of each what lies in its one place."""
         keys = self._keys()
         found = await asyncio.gather(*map(self._dht.records, keys))
@@ -282,9 +282,9 @@ class Contributions:
             and self._counts(tally, record)
         ]
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> ContributionTally:
         membership = b"" if self._admission is None else self._admission.membership
-        return Tally(self._peers.public_key, membership, self.ledger.rows())
+        return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
 
     def _keys(self) -> list[str]:
         return [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
@@ -292,7 +292,7 @@ class Contributions:
     def _key(self, writer: PeerId) -> str:
         return tally_key(self._run_id, writer)
 
-    def _counts(self, tally: Tally, record: Record) -> bool:
+    def _counts(self, tally: ContributionTally, record: Record) -> bool:
         """Whether a member wrote the tally, or one that was a member when it did."""
         if self._admission is None:
             return True
@@ -308,7 +308,7 @@ def tally_key(run_id: str, writer: PeerId) -> str:
     return f"{run_id}/credits/{writer[0] % SHARDS}"
 
 
-def tally_of(record: Record) -> Tally | None:
+def tally_of(record: Record) -> ContributionTally | None:
     """The tally in a record whose signature was checked; None if there is none."""
     try:
         value = msgspec.msgpack.decode(record.value)
@@ -317,12 +317,12 @@ def tally_of(record: Record) -> Tally | None:
     return _tally(Found(value, record.expires_at, owner_of(record)))
 
 
-def _tally(record: Found | None) -> Tally | None:
+def _tally(record: Found | None) -> ContributionTally | None:
     """The tally in a record, if its writer signed it."""
     if record is None or record.owner is None:
         return None
     try:
-        tally = msgspec.convert(record.value, Tally)
+        tally = msgspec.convert(record.value, ContributionTally)
     except msgspec.ValidationError:
         return None
     return tally if id_of(tally.key) == record.owner else None

@@ -103,7 +103,7 @@ class RenewalPlan:
         self._failures = min(self._failures + 1, 10)
 
 
-class Member:
+class RunMember:
     """Gets and keeps this peer's membership, and takes the renewed ones of others.
 
     Args:

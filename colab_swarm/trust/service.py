@@ -26,7 +26,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Peers, Role, short
 from colab_swarm.trust.authority import Authority, AuthorityBook, AuthoritySettings, ShareRevoked
 from colab_swarm.trust.contributions import Contributions
-from colab_swarm.trust.member import Credentials, Member
+from colab_swarm.trust.member import Credentials, RunMember
 
 logger = logging.getLogger(__name__)
 
@@ -227,11 +227,11 @@ class Trust:
             peers, dht, run_id, admission, links.relayed_bytes if links else dict, events
         )
         self.authority: Authority | None = None
-        self._member: Member | None = None
+        self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
         if closed is None or admission is None or links is None:
             return
-        self._member = Member(
+        self._member = RunMember(
             peers, dht, admission, events, closed.credentials, links.readmit, links.behind_s
         )
         self._watch = RevocationWatch(peers, dht, admission, events, rng, links.recheck)

@@ -30,7 +30,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import Backoff, BackoffSettings
 from colab_swarm.workunits.state import Measured
-from colab_swarm.workunits.store import KEEP_MEMORY, Store
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
 from colab_swarm.workunits.training import Evaluator
 from colab_swarm.workunits.weights import Floats, assimilate
 
@@ -161,7 +161,7 @@ class ParameterServer:
         name: of this server, for people.
     """
 
-    def __init__(self, store: Store, evaluator: Evaluator, name: str) -> None:
+    def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
         self._store, self._evaluator, self._name = store, evaluator, name
         self._measured: list[Measured] = []  # and not in the log yet
 
@@ -222,7 +222,7 @@ FAREWELL_S = 30.0
 LONGEST_REST_S = 60.0
 
 
-class Hand(Protocol):
+class PoolWorker(Protocol):
     """One parameter server at work."""
 
     def alive(self) -> bool:
@@ -235,10 +235,10 @@ class Hand(Protocol):
         """Until it has ended; it is ended by force if it takes longer."""
 
 
-class ThreadHand:
+class ThreadWorker:
     """A parameter server on a thread, for stores that only this process sees."""
 
-    def __init__(self, store: Store, job: Job, name: str) -> None:
+    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
         self._stop = threading.Event()
         self._store, self._job, self._name = store, job, name
         self._thread = threading.Thread(target=self._run, name=f"parameter server {name}", daemon=True)
@@ -251,15 +251,15 @@ class ThreadHand:
             logger.exception("parameter server %s failed", self._name)
 
     def alive(self) -> bool:
-        """See `Hand`."""
+        """See `PoolWorker`."""
         return self._thread.is_alive()
 
     def dismiss(self) -> None:
-        """See `Hand`."""
+        """See `PoolWorker`."""
         self._stop.set()
 
     def wait(self, timeout_s: float) -> None:
-        """See `Hand`; a thread cannot be forced."""
+        """See `PoolWorker`; a thread cannot be forced."""
         self._thread.join(timeout_s)
 
 
@@ -269,7 +269,7 @@ def code_of_servers(job: Job) -> str:
     return f"{job.code}\njob = job.with_plan({told})\n"
 
 
-class ProcessHand:
+class ProcessWorker:
     """A parameter server as a process.
 
     Args:
@@ -299,15 +299,15 @@ class ProcessHand:
             self._input.flush()
 
     def alive(self) -> bool:
-        """See `Hand`."""
+        """See `PoolWorker`."""
         return self._process.poll() is None
 
     def dismiss(self) -> None:
-        """See `Hand`."""
+        """See `PoolWorker`."""
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """See `Hand`."""
+        """See `PoolWorker`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -317,17 +317,17 @@ class ProcessHand:
             self._input.close()
 
 
-class Crew:
+class WorkerPool:
     """Keeps as many servers at work as wanted. Those that die are replaced, after ever longer rests.
 
     Args:
         hire: starts a server of the name given.
     """
 
-    def __init__(self, hire: Callable[[str], Hand]) -> None:
+    def __init__(self, hire: Callable[[str], PoolWorker]) -> None:
         self._hire = hire
-        self._hands: list[Hand] = []
-        self._leaving: list[Hand] = []
+        self._hands: list[PoolWorker] = []
+        self._leaving: list[PoolWorker] = []
         self._hired = self._deaths = 0
         self._rest_until = 0.0
 

@@ -24,12 +24,12 @@ import numpy as np
 from colab_swarm.errors import StoreError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.workunits.assimilation import (
-    Crew,
-    Hand,
-    ProcessHand,
+    PoolWorker,
+    ProcessWorker,
     Staffing,
-    ThreadHand,
+    ThreadWorker,
     Validator,
+    WorkerPool,
     code_of_servers,
     moved,
 )
@@ -53,11 +53,11 @@ from colab_swarm.workunits.state import (
     Measured,
     Met,
     Rejected,
-    Replica,
     Unit,
+    UnitReplica,
     encode_entry,
 )
-from colab_swarm.workunits.store import Store
+from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.training import lay_out, unit_seed
 from colab_swarm.workunits.weights import Floats, Schema
@@ -78,7 +78,7 @@ class Logbook:
     """
 
     def __init__(
-        self, store: Store, dispatcher: Dispatcher, validator: Validator, clock: Callable[[], float]
+        self, store: ParameterStore, dispatcher: Dispatcher, validator: Validator, clock: Callable[[], float]
     ) -> None:
         self.lock, self.finished = asyncio.Lock(), asyncio.Event()
         self.version, self.fault = 0, ""
@@ -162,10 +162,10 @@ def base_blob(unit: Unit) -> str:
     return f"base-{unit}"
 
 
-class Beginnings:
+class InitialParametersCache:
     """Files of parameters (`Schema.encode`). The newest one is held in memory, for many ask at once."""
 
-    def __init__(self, store: Store, schema: Schema, log: Logbook) -> None:
+    def __init__(self, store: ParameterStore, schema: Schema, log: Logbook) -> None:
         self._store, self._schema, self._log = store, schema, log
         self._loading = asyncio.Lock()
         self._version, self._file = -1, memoryview(b"")
@@ -233,7 +233,7 @@ class Coordination:
     def __init__(
         self,
         job: Job,
-        store: Store,
+        store: ParameterStore,
         token: Token,
         run_id: str,
         settings: CoordinationSettings,
@@ -249,7 +249,7 @@ class Coordination:
         self._since = clock()
         self._validator = Validator(job.plan)
         self._staffing = Staffing()
-        self._crew = Crew(self._hire)
+        self._crew = WorkerPool(self._hire)
         self._backlog = 0
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -269,7 +269,7 @@ class Coordination:
         names = [subset.sha256 for subset in subsets]
         self._dispatcher = Dispatcher(self._job.plan, names, random.SystemRandom())
         self._log = Logbook(self._store, self._dispatcher, self._validator, self._clock)
-        self._beginnings = Beginnings(self._store, self.schema, self._log)
+        self._beginnings = InitialParametersCache(self._store, self.schema, self._log)
         self.card = self._signed_card(subsets)
         async with self._log.lock:
             await self._log.settle()
@@ -337,7 +337,7 @@ class Coordination:
             met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
             units, put = await self._with_base(units)
             await self._log.write([*met, *units], put=put)
-            given: list[Assigned | Replica] = [*again, *units]
+            given: list[Assigned | UnitReplica] = [*again, *units]
             wait_s = 0.0 if given else self._dispatcher.wait_s(me, now=now)
             return self._given([self._unit(one, now) for one in given], wait_s)
 
@@ -486,14 +486,14 @@ class Coordination:
             return self._staffing.on_backlog(self._backlog, self._crew.size, now=self._clock())
         return self.servers
 
-    def _hire(self, name: str) -> Hand:
+    def _hire(self, name: str) -> PoolWorker:
         if not self._store.shared or not self._job.code:
-            return ThreadHand(self._store, self._job, name)
-        return ProcessHand(self._settings.store, self._job.name, self._code_file, name)
+            return ThreadWorker(self._store, self._job, name)
+        return ProcessWorker(self._settings.store, self._job.name, self._code_file, name)
 
     # -- what is told
 
-    def _unit(self, one: Assigned | Replica, now: float) -> GivenUnit:
+    def _unit(self, one: Assigned | UnitReplica, now: float) -> GivenUnit:
         return GivenUnit(
             assignment=one.assignment,
             epoch=one.unit.epoch,

@@ -37,14 +37,14 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
-from colab_swarm.trust.access import Entrance
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import AuthoritySettings
 from colab_swarm.workunits.coordination import Coordination, CoordinationSettings
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import Store, open_store
-from colab_swarm.workunits.tokens import Gate, Signs, Token
+from colab_swarm.workunits.store import ParameterStore, open_store
+from colab_swarm.workunits.tokens import RequestGate, Signs, Token
 from colab_swarm.workunits.uploads import Uploads
 from colab_swarm.workunits.web import CoordinatorServer
 
@@ -62,7 +62,7 @@ class WorkLink:
     invite: Invite
 
     @classmethod
-    def issue(cls, url: str, entrance: Entrance, identity: Signs, *, hours: float) -> WorkLink:
+    def issue(cls, url: str, entrance: RunAccess, identity: Signs, *, hours: float) -> WorkLink:
         """A new one, by the authority of the run, good for ``hours``."""
         until = time.time() + 3600 * hours
         if entrance.closed is None:
@@ -171,7 +171,7 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RunContext:
     """In which run a coordinator serves.
 
     Attributes:
@@ -187,15 +187,17 @@ class Seat:
     invite: Callable[[str, float], WorkLink]
 
 
-class Office:
+class CoordinatorRuntime:
     """All that runs for one coordinator, on the runtime's loop."""
 
-    def __init__(self, job: Job, seat: Seat, options: CoordinatorOptions, store: Store) -> None:
+    def __init__(
+        self, job: Job, seat: RunContext, options: CoordinatorOptions, store: ParameterStore
+    ) -> None:
         self.job, self.store = job, store
         self.folder, self._options = _folder(job, options), options
         settings = CoordinationSettings(self.folder, _store_url(job, options), options.get("servers", "auto"))
         self.coordination = Coordination(job, store, seat.token, seat.run_id, settings)
-        self._gate = Gate(seat.admission)
+        self._gate = RequestGate(seat.admission)
         self._server: CoordinatorServer | None = None
         self._tunnel: Tunnel | None = None
         self.url = options.get("url", "")
@@ -255,7 +257,9 @@ class Coordinator:
         link: lets volunteers in, for a week; a secret. In a notebook it shows itself with a QR code and badges.
     """
 
-    def __init__(self, runtime: Runtime, office: Office, seat: Seat, taken: contextlib.ExitStack) -> None:
+    def __init__(
+        self, runtime: Runtime, office: CoordinatorRuntime, seat: RunContext, taken: contextlib.ExitStack
+    ) -> None:
         """``taken``: what is let go of at the end."""
         self._runtime, self._office, self._seat, self._taken = runtime, office, seat, taken
         self.link = self.invite()
@@ -372,8 +376,8 @@ def coordinate(
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)
-    entrance = Entrance.found(job.name, identity, access=access, allow=None, key_file=key_file)
-    seat = Seat(
+    entrance = RunAccess.found(job.name, identity, access=access, allow=None, key_file=key_file)
+    seat = RunContext(
         entrance.run_id,
         Token(identity),
         entrance.admission,
@@ -382,7 +386,7 @@ def coordinate(
     return open_coordinator(job, seat, options)
 
 
-def open_coordinator(job: Job, seat: Seat, options: CoordinatorOptions) -> Coordinator:
+def open_coordinator(job: Job, seat: RunContext, options: CoordinatorOptions) -> Coordinator:
     """Begin to coordinate ``job`` in a run; see `coordinate`."""
     folder = _folder(job, options)
     for other in _coordinators:
@@ -413,9 +417,13 @@ def _take(folder: Path, taken: contextlib.ExitStack) -> None:
 
 
 async def _opened(
-    job: Job, seat: Seat, options: CoordinatorOptions, store: Store, tunnel: TunnelSettings | None
-) -> Office:
-    office = Office(job, seat, options, store)
+    job: Job,
+    seat: RunContext,
+    options: CoordinatorOptions,
+    store: ParameterStore,
+    tunnel: TunnelSettings | None,
+) -> CoordinatorRuntime:
+    office = CoordinatorRuntime(job, seat, options, store)
     await office.open(tunnel)
     return office
 

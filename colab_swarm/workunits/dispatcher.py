@@ -33,9 +33,9 @@ from colab_swarm.workunits.state import (
     JobState,
     Rejected,
     Reliability,
-    Replica,
     Returned,
     Unit,
+    UnitReplica,
     UnitState,
 )
 
@@ -130,7 +130,7 @@ class Dispatcher:
             for unit, state in chosen
         ]
 
-    def astray(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Replica]:
+    def astray(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
         """What a volunteer was given but does not have ``in_hand``: the answer was lost, or what it had in memory."""
         replicas = self.state.replicas
         out = sorted(self.state.volunteer(volunteer).out - set(in_hand))
@@ -191,7 +191,7 @@ class Dispatcher:
         expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
         return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))
 
-    def _out(self) -> list[Replica]:
+    def _out(self) -> list[UnitReplica]:
         replicas = self.state.replicas
         return [replicas[name] for volunteer in self.state.volunteers.values() for name in volunteer.out]
 
@@ -229,7 +229,7 @@ class Dispatcher:
         }[replica.fate]
         return "stale", f"unit {replica.unit} is not awaited from you: {why}; ask for other units"
 
-    def _still_lacking(self, late: Replica) -> bool:
+    def _still_lacking(self, late: UnitReplica) -> bool:
         unit = self.state.units[late.unit]
         return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
 

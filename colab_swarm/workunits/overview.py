@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState, Volunteer
+from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState, VolunteerState
 
 MAX_MARKS = 400
 
@@ -124,7 +124,7 @@ def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> Job
     )
 
 
-def _row(name: str, volunteer: Volunteer, now: float) -> VolunteerRow:
+def _row(name: str, volunteer: VolunteerState, now: float) -> VolunteerRow:
     standing = volunteer.standing
     return VolunteerRow(
         volunteer=name,

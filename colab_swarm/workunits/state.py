@@ -276,7 +276,7 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 
 
 @dataclass
-class Replica:
+class UnitReplica:
     """One assignment, and what became of it. ``result``: name of the blob, once it is back; times as in entries."""
 
     assignment: str
@@ -306,13 +306,13 @@ class UnitState:
         failed_by: who did not bring a result of use, and when it last did not.
     """
 
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: list[UnitReplica] = field(default_factory=list)
     accepted: str | None = None
     assimilated: bool = False
     staleness: int | None = None
     failed_by: dict[str, float] = field(default_factory=dict)
 
-    def live(self) -> list[Replica]:
+    def live(self) -> list[UnitReplica]:
         """Replicas whose results are here or awaited."""
         return [replica for replica in self.replicas if replica.live]
 
@@ -320,13 +320,13 @@ class UnitState:
         """Whether a volunteer has a live replica."""
         return any(replica.volunteer == volunteer for replica in self.live())
 
-    def returned(self) -> list[Replica]:
+    def returned(self) -> list[UnitReplica]:
         """Replicas whose results wait for a majority."""
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
 
 @dataclass
-class Volunteer:
+class VolunteerState:
     """One volunteer. ``out``: its assignments that are not back; ``last_seen``: by the log."""
 
     name: str = ""
@@ -349,8 +349,8 @@ class JobState:
     subsets: int
     units: dict[Unit, UnitState] = field(default_factory=dict)
     open: dict[Unit, UnitState] = field(default_factory=dict)
-    replicas: dict[str, Replica] = field(default_factory=dict)
-    volunteers: dict[str, Volunteer] = field(default_factory=dict)
+    replicas: dict[str, UnitReplica] = field(default_factory=dict)
+    volunteers: dict[str, VolunteerState] = field(default_factory=dict)
     assimilated: dict[int, int] = field(default_factory=dict)  # units by epoch
     done_at: dict[int, float] = field(default_factory=dict)  # when the last unit of an epoch was assimilated
     measured: dict[int, dict[Unit, Measured]] = field(default_factory=dict)  # by epoch
@@ -376,9 +376,9 @@ class JobState:
         """All units of an epoch that began."""
         return ((unit, self.units[unit]) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
 
-    def volunteer(self, volunteer: str) -> Volunteer:
+    def volunteer(self, volunteer: str) -> VolunteerState:
         """Its record; an empty one if it never came."""
-        return self.volunteers.get(volunteer) or Volunteer()
+        return self.volunteers.get(volunteer) or VolunteerState()
 
     def apply(self, entry: AnyEntry) -> None:
         """Take in the next entry of the log.
@@ -407,8 +407,8 @@ class JobState:
             case Finished():
                 self.finished = entry.reason
 
-    def _seen(self, volunteer: str, at: float) -> Volunteer:
-        record = self.volunteers.setdefault(volunteer, Volunteer())
+    def _seen(self, volunteer: str, at: float) -> VolunteerState:
+        record = self.volunteers.setdefault(volunteer, VolunteerState())
         record.last_seen = max(record.last_seen, at)
         return record
 
@@ -418,14 +418,14 @@ class JobState:
                 f"unit {entry.unit} is in the store, but not in a job of {self.subsets} subsets: it is another job's "
                 "store; name another, or set plan.subsets as it was"
             )
-        replica = Replica(
+        replica = UnitReplica(
             entry.assignment, entry.unit, entry.volunteer, entry.at, entry.deadline, entry.version
         )
         self.replicas[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
-    def _back(self, assignment: str, at: float) -> Replica:
+    def _back(self, assignment: str, at: float) -> UnitReplica:
         """The replica, whose result has arrived."""
         replica = self.replicas[assignment]
         self._seen(replica.volunteer, at).out.discard(assignment)

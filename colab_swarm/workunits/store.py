@@ -55,7 +55,7 @@ class Parameters:
     values: Floats
 
 
-class Store(Protocol):
+class ParameterStore(Protocol):
     """One job's state. Tensors are float32 vectors, blobs are bytes with a name."""
 
     shared: bool
@@ -120,7 +120,7 @@ class Stopwatch:
 
 
 def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """What `Store.assimilate` adds to the log; ``began``: by `Stopwatch`."""
+    """What `ParameterStore.assimilate` adds to the log; ``began``: by `Stopwatch`."""
     return Assimilated(
         at=now,
         unit=accepted.unit,
@@ -161,7 +161,7 @@ class MemoryStore:
         self._parameters: Parameters | None = None
 
     def begin(self, first: Floats) -> None:
-        """See `Store.begin`."""
+        """See `ParameterStore.begin`."""
         with self._lock:
             if self._parameters is None:
                 self._parameters = Parameters(0, _frozen(first.copy()))
@@ -174,7 +174,7 @@ class MemoryStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `Store.append`."""
+        """See `ParameterStore.append`."""
         with self._lock:
             self._log += entries
             self._queue |= {entry.assignment: entry for entry in entries if isinstance(entry, Accepted)}
@@ -183,22 +183,22 @@ class MemoryStore:
                 self._blobs.pop(name, None)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `Store.entries`."""
+        """See `ParameterStore.entries`."""
         with self._lock:
             return list(enumerate(self._log[after:], after + 1))
 
     def blob(self, name: str) -> bytes:
-        """See `Store.blob`."""
+        """See `ParameterStore.blob`."""
         return self._blobs[name]
 
     def parameters(self) -> Parameters:
-        """See `Store.parameters`."""
+        """See `ParameterStore.parameters`."""
         if self._parameters is None:
             raise not_begun(self._job)
         return self._parameters
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `Store.claim`."""
+        """See `ParameterStore.claim`."""
         with self._lock:
             for assignment, accepted in self._queue.items():
                 if self._held_until.get(assignment, now) <= now:
@@ -207,7 +207,7 @@ class MemoryStore:
             return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `Store.assimilate`."""
+        """See `ParameterStore.assimilate`."""
         with self._lock:
             if accepted.assignment not in self._queue:
                 return None
@@ -221,11 +221,11 @@ class MemoryStore:
             return new.version
 
     def waiting(self) -> int:
-        """See `Store.waiting`."""
+        """See `ParameterStore.waiting`."""
         return len(self._queue)
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """See `ParameterStore.close`."""
 
 
 def _frozen(values: Floats) -> Floats:
@@ -263,7 +263,7 @@ class SqliteStore:
                 connection.execute(table)
 
     def begin(self, first: Floats) -> None:
-        """See `Store.begin`."""
+        """See `ParameterStore.begin`."""
         with self._transaction() as connection:
             if self._head(connection) is None:
                 values = first.astype("<f4", copy=False).data
@@ -278,7 +278,7 @@ class SqliteStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `Store.append`."""
+        """See `ParameterStore.append`."""
         with self._transaction() as connection:
             self._log(connection, entries)
             rows = [(self._job, name, data) for name, data in (put or {}).items()]
@@ -300,7 +300,7 @@ class SqliteStore:
         connection.executemany("DELETE FROM blobs WHERE job = ? AND name = ?", rows)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `Store.entries`."""
+        """See `ParameterStore.entries`."""
         found = self._rows(
             "SELECT position, entry FROM log WHERE job = ? AND position > ? ORDER BY position",
             self._job,
@@ -309,7 +309,7 @@ class SqliteStore:
         return [(position, decode_entry(entry)) for position, entry in found]
 
     def blob(self, name: str) -> bytes:
-        """See `Store.blob`."""
+        """See `ParameterStore.blob`."""
         with self._transaction("DEFERRED") as connection:
             query = "SELECT rowid FROM blobs WHERE job = ? AND name = ?"
             found = connection.execute(query, (self._job, name)).fetchone()
@@ -318,7 +318,7 @@ class SqliteStore:
             return _read(connection, "blobs", found[0])
 
     def parameters(self) -> Parameters:
-        """See `Store.parameters`."""
+        """See `ParameterStore.parameters`."""
         with self._transaction("DEFERRED") as connection:
             row, version = self._head(connection) or (0, 0)
             if not row:
@@ -326,7 +326,7 @@ class SqliteStore:
             return Parameters(version, np.frombuffer(_read(connection, "vectors", row), "<f4"))
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `Store.claim`."""
+        """See `ParameterStore.claim`."""
         with self._transaction() as connection:
             found = connection.execute(
                 "UPDATE queue SET held_until = ? WHERE position ="
@@ -340,7 +340,7 @@ class SqliteStore:
         return self._stopwatch.start(entry)
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `Store.assimilate`."""
+        """See `ParameterStore.assimilate`."""
         began = self._stopwatch.began(accepted)
         with self._transaction() as connection:
             taken = connection.execute(
@@ -361,11 +361,11 @@ class SqliteStore:
         return version
 
     def waiting(self) -> int:
-        """See `Store.waiting`."""
+        """See `ParameterStore.waiting`."""
         return int(self._rows("SELECT count(*) FROM queue WHERE job = ?", self._job)[0][0])
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """See `ParameterStore.close`."""
         with self._lock:
             while self._connections:
                 connection, in_use = self._connections.pop()
@@ -443,7 +443,7 @@ ELSEWHERE = {
 """Module and class by scheme, of stores that need libraries beyond the base."""
 
 
-def open_store(url: str, job: str) -> Store:
+def open_store(url: str, job: str) -> ParameterStore:
     """The state of ``job`` in the store at ``url``, which is one of `FORMS`.
 
     Raises:
@@ -461,6 +461,6 @@ def open_store(url: str, job: str) -> Store:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
     module, name = ELSEWHERE[scheme]
     try:
-        return cast(Store, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
+        return cast(ParameterStore, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error

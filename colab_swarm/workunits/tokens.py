@@ -94,7 +94,7 @@ class Crowded(NotAdmitted):
     """Nobody is let in for a while."""
 
 
-class Gate:
+class RequestGate:
     """Lets requests in.
 
     Args:

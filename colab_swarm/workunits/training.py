@@ -21,7 +21,7 @@ from colab_swarm.workunits.weights import Floats, Schema
 
 
 @dataclass(frozen=True)
-class Lesson:
+class UnitConfig:
     """How a unit is trained.
 
     Attributes:
@@ -47,7 +47,7 @@ class UnitTraining:
         self,
         job: Job,
         rows: Rows,
-        lesson: Lesson,
+        lesson: UnitConfig,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
@@ -137,7 +137,7 @@ def try_out(job: Job, rows: Rows) -> None:
     """
     doing = "one batch could not be trained"
     try:
-        UnitTraining(job, rows, Lesson(1, job.plan.batch_size, 0), model=job.first_model()).step()
+        UnitTraining(job, rows, UnitConfig(1, job.plan.batch_size, 0), model=job.first_model()).step()
         doing = "the accuracy could not be measured"
         accuracy = measure(job, job.first_model(), job.validation_rows().sample(job.plan.batch_size, seed=0))
     except Exception as error:  # whatever it is, with its traceback
@@ -180,7 +180,7 @@ def train_serially(job: Job, *, on_epoch: Callable[[int, float], None] | None = 
     rows, validation = job.rows(), job.validation_rows()
     optimizer, accuracies = job.optimizer(model.parameters()), []
     for epoch in range(1, plan.max_epochs + 1):
-        lesson = Lesson(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, 0))
+        lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, 0))
         training = UnitTraining(job, rows.cut(1, seed=plan.seed)[0], lesson, model=model, optimizer=optimizer)
         while training.done < training.batches:
             training.step()

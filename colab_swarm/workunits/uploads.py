@@ -65,7 +65,7 @@ class Gap(Exception):
         self.received = received
 
 
-class Spool:
+class UploadBuffer:
     """A file per upload, in a folder of its own; each is ``size_bytes`` long when it is whole.
 
     A whole file lasts only while it is looked at: one that is found at the start was cut short by the death of the
@@ -143,7 +143,7 @@ class Uploads:
         schema = coordination.schema
         self.size_bytes = len(schema.head()) + 4 * schema.numel
         self._coordination = coordination
-        self._spool = Spool(folder, size_bytes=self.size_bytes)
+        self._spool = UploadBuffer(folder, size_bytes=self.size_bytes)
         self._writing, self._looking = asyncio.Lock(), asyncio.Semaphore(LOOKED_AT)
         self._taking: set[str] = set()  # whole, and looked at just now
 

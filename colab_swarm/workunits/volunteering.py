@@ -18,7 +18,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
-from colab_swarm.runtime import Gate, Runtime
+from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.coordinator import WorkLink
 from colab_swarm.workunits.job import Job
@@ -38,7 +38,9 @@ _volunteers: set[Volunteer] = set()
 class Volunteer:
     """A volunteer at work in the background. Show it, `watch` it, `stop` it."""
 
-    def __init__(self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, place: Place) -> None:
+    def __init__(
+        self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, place: VolunteerFolder
+    ) -> None:
         self._runtime, self._client, self._work, self._place = runtime, client, work, place
         self._stopped = False
 
@@ -93,14 +95,14 @@ class Volunteer:
 
 
 @dataclass(frozen=True)
-class Place:
+class VolunteerFolder:
     """A folder for one volunteer, locked while it works: two of them would train the same units."""
 
     folder: Path
     lock: FileLock
 
     @classmethod
-    def take(cls, folder: Path, name: str) -> Place:
+    def take(cls, folder: Path, name: str) -> VolunteerFolder:
         """The first of ``name``, ``name-2`` … below ``folder`` that nobody uses."""
         plain = _plain(name)
         for number in range(1, PLACES + 1):
@@ -157,7 +159,7 @@ def volunteer(
                 return other
             other.stop()  # and leaves its place
     require_terms(i_have_read_the_terms)
-    place = Place.take(default_folder(folder), name)
+    place = VolunteerFolder.take(default_folder(folder), name)
     try:
         identity = Identity.load_or_create(place.folder / "volunteer.key")
         client = CoordinatorClient(
@@ -173,14 +175,14 @@ def volunteer(
 
 def open_volunteer(
     client: CoordinatorClient,
-    place: Place,
+    place: VolunteerFolder,
     *,
     job: Job | None,
     trust_code: bool,
     units: int,
     name: str,
     device: str | torch.device | None,
-    gate: Gate | None = None,
+    gate: PauseGate | None = None,
 ) -> Volunteer:
     """Begin to work for the coordinator that ``client`` speaks to, while the gate is open; see `volunteer`."""
     runtime = Runtime.shared()
@@ -189,7 +191,7 @@ def open_volunteer(
         if job is None:
             job = _trusted(card, code, place.folder, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or Gate())
+        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or PauseGate())
         work = Volunteering(client, job, card, settings)
         runtime.call(_begin(work))
     except BaseException:

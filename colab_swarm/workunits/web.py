@@ -30,7 +30,7 @@ from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
-from colab_swarm.workunits.tokens import Crowded, Gate
+from colab_swarm.workunits.tokens import Crowded, RequestGate
 from colab_swarm.workunits.uploads import Gap, Uploads, piece_of, range_of
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class CoordinatorServer:
         self,
         coordination: Coordination,
         uploads: Uploads,
-        gate: Gate,
+        gate: RequestGate,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:

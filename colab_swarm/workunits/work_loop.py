@@ -24,13 +24,13 @@ import msgspec
 import torch
 
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.runtime import Gate
+from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
 from colab_swarm.workunits.job import Job, Rows
 from colab_swarm.workunits.messages import Backoff, BackoffSettings, GivenUnit, GivenUnits, JobCard
 from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
-from colab_swarm.workunits.training import Lesson, UnitTraining
+from colab_swarm.workunits.training import UnitConfig, UnitTraining
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class VolunteerSettings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     save_s: float = 30.0
     cache_bytes: int = 2 << 30
-    gate: Gate = field(default_factory=Gate)
+    gate: PauseGate = field(default_factory=PauseGate)
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -312,7 +312,7 @@ class Volunteering:
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
-        lesson = Lesson(self._card.local_epochs, self._card.batch_size, held.unit.seed)
+        lesson = UnitConfig(self._card.local_epochs, self._card.batch_size, held.unit.seed)
         rows = Rows.decode(data)
         training = UnitTraining(self._job, rows, lesson, model=model, device=self._settings.device)
         if held.training is not None:

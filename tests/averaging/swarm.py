@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.group import Group, Member, Span
+from colab_swarm.averaging.group import Group, GroupMember, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.sim import LAN, FiredFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
@@ -61,7 +61,7 @@ def make_group(
 ) -> Group:
     members = sorted(
         (
-            Member(p.id, p.contact.addresses, w, float(bool(p.contact.addresses)))
+            GroupMember(p.id, p.contact.addresses, w, float(bool(p.contact.addresses)))
             for p, w in zip(peers, weights, strict=True)
         ),
         key=lambda member: member.id,

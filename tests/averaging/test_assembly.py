@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.assembly import Assembly, Waiting
-from colab_swarm.averaging.group import Coming, Group, JoinRound, RoundCall, RoundRefused, Ticket
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.assembly import Assembly, WaitingPeer
+from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundCall, RoundRefused, Ticket
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
@@ -28,7 +28,7 @@ class Place:
         self.peers = [self.network.peer(name) for name in NAMES[:count]]
         self.dhts = [DHT(peers, DHTSettings(), random.Random(peers.name)) for peers in self.peers]
         self.assemblies = [
-            Assembly(Rooms(peers), dht, "run/meeting", window_s=WINDOW_S)
+            Assembly(PrefixRouter(peers), dht, "run/meeting", window_s=WINDOW_S)
             for peers, dht in zip(self.peers, self.dhts, strict=True)
         ]
 
@@ -134,8 +134,8 @@ def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
         terms = Ticket("run/meeting", step, b"", 1.0, 10, SCHEMA)
         meeting = asyncio.gather(place.meet(0), place.meet(1))
         await asyncio.sleep(1)
-        answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), Coming, timeout_s=5)
-        assert answer == Coming(None)
+        answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), JoinEta, timeout_s=5)
+        assert answer == JoinEta(None)
         assert {len(group.members) for group in await meeting} == {2}
 
     run_virtual(main())
@@ -171,7 +171,7 @@ anything = st.recursive(
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")
-        assembly = Assembly(Rooms(peers), Garbage(value), "run/meeting", window_s=0.5)  # type: ignore[arg-type]
+        assembly = Assembly(PrefixRouter(peers), Garbage(value), "run/meeting", window_s=0.5)  # type: ignore[arg-type]
         assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
         assembly.close()
 
@@ -183,7 +183,7 @@ def test_a_stranger_who_tells_a_wild_number_does_not_move_the_meeting() -> None:
         place = await Place(3).open()
         mallory = place.peers[2]
         for number in (-1, 0, 1 << 60):
-            record = Waiting(number, mallory.contact.addresses)
+            record = WaitingPeer(number, mallory.contact.addresses)
             await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
             groups = await asyncio.gather(place.meet(0), place.meet(1))
             assert {len(group.members) for group in groups} == {2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.exchange import Chunk, Exchange, Sending
+from colab_swarm.averaging.exchange import AllReduce, Chunk, Sending
 from colab_swarm.averaging.group import Span
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Float16, Floats, Int8, Precision, mean_codec_for
@@ -44,16 +44,16 @@ def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
 
 
 def test_a_codec_that_nobody_knows_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoilt, encoded = [], Exchange._encoded
+    spoilt, encoded = [], AllReduce._encoded
 
-    def spoil(exchange: Exchange, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+    def spoil(exchange: AllReduce, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         message, payload = encoded(exchange, index, chunk)
         if exchange.me == 0:
             spoilt.append(index)
             message = Chunk(index, codec="zip")
         return message, payload
 
-    monkeypatch.setattr(Exchange, "_encoded", spoil)
+    monkeypatch.setattr(AllReduce, "_encoded", spoil)
     outcome = run_round()
     assert spoilt
     assert all(len(result.contributors) == 3 for result in outcome.results.values())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.moshpit import (
-    Grid,
+    MoshpitGrid,
     RoundMeter,
     RoundTime,
     choose_group_size,
@@ -26,17 +26,17 @@ def crowd(count: int) -> list[PeerId]:
     return [PeerId(i.to_bytes(32, "big")) for i in range(count)]
 
 
-def grid(count: int, group_size: int, *, reachable: int | None = None) -> Grid:
+def grid(count: int, group_size: int, *, reachable: int | None = None) -> MoshpitGrid:
     limit = count if reachable is None else reachable
-    return Grid(b"seed", {peer: i < limit for i, peer in enumerate(crowd(count))}, group_size)
+    return MoshpitGrid(b"seed", {peer: i < limit for i, peer in enumerate(crowd(count))}, group_size)
 
 
-def lines(g: Grid, axis: int) -> set[tuple[PeerId, ...]]:
+def lines(g: MoshpitGrid, axis: int) -> set[tuple[PeerId, ...]]:
     return {g.line(peer, axis) for peer in g.cells}
 
 
 def average(
-    g: Grid,
+    g: MoshpitGrid,
     values: dict[PeerId, float],
     weights: dict[PeerId, float],
     axis: int,
@@ -115,9 +115,9 @@ def test_peers_that_miss_rounds_are_mixed_in_by_the_next_and_no_weight_is_lost()
 
 def test_the_seed_alone_decides_who_is_where() -> None:
     peers = dict.fromkeys(crowd(16), True)
-    assert Grid(b"one", peers, 4).cells == Grid(b"one", dict(reversed(peers.items())), 4).cells
-    assert Grid(b"one", peers, 4).cells != Grid(b"two", peers, 4).cells
-    assert repr(Grid(b"one", peers, 4)) == "Grid(16 peers on 4x4)"
+    assert MoshpitGrid(b"one", peers, 4).cells == MoshpitGrid(b"one", dict(reversed(peers.items())), 4).cells
+    assert MoshpitGrid(b"one", peers, 4).cells != MoshpitGrid(b"two", peers, 4).cells
+    assert repr(MoshpitGrid(b"one", peers, 4)) == "Grid(16 peers on 4x4)"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.group import (
     MAX_NUMEL,
     MAX_STEP,
-    Gathering,
-    GatheringSettings,
     Group,
-    Member,
+    GroupFormation,
+    GroupFormationSettings,
+    GroupMember,
     RoundCall,
     Ticket,
     equal_shares,
@@ -24,11 +24,11 @@ from colab_swarm.net.peers import Contact, PeerId
 
 ALICE, BOB, CAROL = (PeerId(bytes([i]) * 32) for i in (1, 2, 3))
 TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
-SETTINGS = GatheringSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
+SETTINGS = GroupFormationSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
 
 
-def gathering() -> Gathering:
-    return Gathering(TICKET, now=100.0, settings=SETTINGS)
+def gathering() -> GroupFormation:
+    return GroupFormation(TICKET, now=100.0, settings=SETTINGS)
 
 
 def contact(peer: PeerId) -> Contact:
@@ -126,16 +126,16 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
         {"numel": -1},
         {"codec": "zip"},
         {"members": ()},
-        {"members": (Member(BOB, (), 1, 1), Member(ALICE, (), 1, 1))},
-        {"members": (Member(ALICE, (), 1, 1), Member(ALICE, (), 1, 1))},
-        {"members": (Member(ALICE, (), -1, 1),)},
-        {"members": (Member(ALICE, (), 1, -1),)},
+        {"members": (GroupMember(BOB, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
+        {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
+        {"members": (GroupMember(ALICE, (), -1, 1),)},
+        {"members": (GroupMember(ALICE, (), 1, -1),)},
         {"explanation": "x" * 1000},
         {"explanation": "\x1b[2J"},
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
-    group = Group(bytes(16), 7, b"lineage", (Member(ALICE, (), 1, 1), Member(BOB, (), 1, 1)), 100)
+    group = Group(bytes(16), 7, b"lineage", (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)), 100)
     group.check()
     with pytest.raises(ValueError):
         msgspec.structs.replace(group, **change).check()

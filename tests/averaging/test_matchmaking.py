@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from colab_swarm.averaging.group import (
-    Coming,
     Group,
     Joined,
+    JoinEta,
     JoinRound,
     RefusalReason,
     RoundCall,
@@ -17,7 +17,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker, Rooms
+from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
@@ -33,7 +33,9 @@ class Trainer:
         self.candidates: list[PeerId] = []
         self.ready_in_s: float | None = 0.0
         self.ticket = TICKET
-        self.matchmaker = Matchmaker(Rooms(peers), "run", expected=self._expected, on_called=self._on_called)
+        self.matchmaker = Matchmaker(
+            PrefixRouter(peers), "run", expected=self._expected, on_called=self._on_called
+        )
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         return self.candidates
@@ -280,11 +282,11 @@ def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_pref
         first, second = town.trainers
         for change in ({"lineage": b"other"}, {"step": 8}):
             call = RoundCall(msgspec.structs.replace(TICKET, **change))
-            answer = await first.peers.call(second.peers.id, call, Coming, timeout_s=1)
+            answer = await first.peers.call(second.peers.id, call, JoinEta, timeout_s=1)
             assert answer.ready_in_s is None and answer.group is None
         stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
         with pytest.raises(CallRefused, match="no part in 'other'"):
-            await first.peers.call(second.peers.id, stray, Coming, timeout_s=1)
+            await first.peers.call(second.peers.id, stray, JoinEta, timeout_s=1)
 
     in_town(2, script)
 

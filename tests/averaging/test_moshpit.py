@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from colab_swarm.averaging.group import JoinRound
-from colab_swarm.averaging.moshpit import GridAverager, GridResult
-from colab_swarm.bench.groups import Story, Town, is_contribution, play
+from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult
+from colab_swarm.bench.groups import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from colab_swarm.swarm.network import assemble, find_others
@@ -25,7 +25,7 @@ def some(share: float, seed: int) -> Callable[[str, int], bool]:
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
-def assert_exact(story: Story, mean: Floats) -> None:
+def assert_exact(story: GroupRun, mean: Floats) -> None:
     assert all(result.complete for result in story.results.values())
     for values in story.means.values():
         np.testing.assert_allclose(values, mean, atol=1e-6)
@@ -142,16 +142,16 @@ def test_failures_make_the_survivors_vote_for_smaller_groups() -> None:
     assert set(calm.votes.values()) == {16} and max(rough.votes.values()) <= 4
 
 
-async def few(*names: str) -> list[GridAverager]:
+async def few(*names: str) -> list[MoshpitAverager]:
     """Peers that average by hand."""
     network = SimNetwork(LAN)
     services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in names]
     for one in services:
         await find_others(one, [services[0].peers.contact] if one is not services[0] else [])
-    return [GridAverager(one.rooms, one.dht, one.averager, "run/average") for one in services]
+    return [MoshpitAverager(one.rooms, one.dht, one.averager, "run/average") for one in services]
 
 
-async def after(seconds: float, averager: GridAverager, values: Floats) -> tuple[Floats, GridResult]:
+async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tuple[Floats, MoshpitResult]:
     await asyncio.sleep(seconds)
     return await averager.average(values)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
@@ -27,7 +27,9 @@ def telling(text: str) -> Callable[[PeerId, Ask], Awaitable[Told]]:
     return tell
 
 
-def with_rooms(script: Callable[[Rooms, Callable[[str], Awaitable[str]], SimPeers], Awaitable[None]]) -> None:
+def with_rooms(
+    script: Callable[[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers], Awaitable[None]],
+) -> None:
     """Run ``script(rooms, ask, asker)``; ``await ask(prefix)`` is what the rooms' peer answers."""
 
     async def main() -> None:
@@ -38,13 +40,13 @@ def with_rooms(script: Callable[[Rooms, Callable[[str], Awaitable[str]], SimPeer
         async def ask(prefix: str) -> str:
             return (await bob.call(alice.id, Ask(prefix), Told, timeout_s=1)).text
 
-        await script(Rooms(alice), ask, bob)
+        await script(PrefixRouter(alice), ask, bob)
 
     run_virtual(main())
 
 
 def test_a_call_reaches_the_room_that_it_names() -> None:
-    async def script(rooms: Rooms, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
+    async def script(rooms: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
         for name in ("one", "two"):
             rooms.serve(name, Ask, telling(name), Role.VIEWER)
         assert [await ask("one"), await ask("two")] == ["one", "two"]
@@ -57,7 +59,7 @@ def test_a_call_reaches_the_room_that_it_names() -> None:
 
 
 def test_a_stream_reaches_the_room_that_it_names() -> None:
-    async def script(rooms: Rooms, _ask: Callable[[str], Awaitable[str]], bob: SimPeers) -> None:
+    async def script(rooms: PrefixRouter, _ask: Callable[[str], Awaitable[str]], bob: SimPeers) -> None:
         async def converse(opening: Ask, stream: Stream) -> None:
             await stream.send(Told(opening.prefix))
 
@@ -72,7 +74,7 @@ def test_a_stream_reaches_the_room_that_it_names() -> None:
 
 
 def test_the_last_room_to_close_ends_the_service() -> None:
-    async def script(rooms: Rooms, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
+    async def script(rooms: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
         for name in ("one", "two"):
             rooms.serve(name, Ask, telling(name), Role.VIEWER)
         rooms.unserve("one", Ask)
@@ -87,7 +89,7 @@ def test_the_last_room_to_close_ends_the_service() -> None:
 class Guest:
     """Serves whatever nobody else does."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: PrefixRouter) -> None:
         self.rooms = rooms
 
     def enter(self, prefix: str) -> None:
@@ -99,7 +101,7 @@ class Guest:
 
 
 def test_a_guest_serves_what_nobody_else_does_and_makes_room_for_the_owner() -> None:
-    async def script(rooms: Rooms, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
+    async def script(rooms: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
         rooms.serve("own", Ask, telling("own"), Role.VIEWER)
         rooms.welcome(Guest(rooms))
         assert [await ask("own"), await ask("other")] == ["own", "the guest"]

@@ -18,9 +18,9 @@ from colab_swarm.averaging.group import Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
+    AveragingSetup,
     Capacity,
-    Plan,
-    Setup,
+    SharePlan,
     adaptive_shares,
     believed,
     plan,
@@ -39,15 +39,15 @@ def assistant(megabytes_per_s: float) -> Capacity:
     return peer(megabytes_per_s, 0.0, receives=False)
 
 
-def setup(*peers: Capacity, batch: float = 1e6) -> Setup:
-    return Setup(peers, VECTOR, VECTOR, batch)
+def setup(*peers: Capacity, batch: float = 1e6) -> AveragingSetup:
+    return AveragingSetup(peers, VECTOR, VECTOR, batch)
 
 
-def everyone(of: Setup) -> list[int]:
+def everyone(of: AveragingSetup) -> list[int]:
     return [index for index, each in enumerate(of.peers) if each.samples_per_s]
 
 
-def simple_plans(of: Setup) -> list[Plan]:
+def simple_plans(of: AveragingSetup) -> list[SharePlan]:
     """Equal parts for all who reduce, and each of them as the parameter server."""
     reducers = [index for index, each in enumerate(of.peers) if each.reduces]
     equal = [float(index in reducers) for index in range(len(of.peers))]
@@ -133,7 +133,7 @@ def test_who_computes_is_nearly_as_good_as_the_best_of_all_subsets() -> None:
 # --- optimality -----------------------------------------------------------------------------------------------------
 
 
-def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
+def random_setup(rng: random.Random, *, most: int = 24) -> AveragingSetup:
     def rate() -> float | None:
         return rng.lognormvariate(0, 1.5) * 8e6 if rng.random() < 0.9 else None
 
@@ -145,7 +145,7 @@ def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
         return Capacity(speed, rate() if index else known, rate() if index else known, reduces, receives)
 
     peers = tuple(map(one, range(rng.randint(2, most))))
-    return Setup(peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2]), rng.lognormvariate(0, 3))
+    return AveragingSetup(peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2]), rng.lognormvariate(0, 3))
 
 
 @pytest.mark.slow
@@ -162,7 +162,9 @@ def test_no_plan_is_slower_than_equal_parts_or_any_parameter_server(plans: int) 
 def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
     of = random_setup(random.Random(seed), most=10)
     unlimited = {(i, j): 1e15 for i in range(len(of.peers)) for j in range(len(of.peers))}
-    by_highs = plan_round(Setup(of.peers, of.contribution_bytes, of.mean_bytes, 1, unlimited), everyone(of))
+    by_highs = plan_round(
+        AveragingSetup(of.peers, of.contribution_bytes, of.mean_bytes, 1, unlimited), everyone(of)
+    )
     ours = plan_round(of, everyone(of))
     assert ours.averaging_s == pytest.approx(by_highs.averaging_s, rel=1e-5)
     assert sum(ours.shares) == pytest.approx(1) and min(ours.shares) >= 0
@@ -198,7 +200,7 @@ def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per
 
 def test_a_slow_pair_of_peers_gets_around_its_limit() -> None:
     peers, narrow = (peer(1),) * 4, {(0, 1): 0.08e6, (1, 0): 0.08e6}
-    limited = Setup(peers, VECTOR, VECTOR, 1e6, narrow)
+    limited = AveragingSetup(peers, VECTOR, VECTOR, 1e6, narrow)
     equal = plan_round(limited, range(4), [1] * 4)
     found = plan(limited)
     assert "the limit of a pair" in equal.explanation
@@ -217,7 +219,7 @@ def test_64_peers_are_planned_in_50_ms() -> None:
     took: list[float] = []
     for seed in range(15):
         of = random_setup(random.Random(seed), most=64)
-        of = Setup((of.peers * 64)[:64], VECTOR, VECTOR, of.target_batch_size)
+        of = AveragingSetup((of.peers * 64)[:64], VECTOR, VECTOR, of.target_batch_size)
         began = time.thread_time()
         plan(of)
         took.append(time.thread_time() - began)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from colab_swarm.averaging.exchange import Chunk, Trace
-from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Message, PeerId
@@ -79,7 +79,7 @@ def test_a_reducer_that_refuses_shows_as_that() -> None:
 
 
 def test_who_is_missing_elsewhere_is_told_unless_the_reason_is_known_here() -> None:
-    members = tuple(Member(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
+    members = tuple(GroupMember(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
     trace = Trace(Group(bytes(16), 7, b"", members, 10), now=5.0)
     trace.on_missing((1, 2), where=0)
     trace.on_dropped(2, "the link is lost")

@@ -6,7 +6,7 @@ import math
 
 from colab_swarm.backbone.keeper import Checkpoint
 from colab_swarm.backbone.observer import LossPoint, PeerLine, PeerSpan, RoundRow
-from colab_swarm.backbone.web import CollaborationView, Given, View
+from colab_swarm.backbone.web import CollaborationView, ContributionView, View
 from colab_swarm.notebook.loss_band import sahajbert
 
 NOW = 1_800_000_000.0
@@ -27,7 +27,7 @@ def view(*, steps: int = 2400, evil: str = EVIL, standing_in: int | None = None)
         received_bytes=9_870_000_000,
         collaborations=(collaboration(steps, evil, standing_in),),
         contributions=tuple(
-            Given(name, chr(97 + i) * 64, 90_000.0 / (i + 1), 2e9 / (i + 1), 1e6 * i)
+            ContributionView(name, chr(97 + i) * 64, 90_000.0 / (i + 1), 2e9 / (i + 1), 1e6 * i)
             for i, name in enumerate((*NAMES[:-1], evil))
         ),
     )

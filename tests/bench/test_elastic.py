@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from colab_swarm.bench import elastic, slow_link
-from colab_swarm.bench.elastic import Plan, add_speed
+from colab_swarm.bench.elastic import ElasticPlan, add_speed
 from colab_swarm.bench.elastic_worker import OTHERS, WAYS
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.slow_link import ADDRESSES, SlowLink
 
 needs_root = pytest.mark.skipif(slow_link.missing() is not None, reason=str(slow_link.missing()))
@@ -40,8 +40,8 @@ def test_what_goes_over_a_slow_link_and_back_takes_twice_its_delay() -> None:
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
-    report = Report("elastic", True)
-    add_speed(report, Plan(seeds=1, steps=35))
+    report = BenchReport("elastic", True)
+    add_speed(report, ElasticPlan(seeds=1, steps=35))
     found = {row.key: row.value for row in report.rows}
     assert all(found[f"elastic.step_ms_{way}"] > 0 for way in (*OTHERS, *WAYS))
     assert found["elastic.step_ms_synchronous"] > 1e3 * elastic.DELAY_S
@@ -51,7 +51,7 @@ def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
 
 def test_without_root_a_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "missing", lambda: "needs Linux and root")
-    report = Report("elastic", True)
-    add_speed(report, Plan(seeds=1, steps=35))
+    report = BenchReport("elastic", True)
+    add_speed(report, ElasticPlan(seeds=1, steps=35))
     assert [row.key for row in report.rows] == ["elastic.speed_measured"]
     assert "needs Linux and root" in report.rows[0].note

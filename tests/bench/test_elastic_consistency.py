@@ -8,39 +8,39 @@ from colab_swarm.bench.elastic_consistency import (
     BETAS,
     CODECS,
     COMPRESSED,
-    Images,
-    Task,
+    ConsistencyTask,
+    ImageRows,
     compressions,
     emulate,
     plot,
     ratios,
 )
 from colab_swarm.bench.elastic_emulation import Scene
-from colab_swarm.bench.report import Report
+from colab_swarm.bench.report import BenchReport
 from colab_swarm.elastic.schedulers import BoundedStaleness
 
 
-def figures(report: Report) -> dict[str, float]:
+def figures(report: BenchReport) -> dict[str, float]:
     return {row.key: row.value for row in report.rows}
 
 
 @pytest.mark.slow
 def test_a_group_on_a_slow_network_learns_digits() -> None:
-    task, run = emulate(Images(), Scene((), lambda: BoundedStaleness(2), steps=30, alpha=0.5), seed=0)
+    task, run = emulate(ImageRows(), Scene((), lambda: BoundedStaleness(2), steps=30, alpha=0.5), seed=0)
     assert all(member.missing > 0.3 for member in run.members), "hardly anything was late"
     assert task.accuracy(run.members[0].parameters) > task.accuracy(task.start) + 30
 
 
 def test_the_model_can_be_a_residual_network() -> None:
-    task = Task(Images(model="resnet"), seed=1)
+    task = ConsistencyTask(ImageRows(model="resnet"), seed=1)
     assert sum(task.sizes) == len(task.start) == len(task.gradient(0, 0, task.start))
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_every_measured_distance_is_within_its_bound() -> None:
-    report = Report("elastic", True)
-    ratios(report, Images(), steps=10, peers=3)
+    report = BenchReport("elastic", True)
+    ratios(report, ImageRows(), steps=10, peers=3)
     found = figures(report)
     assert len([key for key in found if key.startswith("elastic.bound_ratio_")]) == 6 * len(CODECS) - 1
     assert 0.2 < found["elastic.max_bound_ratio"] <= 1
@@ -50,15 +50,15 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_error_feedback_saves_topk_and_nothing_else_does() -> None:
-    report = Report("elastic", True)
-    compressions(report, Images(), COMPRESSED, seeds=1)
+    report = BenchReport("elastic", True)
+    compressions(report, ImageRows(), COMPRESSED, seeds=1)
     found = figures(report)
     assert found["elastic.topk_feedback_drop"] < 1 < found["elastic.topk_alone_drop"]
 
 
 def test_accuracy_is_drawn_over_beta(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report = Report("elastic", True)
+    report = BenchReport("elastic", True)
     for name in [*(f"beta_{beta:g}" for beta in BETAS), "variance"]:
         report.add(f"elastic.accuracy_mlp_{name}", 90.0)
         report.add(f"elastic.distance_mlp_{name}", 0.1)

@@ -7,10 +7,18 @@ import torch
 from torch import nn
 
 from colab_swarm.bench import moe_convergence as bench
-from colab_swarm.bench.moe_convergence import DIM, Curve, Curves, Digits, Emulation, Experts, Scene
+from colab_swarm.bench.moe_convergence import (
+    DIM,
+    ConvergenceCurves,
+    ConvergenceEmulation,
+    ConvergenceScene,
+    Curve,
+    DigitsSplit,
+    Experts,
+)
 from colab_swarm.moe.expert import FeedForward
 
-TINY = Scene((2, 3), trainers=3, delay_s=1.0, batches=6, evaluations=2)
+TINY = ConvergenceScene((2, 3), trainers=3, delay_s=1.0, batches=6, evaluations=2)
 
 
 def test_many_experts_at_a_time_compute_and_learn_as_the_block_does() -> None:
@@ -34,15 +42,15 @@ def test_many_experts_at_a_time_compute_and_learn_as_the_block_does() -> None:
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:
-    digits = Digits()
-    first, again, other = (Emulation(TINY, digits, seed).run() for seed in (0, 0, 1))
+    digits = DigitsSplit()
+    first, again, other = (ConvergenceEmulation(TINY, digits, seed).run() for seed in (0, 0, 1))
     assert first == again != other and len(first.accuracies) == 2
 
 
 @pytest.mark.parametrize("sides", [(), (2, 3)])
 @pytest.mark.parametrize("faithful", [False, True])
 def test_the_published_rules_leave_the_gating_as_it_is(sides: tuple[int, ...], faithful: bool) -> None:
-    emulation = Emulation(Scene(sides, 2, 0.1, 0.1, 6, 1, faithful), Digits(), 0)
+    emulation = ConvergenceEmulation(ConvergenceScene(sides, 2, 0.1, 0.1, 6, 1, faithful), DigitsSplit(), 0)
     gates = [parameter.clone() for parameter in emulation._trunk.gates.parameters()]
     stem = emulation._trunk.stem.weight.clone()
     emulation.run()
@@ -54,6 +62,8 @@ def test_the_published_rules_leave_the_gating_as_it_is(sides: tuple[int, ...], f
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curve = Curve((0.1, 0.5))
-    report = Curves("moe-convergence", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]})
+    report = ConvergenceCurves(
+        "moe-convergence", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]}
+    )
     bench.plot(report, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.bench import vc_asgd
-from colab_swarm.bench.vc_asgd import Curves, Epoch, plot, train_by_volunteers
+from colab_swarm.bench.vc_asgd import AccuracyCurves, Epoch, plot, train_by_volunteers
 from tests.workunits.digits import digits_job
 
 
@@ -37,5 +37,7 @@ def test_a_larger_alpha_learns_later_and_scatters_less() -> None:
 @pytest.mark.ordeal
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     epochs = [Epoch(0.5, 0.4, 0.6, 1.0), Epoch(0.7, 0.6, 0.8, 2.0)]
-    plot(Curves("vc-asgd", True, epochs={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png")
+    plot(
+        AccuracyCurves("vc-asgd", True, epochs={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png"
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

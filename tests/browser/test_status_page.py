@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colab_swarm.workunits.overview import JobStatus
-from colab_swarm.workunits.tokens import Gate
+from colab_swarm.workunits.tokens import RequestGate
 from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
@@ -26,7 +26,7 @@ class Coordinating:
 
 
 async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(Coordinating(look), None, Gate(None))  # type: ignore[arg-type]
+    server = CoordinatorServer(Coordinating(look), None, RequestGate(None))  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     return server
 

@@ -48,7 +48,7 @@ def test_a_backbone_warns_of_an_invitation_that_only_its_own_network_can_use() -
 
 @pytest.mark.slow
 def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
-    with cs.create("cli-experts", options=cs.PeerOptions(lan=False)) as swarm:
+    with cs.create("cli-experts", options=cs.NetworkOptions(lan=False)) as swarm:
         arguments = ["experts", str(swarm.invite()), "ffn", "--grid", "2x2", "--dim", "8", "--count", "3"]
         command = [*COMMAND, *arguments, "--no-lan", "--json-lines"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

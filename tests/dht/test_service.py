@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.records import FindPeers, FindValue, FoundPeers, FoundValue, Record, Store, Stored
+from colab_swarm.dht.records import FindPeers, FindValue, FoundPeers, FoundValue, Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
@@ -141,7 +141,7 @@ def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(skew_s: 
         _, (alice, bob) = await swarm(2)
         at = bob.peers.time() + skew_s
         record = Record(b"", msgspec.msgpack.encode(1), at + 20, int(at * 1e6), 20.0)
-        message = Store(key_id("key"), (record,), bob.peers.contact, at)
+        message = StoreRecord(key_id("key"), (record,), bob.peers.contact, at)
         reply = await bob.peers.call(alice.peers.id, message, Stored, timeout_s=5)
         return reply.refusals, await read(alice, "key"), alice.dht.skews[bob.peers.id]
 

@@ -20,8 +20,8 @@ from colab_swarm.dht.records import (
     Limits,
     Record,
     Storage,
-    Store,
     Stored,
+    StoreRecord,
 )
 from colab_swarm.net.identity import Identity
 
@@ -198,7 +198,8 @@ def test_no_record_whatever_upsets_the_books(arrivals: list[tuple[Record, float]
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.binary(max_size=200), st.sampled_from([FindPeers, FindValue, FoundPeers, FoundValue, Store, Stored])
+    st.binary(max_size=200),
+    st.sampled_from([FindPeers, FindValue, FoundPeers, FoundValue, StoreRecord, Stored]),
 )
 def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
     try:

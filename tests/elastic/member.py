@@ -20,7 +20,7 @@ from colab_swarm.elastic.settings import ElasticStep
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 
-OPTIONS = cs.PeerOptions(lan=False, use_relays=False)
+OPTIONS = cs.NetworkOptions(lan=False, use_relays=False)
 SCHEDULER = CrashTolerant(1, 20.0)
 
 

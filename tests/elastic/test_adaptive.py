@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_emulation import Emulation, Scene
-from colab_swarm.elastic.schedulers import AdaptiveBeta, Facts, NormBounded, Scheduler
+from colab_swarm.elastic.schedulers import AdaptiveBeta, NormBounded, Scheduler, StepFacts
 from tests.elastic.test_meter import DIM, SIZES, late, noisy_quadratic
 
 STEPS, SETTLED = 400, 60
@@ -58,7 +58,7 @@ def test_one_step_far_off_is_paid_for_by_many_that_wait() -> None:
 def test_its_bound_is_that_of_one_step_of_delay_even_while_it_waits() -> None:
     scheduler = AdaptiveBeta(1.0)
     assert scheduler.beta == 1.0
-    assert scheduler.bound(Facts(peers=2, m=3.0, sigma=1.0)) == 1.5
+    assert scheduler.bound(StepFacts(peers=2, m=3.0, sigma=1.0)) == 1.5
 
 
 def test_a_target_that_allows_nothing_is_refused() -> None:

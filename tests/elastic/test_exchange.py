@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import Member
+from colab_swarm.averaging.group import GroupMember
 from colab_swarm.elastic.group import READY, ElasticLink, PeerExchange
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.settings import ElasticSettings, Exchange, Piece, Receiver
-from colab_swarm.elastic.steps import OwnBucket, Steps
+from colab_swarm.elastic.settings import ElasticSettings, Piece, PieceExchange, PieceReceiver
+from colab_swarm.elastic.steps import ElasticSteps, OwnBucket
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
@@ -65,7 +65,7 @@ class Group:
         network = SimNetwork(LAN, seed=1)
         peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)
         network.introduce()
-        members = [Member(peer.id, peer.contact.addresses, 1.0, 1.0) for peer in peers]
+        members = [GroupMember(peer.id, peer.contact.addresses, 1.0, 1.0) for peer in peers]
         events, exchanges = EventLog(), []
         for peer in peers:
             if peer.name != silent:
@@ -74,7 +74,7 @@ class Group:
                 exchanges.append(exchange)
         return cls(network, peers, exchanges, events)
 
-    async def begin(self, receivers: list[Receiver]) -> None:
+    async def begin(self, receivers: list[PieceReceiver]) -> None:
         await asyncio.gather(
             *(exchange.begin(receiver) for exchange, receiver in zip(self.exchanges, receivers, strict=True))
         )
@@ -165,7 +165,7 @@ LIES = {
 def test_who_sends_what_no_honest_peer_would_is_dropped_and_the_step_goes_on(lie: str) -> None:
     async def main() -> None:
         group = Group.of("alice", "bob")
-        honest = Steps(group.exchanges[0], SETTINGS, SIZES)
+        honest = ElasticSteps(group.exchanges[0], SETTINGS, SIZES)
         liar = Seen()
         await group.begin([honest, liar])
         own(honest)
@@ -187,7 +187,7 @@ def test_who_sends_what_no_honest_peer_would_is_dropped_and_the_step_goes_on(lie
     run_virtual(main())
 
 
-def own(steps: Steps) -> None:
+def own(steps: ElasticSteps) -> None:
     for bucket, size in enumerate(SIZES):
         values = np.ones(size, np.float32)
         steps.hand_over(OwnBucket(Piece(0, bucket, float(size)), values, values.tobytes()))
@@ -206,7 +206,7 @@ class Nobody:
 
     def send(self, piece: Piece, payload: Buffer) -> None: ...
 
-    async def begin(self, receiver: Receiver) -> None: ...
+    async def begin(self, receiver: PieceReceiver) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -223,9 +223,9 @@ def test_whatever_bytes_come_a_member_is_believed_or_dropped(
     step: int, bucket: int, payload: bytes, codec: str
 ) -> None:
     async def main() -> None:
-        exchange: Exchange = Nobody()
+        exchange: PieceExchange = Nobody()
         assert isinstance(exchange, Nobody)
-        steps = Steps(exchange, ElasticSettings(PREFIX, 2, NormBounded(0.5), codec), SIZES)
+        steps = ElasticSteps(exchange, ElasticSettings(PREFIX, 2, NormBounded(0.5), codec), SIZES)
         steps.on_piece(1, Piece(step, bucket), payload)
         believed = steps.ledger.standing(0.0).arrived[0].numel if step == 0 else 0
         assert believed in (0, *SIZES) and not (believed and exchange.dropped)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.elastic.ledger import Ledger
+from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.schedulers import (
     BoundedStaleness,
     CrashTolerant,
@@ -25,9 +25,9 @@ def of(*values: float) -> Floats:
     return np.array(values, np.float32)
 
 
-def alice(scheduler: Scheduler, peers: int = 2) -> Ledger:
+def alice(scheduler: Scheduler, peers: int = 2) -> GradientLedger:
     """Her ledger; buckets of 2 values and of 1, her gradient of step 0 is (1, 2), (3)."""
-    ledger = Ledger([2, 1], peers, ALICE, scheduler)
+    ledger = GradientLedger([2, 1], peers, ALICE, scheduler)
     ledger.on_own(0, 0, of(1, 2), now=0.0)
     ledger.on_own(0, 1, of(3), now=1.0)
     return ledger
@@ -134,7 +134,7 @@ def test_what_a_peer_owed_when_it_was_lost_is_forgotten() -> None:
 
 
 def test_a_step_does_not_end_before_ones_own_gradient_is_whole() -> None:
-    ledger = Ledger([2, 1], 2, ALICE, NormBounded(0.0))
+    ledger = GradientLedger([2, 1], 2, ALICE, NormBounded(0.0))
     ledger.on_own(0, 1, of(3), now=0.0)
     assert not ledger.ready and ledger.standing(9.0).waited_s == 0.0
     with pytest.raises(ValueError, match="not whole"):
@@ -158,7 +158,7 @@ def test_whatever_the_order_all_is_applied_once(seed: int, peers: int, scheduler
     """Values arrive in any order that the scheduler allows; after the last the sum is that of synchronous steps."""
     rng, steps, sizes = random.Random(seed), 6, [3, 1, 2]
     gradients = np.random.default_rng(seed).normal(size=(steps, peers, len(sizes), 3)).astype(np.float32)
-    ledger, applied = Ledger(sizes, peers, ALICE, scheduler), np.zeros((len(sizes), 3), np.float32)
+    ledger, applied = GradientLedger(sizes, peers, ALICE, scheduler), np.zeros((len(sizes), 3), np.float32)
     coming = [
         (peer, step, bucket) for step in range(steps) for peer in range(1, peers) for bucket in range(3)
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_emulation import Crash, Emulation, Scene
-from colab_swarm.elastic.ledger import Ledger
+from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import Meter
 from colab_swarm.elastic.schedulers import (
     BoundedStaleness,
@@ -106,7 +106,7 @@ def test_what_a_lost_peer_owes_counts_for_good() -> None:
 
 
 def test_a_bucket_of_a_lost_peer_that_others_may_have_is_part_of_the_distance() -> None:
-    ledger = Ledger([1, 1], 2, 0, Synchronous())
+    ledger = GradientLedger([1, 1], 2, 0, Synchronous())
     meter = Meter(buckets=2, peers=2)
     values = np.array([3], np.float32)
     for bucket in (0, 1):

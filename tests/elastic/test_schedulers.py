@@ -8,10 +8,10 @@ from colab_swarm.elastic.schedulers import (
     Arrived,
     BoundedStaleness,
     CrashTolerant,
-    Facts,
     NormBounded,
     Scheduler,
-    Standing,
+    StepFacts,
+    StepStatus,
     Synchronous,
     VarianceBounded,
 )
@@ -19,11 +19,11 @@ from colab_swarm.elastic.schedulers import (
 NOTHING, PART, ALL = Arrived(0.0, 0, False), Arrived(0.6, 20, False), Arrived(1.0, 100, True)
 
 
-def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> Standing:
+def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> StepStatus:
     """Of a peer whose gradient has norm 1 and 100 values; what did not arrive is owed."""
     owed = sum(not one.complete for one in arrived)
     peers = 1 + len(arrived) + lost
-    return Standing(7, peers, 1.0, 100, arrived, overdue, owed, lost, waited_s)
+    return StepStatus(7, peers, 1.0, 100, arrived, overdue, owed, lost, waited_s)
 
 
 def test_synchronous_waits_for_all_that_are_not_lost() -> None:
@@ -93,8 +93,8 @@ def test_crash_tolerant_never_leaves_out_more_than_f() -> None:
 def test_more_crashes_than_f_stop_nobody_but_raise_the_bound() -> None:
     scheduler = CrashTolerant(f=1, timeout_s=0.5)
     assert scheduler.may_go_on(standing(ALL, lost=2))
-    assert scheduler.bound(Facts(4, 2.0, 1.0)) == pytest.approx(0.5)
-    assert scheduler.bound(Facts(4, 2.0, 1.0, crashed=2)) == pytest.approx(1.0)
+    assert scheduler.bound(StepFacts(4, 2.0, 1.0)) == pytest.approx(0.5)
+    assert scheduler.bound(StepFacts(4, 2.0, 1.0, crashed=2)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_more_crashes_than_f_stop_nobody_but_raise_the_bound() -> None:
     ],
 )
 def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None:
-    facts = Facts(peers=4, m=2.0, sigma=1.0)
+    facts = StepFacts(peers=4, m=2.0, sigma=1.0)
     assert scheduler.bound(facts) == pytest.approx(bound)
     compressed = scheduler.bound(replace(facts, gamma=0.5))
     assert compressed == pytest.approx(bound + 6**0.5 * 2.0)
@@ -117,7 +117,7 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
 
 @pytest.mark.parametrize("gamma", [None, 1.0])
 def test_a_codec_of_which_nothing_is_known_has_no_bound(gamma: float | None) -> None:
-    assert Synchronous().bound(Facts(4, 2.0, 1.0, gamma)) is None
+    assert Synchronous().bound(StepFacts(4, 2.0, 1.0, gamma)) is None
 
 
 def test_what_is_missing_is_a_share_of_the_others_values() -> None:

@@ -14,8 +14,15 @@ from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.hosting import ExpertKind, Hosting, HostSettings, Premises, Wanted, measure
-from colab_swarm.moe.saves import SavedExpert, Shelf, cut, freeze
+from colab_swarm.moe.hosting import (
+    ExpertHosting,
+    ExpertKind,
+    HostingPlan,
+    HostResources,
+    HostSettings,
+    measure,
+)
+from colab_swarm.moe.saves import ReplicaStore, SavedExpert, cut, freeze
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 GRID = Grid("ffn", (2, 3))
@@ -32,7 +39,7 @@ class Member:
 
     peers: SimPeers
     services: ExpertServices
-    premises: Premises
+    premises: HostResources
 
     def events(self, kind: type[Event]) -> list[Event]:
         return self.services.events.recent(kind)
@@ -56,7 +63,7 @@ class Run:
         services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.vanish()])
         directory = Directory(services, self.directory_settings)
-        premises = Premises.open(services, directory, folder or self._folder / name)
+        premises = HostResources.open(services, directory, folder or self._folder / name)
         return Member(peers, services, premises)
 
     async def host(
@@ -67,17 +74,17 @@ class Run:
         capacity: int | None = None,
         uids: tuple[str, ...] | None = None,
         settings: HostSettings = SETTINGS,
-    ) -> tuple[Member, Hosting]:
+    ) -> tuple[Member, ExpertHosting]:
         """A new peer that hosts ``count`` experts, and may take over more."""
         member = await self.join(name)
-        wanted = Wanted(count, capacity or count, uids)
-        hosting = Hosting(member.premises, KIND, wanted, MODEL, settings)
+        wanted = HostingPlan(count, capacity or count, uids)
+        hosting = ExpertHosting(member.premises, KIND, wanted, MODEL, settings)
         member.peers.when_down(lambda: [*hosting.vanish(), member.premises.holders.vanish()])
         await hosting.start()
         return member, hosting
 
 
-def train(hosting: Hosting, steps: int = 1) -> None:
+def train(hosting: ExpertHosting, steps: int = 1) -> None:
     """Let every expert learn, as calls of trainers would."""
     for expert in hosting.experts.values():
         for _ in range(steps):
@@ -90,5 +97,5 @@ def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int 
     return cut(uid, step, freeze(state))
 
 
-def shelf_of(member: Member) -> Shelf:
+def shelf_of(member: Member) -> ReplicaStore:
     return member.premises.holders.shelf

@@ -15,7 +15,7 @@ from colab_swarm.moe.batching import (
     Batching,
     BatchLimits,
     Key,
-    Waiting,
+    PendingCall,
 )
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
@@ -24,43 +24,43 @@ FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 
 def call(
     caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
-) -> Waiting:
-    return Waiting(key, caller.encode(), samples, size_bytes, at)
+) -> PendingCall:
+    return PendingCall(key, caller.encode(), samples, size_bytes, at)
 
 
 @pytest.fixture
-def batching() -> Iterator[Batching[Waiting]]:
-    batching: Batching[Waiting] = Batching(LIMITS)
+def batching() -> Iterator[Batching[PendingCall]]:
+    batching: Batching[PendingCall] = Batching(LIMITS)
     yield batching
     batching.check_invariants()
 
 
-def enqueue(batching: Batching[Waiting], *calls: Waiting) -> None:
+def enqueue(batching: Batching[PendingCall], *calls: PendingCall) -> None:
     for one in calls:
         assert batching.admit(one) is None
         batching.enqueue(one)
 
 
-def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching[Waiting]) -> None:
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching[PendingCall]) -> None:
     calls = [call(samples=3, at=at) for at in range(4)]
     enqueue(batching, *calls)
     assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
 
 
-def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching[Waiting]) -> None:
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching[PendingCall]) -> None:
     calls = [call(samples=9), call(samples=1, at=1), call(samples=9, at=2)]
     enqueue(batching, *calls)
     assert [batching.take() for _ in calls] == [[one] for one in calls]
 
 
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching[Waiting]) -> None:
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching[PendingCall]) -> None:
     calls = [call(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
     enqueue(batching, *calls)
     assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
 
 
 def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_comes_first(
-    batching: Batching[Waiting],
+    batching: Batching[PendingCall],
 ) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [call(key=key, at=-at) for at, key in enumerate(keys)]
@@ -79,20 +79,22 @@ def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_com
     ],
 )
 def test_an_empty_call_and_one_larger_than_any_batch_are_refused_at_the_door(
-    batching: Batching[Waiting], samples: int, size_bytes: int, text: str
+    batching: Batching[PendingCall], samples: int, size_bytes: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
         batching.admit(call(samples=samples, size_bytes=size_bytes))
 
 
-def test_one_caller_gets_half_of_the_room_and_leaves_the_rest_to_others(batching: Batching[Waiting]) -> None:
+def test_one_caller_gets_half_of_the_room_and_leaves_the_rest_to_others(
+    batching: Batching[PendingCall],
+) -> None:
     enqueue(batching, *(call("alice", size_bytes=20) for _ in range(3)))
     assert batching.admit(call("alice", size_bytes=20)) is not None
     enqueue(batching, call("bob", size_bytes=20), call("carol", size_bytes=20))
     assert batching.admit(call("bob", size_bytes=20)) is not None
 
 
-def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[Waiting]) -> None:
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[PendingCall]) -> None:
     large = call(size_bytes=80)
     enqueue(batching, large)
     assert batching.admit(call("bob", size_bytes=80)) is not None
@@ -101,7 +103,7 @@ def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[Wai
     assert batching.admit(call("bob", size_bytes=80)) is None
 
 
-def test_whoever_leaves_is_not_computed(batching: Batching[Waiting]) -> None:
+def test_whoever_leaves_is_not_computed(batching: Batching[PendingCall]) -> None:
     calls = [call(at=at) for at in range(3)]
     enqueue(batching, *calls)
     batching.leave(calls[1])
@@ -109,7 +111,7 @@ def test_whoever_leaves_is_not_computed(batching: Batching[Waiting]) -> None:
     assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
 
 
-def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[Waiting]) -> None:
+def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[PendingCall]) -> None:
     enqueue(batching, *(call(name, 5, size_bytes=40) for name in "abc"))
     more = call(size_bytes=40)
     assert batching.admit(more) == UNKNOWN_RETRY_S
@@ -134,8 +136,8 @@ def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[W
 def test_whatever_happens_the_sums_are_right_and_all_that_was_admitted_comes_out(
     steps: list[tuple[int, str, int, int, bool]],
 ) -> None:
-    batching: Batching[Waiting] = Batching(LIMITS)
-    waiting: list[Waiting] = []
+    batching: Batching[PendingCall] = Batching(LIMITS)
+    waiting: list[PendingCall] = []
     for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
         if verb < 4:
             new = call(caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at)

@@ -14,8 +14,8 @@ from colab_swarm.errors import StateError
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.saves import (
     CHUNK_BYTES,
-    Manifest,
     SavedExpert,
+    SaveManifest,
     check_fit,
     cut,
     cut_digests,
@@ -111,13 +111,13 @@ def test_a_manifest_that_lies_about_its_tensors_is_refused() -> None:
 @given(st.binary(max_size=200))
 def test_a_garbled_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(StateError, match="cannot be read"):
-        Manifest.decode(data)
+        SaveManifest.decode(data)
 
 
 @given(st.binary(max_size=80), st.integers(-5, 2**50), st.integers(-5, 2**50))
 def test_a_manifest_whose_sizes_do_not_add_up_is_refused(digests: bytes, size: int, step: int) -> None:
     try:
-        manifest = Manifest.decode(msgspec.msgpack.encode(["ffn.0", step, b"", (), size, digests]))
+        manifest = SaveManifest.decode(msgspec.msgpack.encode(["ffn.0", step, b"", (), size, digests]))
     except StateError:
         return
     assert 32 * -(-manifest.size_bytes // CHUNK_BYTES) == len(digests) and step >= 0

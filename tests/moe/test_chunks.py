@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.saves import ChunkStore, Save, Shelf, cut_digests, digest_of
+from colab_swarm.moe.saves import ChunkStore, ReplicaStore, Save, cut_digests, digest_of
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -19,7 +19,7 @@ def save_of(*chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) 
     return Save(owner, "ffn.0", step, digest_of(chunks[0]), pieces, sum(map(len, chunks)), at)
 
 
-def put(shelf: Shelf, *chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
+def put(shelf: ReplicaStore, *chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
     save = save_of(*chunks, owner=owner, step=step, at=at)
     with shelf.receiving(save):
         for chunk in chunks:
@@ -59,7 +59,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_saves_share_chunks_and_what_no_save_needs_is_deleted(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     first = put(shelf, b"manifest 1", b"same", b"old")
     second = put(shelf, b"manifest 2", b"same", b"new", step=2, at=1.0)
     assert files(tmp_path) == 5 and shelf.saves("ffn.0") == [second, first]
@@ -68,13 +68,13 @@ def test_saves_share_chunks_and_what_no_save_needs_is_deleted(tmp_path: Path) ->
 
 
 def test_an_owner_has_two_saves_of_an_expert_at_most(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     saves = [put(shelf, b"manifest %d" % step, step=step, at=float(step)) for step in range(4)]
     assert shelf.saves() == [saves[3], saves[2]] and files(tmp_path) == 2
 
 
 def test_others_get_no_more_than_the_quota_and_the_owner_is_not_bound(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=20)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
     put(shelf, b"15 bytes of his")
     with pytest.raises(StateError, match="5 bytes are left here, 6 are needed"):
         put(shelf, b"6 more")
@@ -83,14 +83,14 @@ def test_others_get_no_more_than_the_quota_and_the_owner_is_not_bound(tmp_path: 
 
 
 def test_a_save_that_is_here_already_needs_no_more_room(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=20)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
     put(shelf, b"15 bytes of his")
     put(shelf, b"15 bytes of his", at=1.0)
     assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5
 
 
 def test_a_save_that_never_came_whole_leaves_nothing(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     with pytest.raises(RuntimeError), shelf.receiving(save_of(b"manifest", b"chunk")):
         shelf.chunks.put(b"manifest")
         raise RuntimeError("the sender vanished")
@@ -98,17 +98,17 @@ def test_a_save_that_never_came_whole_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_saves_outlive_the_process_and_rubbish_does_not(tmp_path: Path) -> None:
-    save = put(Shelf(tmp_path, me=ALICE, quota_bytes=1000), b"manifest", b"chunk")
+    save = put(ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000), b"manifest", b"chunk")
     (tmp_path / "chunks" / "ab").mkdir(exist_ok=True)
     (tmp_path / "chunks" / "ab" / "half-written.partial").write_bytes(b"x")
     (tmp_path / "saves" / "garbled.save").write_bytes(b"\xff" * 9)
-    again = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
+    again = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     assert again.saves() == [save] and files(tmp_path) == 2
     assert not (tmp_path / "saves" / "garbled.save").exists()
 
 
 def test_what_nobody_wanted_for_long_is_dropped(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, me=ALICE, quota_bytes=1000)
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     put(shelf, b"manifest", at=5.0)
     shelf.expire(5.0)
     assert len(shelf.saves()) == 1

@@ -19,7 +19,7 @@ from colab_swarm.moe.calls import ExpertCalls, ExpertServices
 from colab_swarm.moe.copies import SavePlace, SaveRecord
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.host import ExpertHost, plan_host
-from colab_swarm.moe.hosting import Hosting, HostSettings, Premises, Wanted
+from colab_swarm.moe.hosting import ExpertHosting, HostingPlan, HostResources, HostSettings
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
@@ -53,7 +53,7 @@ def hosted(member: Member) -> list[tuple[str, int, bool]]:
     return [(e.uid, e.step, e.taken_over) for e in member.events(ExpertHosted) if isinstance(e, ExpertHosted)]
 
 
-async def saved_by(hosting: Hosting, steps: int) -> None:
+async def saved_by(hosting: ExpertHosting, steps: int) -> None:
     train(hosting, steps)
     await hosting.save()
 
@@ -186,8 +186,8 @@ def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: 
         bob = await run.join("bob")
         run.network.now().partition({"alice"}, {"bob", "dave"})
         await asyncio.sleep(100)
-        wanted = Wanted(1, 1, ("ffn.0.1",))
-        his = Hosting(bob.premises, KIND, wanted, MODEL, SETTINGS)
+        wanted = HostingPlan(1, 1, ("ffn.0.1",))
+        his = ExpertHosting(bob.premises, KIND, wanted, MODEL, SETTINGS)
         await his.start()
         assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
         run.network.now().heal()
@@ -233,7 +233,7 @@ def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(tmp_path: Pa
             raise RuntimeError("CUDA out of memory")
 
         kind = type(KIND)(GRID, fail, KIND.rule, KIND.sample)
-        hosting = Hosting(alice.premises, kind, Wanted(2, 2), MODEL, SETTINGS)
+        hosting = ExpertHosting(alice.premises, kind, HostingPlan(2, 2), MODEL, SETTINGS)
         with pytest.raises(RuntimeError, match="out of memory"):
             await hosting.start()
         assert await alice.premises.directory.live(GRID) == []
@@ -302,7 +302,9 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
     async def main() -> None:
         async with peers("alice", "bob", "carol") as nodes:
             members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
-            hostings = [Hosting(premises, KIND, Wanted(1, 2), MODEL, QUICK) for premises in members[1:]]
+            hostings = [
+                ExpertHosting(premises, KIND, HostingPlan(1, 2), MODEL, QUICK) for premises in members[1:]
+            ]
             for hosting in hostings:
                 await hosting.start()
             (uid,) = hostings[0].experts
@@ -324,15 +326,15 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
     run_real(main())
 
 
-async def real_member(node: Node, entry: Node, folder: Path) -> Premises:
+async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
     dht = DHT(node, DHTSettings(), random.Random(0))
     await dht.bootstrap([entry.contact] if entry is not node else [])
     services = ExpertServices(node, dht, EventLog(), random.Random(0), "run")
     directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
-    return Premises.open(services, directory, folder / node.id.hex()[:8])
+    return HostResources.open(services, directory, folder / node.id.hex()[:8])
 
 
-async def close(premises: Premises, node: Node) -> None:
+async def close(premises: HostResources, node: Node) -> None:
     premises.holders.vanish()
     await premises.server.close()
     await premises.directory.close()

@@ -12,7 +12,7 @@ from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import plan_host, sample_of
-from colab_swarm.moe.hosting import HostSettings, Wanted
+from colab_swarm.moe.hosting import HostingPlan, HostSettings
 from tests.moe.hosts import GRID, KIND
 
 
@@ -31,7 +31,7 @@ def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
     plan = plan_host(Grid("ffn", (4, 4)), KIND.make, count=3)
     assert (plan.wanted.count, plan.wanted.capacity) == (3, 7)
     plan = plan_host(GRID, KIND.make, uids=["ffn.0.1", "ffn.1.1"])
-    assert plan.wanted == Wanted(2, 2, ("ffn.0.1", "ffn.1.1"))
+    assert plan.wanted == HostingPlan(2, 2, ("ffn.0.1", "ffn.1.1"))
 
 
 @pytest.mark.parametrize(

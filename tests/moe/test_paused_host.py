@@ -10,14 +10,14 @@ from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import ExpertCalls, ForwardExpert, Part
 from colab_swarm.moe.server import PAUSED_RETRY_S, ExpertServer
-from colab_swarm.runtime import Gate
+from colab_swarm.runtime import PauseGate
 from tests.moe.test_server import DIM, expert, info, samples
 from tests.net.swarm import peers, run, until
 
 
 def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
     async def main() -> None:
-        gate = Gate()
+        gate = PauseGate()
         async with peers("alice", "bob") as (alice, bob):
             server = ExpertServer(bob, EventLog(), gate=gate)
             server.add(expert())

@@ -14,9 +14,9 @@ from colab_swarm.moe.records import (
     CLAIMED,
     MAX_ADDRESS_CHARS,
     PAGE,
-    Branch,
-    Place,
-    Row,
+    ExpertPlace,
+    GridBranch,
+    RecordRow,
     by_page,
     holdings,
     keys,
@@ -43,7 +43,9 @@ def read(prefix: tuple[int, ...], found: dict[bytes, Found]) -> dict[PeerId, lis
 
 
 def test_a_row_tells_all_about_its_experts() -> None:
-    row = Row(("ws://203.0.113.7:4500",), (Place(7, 123, 5, (16, -1)), Place(9, 124, CLAIMED, ())))
+    row = RecordRow(
+        ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
+    )
     told = holdings(GRID, (3,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
     (seven, nine) = told[ALICE]
     assert seven.host == Contact(ALICE, row.addresses) and seven.place == row.places[0]
@@ -51,11 +53,11 @@ def test_a_row_tells_all_about_its_experts() -> None:
 
 
 def test_a_branch_tells_next_indices_and_an_empty_one_that_its_host_left() -> None:
-    found = {ALICE: received(Branch((0, 3))), BOB: received(Branch(()), BOB)}
+    found = {ALICE: received(GridBranch((0, 3))), BOB: received(GridBranch(()), BOB)}
     assert read((), found) == {ALICE: [0, 3], BOB: []}
 
 
-ROW = Row((), (Place(1, 2, 3, ()),))
+ROW = RecordRow((), (ExpertPlace(1, 2, 3, ()),))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ ROW = Row((), (Place(1, 2, 3, ()),))
         (ALICE, ROW, BOB),
         (ALICE, ROW, None),
         (b"", ROW, ALICE),
-        (ALICE, Branch((1,)), ALICE),
+        (ALICE, GridBranch((1,)), ALICE),
         (ALICE, None, ALICE),
         (ALICE, [[], [[-1, 2, 3, []]]], ALICE),
         (ALICE, [[], [[1, 2, -2, []]]], ALICE),
@@ -80,7 +82,7 @@ def test_what_is_not_a_hosts_own_sound_word_is_left_out(
 
 
 def test_indices_beyond_the_grid_are_left_out() -> None:
-    assert read((), {ALICE: received(Branch((3, 4)))}) == {ALICE: [3]}
+    assert read((), {ALICE: received(GridBranch((3, 4)))}) == {ALICE: [3]}
 
 
 VALUES = st.recursive(
@@ -115,7 +117,7 @@ def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.Da
     places = data.draw(st.lists(some, min_size=1, max_size=20, unique=True))
     shelf = shelf_of(grid, places[0][:-1])
     neighbours = [place for place in places if shelf_of(grid, place[:-1]) == shelf]
-    row = Row((), tuple(Place(position(grid, place), 1, 2, ()) for place in neighbours))
+    row = RecordRow((), tuple(ExpertPlace(position(grid, place), 1, 2, ()) for place in neighbours))
     told = holdings(grid, shelf, {ALICE: received(row)}, now=5.0, swarm_time=1000.0)[ALICE]
     assert [word.uid for word in told] == [grid.uid(place) for place in neighbours]
     assert shelf_of(grid, shelf) == shelf and max(word.index for word in told) < width(grid, shelf)
@@ -124,7 +126,7 @@ def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.Da
 def test_a_shelf_ends_with_the_grid() -> None:
     grid = Grid("ffn", (5, 64))
     assert [shelf_of(grid, (i,)) for i in range(5)] == [(0,), (0,), (0,), (0,), (4,)]
-    row = Row((), (Place(63, 1, 2, ()), Place(64, 1, 2, ()), Place(256, 1, 2, ())))
+    row = RecordRow((), (ExpertPlace(63, 1, 2, ()), ExpertPlace(64, 1, 2, ()), ExpertPlace(256, 1, 2, ())))
     told = holdings(grid, (4,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
     assert [word.uid for word in told[ALICE]] == ["ffn.4.63"]
 
@@ -135,7 +137,7 @@ def test_addresses_that_do_not_fit_are_left_out() -> None:
 
 
 def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
-    row = Row(("a" * MAX_ADDRESS_CHARS,), (Place(PAGE, 1 << 45, 1 << 40, (512, 1024)),))
+    row = RecordRow(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE, 1 << 45, 1 << 40, (512, 1024)),))
     record_bytes = len(msgspec.msgpack.encode(row)) + 32
     assert PAGE * (record_bytes + 256) <= Limits().key_bytes  # as a holder counts
     assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times

@@ -183,7 +183,7 @@ def test_an_optimizer_that_counts_samples_is_told_them() -> None:
 
 @pytest.mark.slow
 def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> None:
-    with cs.create("together", options=cs.PeerOptions(lan=False)) as swarm:
+    with cs.create("together", options=cs.NetworkOptions(lan=False)) as swarm:
         model = nn.Linear(4, 2)
         optimizer = swarm.optimizer(sgd(model), target_batch_size=32)
         before = square(model, torch.cat(batches(20))).item()

@@ -10,7 +10,7 @@ import torch
 
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, Rates
+from colab_swarm.moe.watch import LIST_EVERY_S, ExpertRates, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from colab_swarm.sim import run_virtual
@@ -126,7 +126,7 @@ def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
 
 
 def test_rates_are_of_the_last_seconds_not_of_all_time() -> None:
-    rates = Rates()
+    rates = ExpertRates()
     assert rates.of({"ffn.0": statistics(1000, 8000, 500)}, 100.0)[0].samples_per_s == 0.0
     (told,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 102.0)
     assert (told.calls_per_s, told.samples_per_s, told.batch_size) == (10.0, 160.0, 32.0)
@@ -136,7 +136,7 @@ def test_rates_are_of_the_last_seconds_not_of_all_time() -> None:
 
 
 def test_an_expert_that_was_taken_up_anew_counts_from_nothing() -> None:
-    rates = Rates()
+    rates = ExpertRates()
     rates.of({"ffn.0": statistics(1000, 8000, 500)}, 0.0)
     (told,) = rates.of({"ffn.0": statistics(4, 20, 2)}, 4.0)
     assert (told.calls_per_s, told.samples_per_s) == (1.0, 10.0)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.frames import HEADER, MAX_PACKET_BYTES, Frame, FrameReader, Kind, encode, to_packets
+from colab_swarm.net.frames import HEADER, MAX_PACKET_BYTES, Frame, FrameKind, FrameReader, encode, to_packets
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 
 PARTS = st.tuples(st.integers(0, 2**63), st.binary(max_size=300), st.integers(0, 200_000))
@@ -20,19 +20,19 @@ def read_all(packets: list[bytes]) -> list[Frame]:
 @given(st.lists(PARTS, max_size=8))
 def test_frames_come_out_as_they_went_in(parts: list[tuple[int, bytes, int]]) -> None:
     items = [(id, message, bytes([id % 251]) * size) for id, message, size in parts]
-    packets = to_packets(encode(Kind.ITEM, *item) for item in items)
+    packets = to_packets(encode(FrameKind.ITEM, *item) for item in items)
     assert all(len(packet) <= MAX_PACKET_BYTES for packet in packets)
     frames = read_all(packets)
     assert [(frame.id, bytes(frame.message), bytes(frame.payload)) for frame in frames] == items
 
 
 def test_small_frames_share_a_packet_and_start_at_multiples_of_16() -> None:
-    (packet,) = to_packets(encode(Kind.CALL, id, b"x" * id) for id in range(1, 40))
+    (packet,) = to_packets(encode(FrameKind.CALL, id, b"x" * id) for id in range(1, 40))
     assert [frame.id for frame in FrameReader().read(packet)] == list(range(1, 40))
 
 
 def test_a_payload_of_64_kib_travels_in_one_packet_aligned_for_floats() -> None:
-    (packet,) = to_packets([encode(Kind.ITEM, 1, b"message", bytes(1 << 16))])
+    (packet,) = to_packets([encode(FrameKind.ITEM, 1, b"message", bytes(1 << 16))])
     (frame,) = FrameReader().read(packet)
     assert len(frame.payload) == 1 << 16
     assert len(packet) - len(frame.message) - len(frame.payload) == HEADER.size == 16
@@ -40,16 +40,16 @@ def test_a_payload_of_64_kib_travels_in_one_packet_aligned_for_floats() -> None:
 
 def test_a_truncated_frame_is_refused() -> None:
     with pytest.raises(ProtocolError, match="truncated"):
-        FrameReader().read(encode(Kind.ITEM, 1, b"message", b"payload")[:-1])
+        FrameReader().read(encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1])
     with pytest.raises(ProtocolError, match="truncated"):
-        FrameReader().read(encode(Kind.PING, 0)[:-1])
+        FrameReader().read(encode(FrameKind.PING, 0)[:-1])
 
 
 def test_oversized_lengths_are_refused_before_memory_is_set_aside() -> None:
     for kind, message_bytes, payload_bytes in (
-        (Kind.ITEM, 0, MAX_PAYLOAD_BYTES + 1),
-        (Kind.ITEM, MAX_MESSAGE_BYTES + 1, 0),
-        (Kind.CALL, 0, 1),
+        (FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1),
+        (FrameKind.ITEM, MAX_MESSAGE_BYTES + 1, 0),
+        (FrameKind.CALL, 0, 1),
     ):
         header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
         with pytest.raises(ProtocolError, match="oversized"):
@@ -62,11 +62,11 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_another_frame_inside_a_cut_one_is_refused() -> None:
-    first, *_ = to_packets([encode(Kind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))])
+    first, *_ = to_packets([encode(FrameKind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))])
     reader = FrameReader()
     assert reader.read(first) == []
     with pytest.raises(ProtocolError, match="do not continue"):
-        reader.read(encode(Kind.PING, 0))
+        reader.read(encode(FrameKind.PING, 0))
 
 
 @given(st.lists(st.binary(max_size=100), max_size=5))
@@ -75,4 +75,4 @@ def test_random_bytes_raise_nothing_but_protocol_error(packets: list[bytes]) -> 
         frames = read_all(packets)
     except ProtocolError:
         return
-    assert all(isinstance(frame.kind, Kind) for frame in frames)
+    assert all(isinstance(frame.kind, FrameKind) for frame in frames)

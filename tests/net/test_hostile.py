@@ -11,7 +11,7 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net import link as answers
-from colab_swarm.net.frames import Kind, encode
+from colab_swarm.net.frames import FrameKind, encode
 from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.hello import Introduction
 from colab_swarm.net.identity import Identity
@@ -31,7 +31,7 @@ def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
             bob.serve_stream(Talk, keep)
             stream = await alice.stream(bob.id, Talk(), timeout_s=5)
             (link,) = alice.linker.table.of(bob.id)
-            link.mux._queue.append(encode(Kind.PONG, 0, bytes(100_000)))
+            link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
             await stream.send(Piece(1), b"12345678")
             await until(lambda: bool(kept))
             assert bytes(kept[0]) == b"12345678" and len(memoryview(kept[0].obj)) == 8

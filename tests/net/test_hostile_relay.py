@@ -16,23 +16,23 @@ from colab_swarm.events import Fault
 from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
 from colab_swarm.net.addresses import may_dial_back
-from colab_swarm.net.carrier import Path, Way
+from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.peers import Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
-    Accepted,
-    Books,
+    CircuitAccepted,
     CircuitOffer,
     CircuitTicket,
     OpenCircuit,
     Relay,
     RelayQuota,
+    RelayState,
     Reserve,
     Reserved,
     _Pump,
 )
-from colab_swarm.net.upgrade import Ready, Upgrade, Upgrades
+from colab_swarm.net.upgrade import Upgrade, UpgradeReady, Upgrades
 from tests.net.swarm import Echo, peers, run, until
 from tests.net.test_relay import relayed as circuit
 from tests.net.test_upgrade import relayed
@@ -88,7 +88,7 @@ def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
 
 
 def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
-    books = Books(RelayQuota(circuits_per_peer=32), now=0.0)
+    books = RelayState(RelayQuota(circuits_per_peer=32), now=0.0)
     with pytest.raises(Refusal, match="between the two"):
         for _ in range(32):
             books.open(ALICE, BOB, 0.0, os.urandom)
@@ -136,7 +136,7 @@ def test_offers_without_end_are_refused() -> None:
             refused = 0
             for _ in range(100):
                 try:
-                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Accepted, timeout_s=5)
+                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), CircuitAccepted, timeout_s=5)
                 except CallRefused:
                     refused += 1
             await asyncio.sleep(0)
@@ -242,7 +242,7 @@ def test_a_relayed_peer_has_nobody_dialled_but_itself(monkeypatch: pytest.Monkey
             monkeypatch.setattr(bob.linker, "dial_direct", dial)
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             stream = await alice.stream(bob.id, Upgrade((*EVIL, "ws://127.0.0.1:2"), ()), timeout_s=5)
-            await stream.receive(Ready)
+            await stream.receive(UpgradeReady)
             assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
             await stream.end()
 
@@ -295,7 +295,7 @@ def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
         async with peers("alice") as (alice,):
             upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
             monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
-            assert upgrades._seen(Path(Way.RELAYED, relay=CAROL, caller_host=told)) == believed
+            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=told)) == believed
             upgrades.close()
 
     run(main())
@@ -320,7 +320,7 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
                 stream = await alice.stream(bob.id, Upgrade((), ()), timeout_s=5)
                 with pytest.raises(PeerError) as caught:
                     while True:
-                        await stream.receive(Ready)
+                        await stream.receive(UpgradeReady)
                 texts.append(str(caught.value))
             assert not faults, faults
             assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
@@ -358,9 +358,11 @@ def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) ->
     assert may_dial_back(address, seen) is may
 
 
-@pytest.mark.parametrize(("remote", "way"), [("203.0.113.9", Way.DIRECT), ("127.0.0.1", Way.TUNNEL)])
+@pytest.mark.parametrize(
+    ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
+)
 def test_nobody_outside_passes_for_the_tunnel_s_agent(
-    remote: str, way: Way, monkeypatch: pytest.MonkeyPatch
+    remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.net.reachability import Ladder, Report, Rung
+from colab_swarm.net.reachability import DialReport, ReachabilityLevel, ReachabilityPolicy
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
@@ -11,24 +11,26 @@ CIRCUIT = f"ws://203.0.113.9:4500/relay/{RELAY.hex()}"
 SILENT = "did not answer in 1.5 s"
 
 
-def ladder(*addresses: str) -> Ladder:
-    return Ladder(addresses or (LOOPBACK, PRIVATE))
+def ladder(*addresses: str) -> ReachabilityPolicy:
+    return ReachabilityPolicy(addresses or (LOOPBACK, PRIVATE))
 
 
 def test_a_public_address_that_answers_is_direct() -> None:
     one = ladder(PUBLIC, PRIVATE)
-    assert one.decide().rung is Rung.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
-    one.on_report(ALICE, Report("203.0.113.7", ((PUBLIC, ""),)))
-    assert one.decide().rung is Rung.DIRECT and one.decide().addresses == (PUBLIC,)
+    assert one.decide().rung is ReachabilityLevel.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
+    one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
+    assert one.decide().rung is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
 
 
 def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
     one = ladder()
-    one.on_report(ALICE, Report("192.168.1.5", ((PRIVATE, ""),)))
-    assert one.decide().rung is Rung.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
-    one.on_report(BOB, Report("203.0.113.7", ()))
+    one.on_report(ALICE, DialReport("192.168.1.5", ((PRIVATE, ""),)))
+    assert (
+        one.decide().rung is ReachabilityLevel.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
+    )
+    one.on_report(BOB, DialReport("203.0.113.7", ()))
     decided = one.decide()
-    assert decided.rung is Rung.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
+    assert decided.rung is ReachabilityLevel.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
     one.on_places((RELAY,), (CIRCUIT,))
     decided = one.decide()
     assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
@@ -36,43 +38,56 @@ def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
 
 def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
     one = ladder()
-    one.on_report(BOB, Report("203.0.113.7", ((PRIVATE, SILENT),)))
+    one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
     one.on_tunnel("wss://swarm.example")
     assert str(one.decide()) == "tunnel wss://swarm.example"
     one.on_places((RELAY,), (CIRCUIT,))
-    assert one.decide().rung is Rung.RELAYED
+    assert one.decide().rung is ReachabilityLevel.RELAYED
     assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
     one.on_punched(ALICE, None)
-    assert one.decide().rung is Rung.PUNCHED
+    assert one.decide().rung is ReachabilityLevel.PUNCHED
     one.on_punched(ALICE, "the holes did not meet")
-    assert one.decide().rung is Rung.RELAYED
+    assert one.decide().rung is ReachabilityLevel.RELAYED
     one.on_places((), ())
     one.on_tunnel(None, "it was lost")
-    assert one.decide().rung is Rung.OUTGOING
+    assert one.decide().rung is ReachabilityLevel.OUTGOING
 
 
 def test_each_higher_rung_says_why_it_does_not_work() -> None:
     one = ladder()
-    one.on_report(BOB, Report("203.0.113.7", ((PRIVATE, SILENT),)))
+    one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
     why = dict(one.decide().reasons)
-    assert list(why) == [Rung.DIRECT, Rung.LAN, Rung.PUNCHED, Rung.RELAYED, Rung.TUNNEL]
-    assert why[Rung.DIRECT] == "this machine has no public address"
-    assert why[Rung.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall keeps it out"
-    assert "tunnel='ngrok'" in why[Rung.TUNNEL]
-    assert dict(Ladder(()).decide().reasons)[Rung.DIRECT] == "this peer does not listen (listen=False)"
+    assert list(why) == [
+        ReachabilityLevel.DIRECT,
+        ReachabilityLevel.LAN,
+        ReachabilityLevel.PUNCHED,
+        ReachabilityLevel.RELAYED,
+        ReachabilityLevel.TUNNEL,
+    ]
+    assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
+    assert (
+        why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall keeps it out"
+    )
+    assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
+    assert (
+        dict(ReachabilityPolicy(()).decide().reasons)[ReachabilityLevel.DIRECT]
+        == "this peer does not listen (listen=False)"
+    )
     assert one.decide().explain().splitlines()[0] == "outgoing only"
 
 
 def test_a_changed_network_voids_the_evidence() -> None:
     one = ladder(PUBLIC)
-    one.on_report(ALICE, Report("203.0.113.7", ((PUBLIC, ""),)))
+    one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
     one.on_listening((PRIVATE,))
-    assert one.decide().rung is Rung.UNVERIFIED and not one.verifiers
+    assert one.decide().rung is ReachabilityLevel.UNVERIFIED and not one.verifiers
 
 
 def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
-    one = Ladder(("ws://swarm.example:4500",), trusted=True)
-    assert one.decide().rung is Rung.DIRECT and one.decide().addresses == ("ws://swarm.example:4500",)
+    one = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True)
+    assert one.decide().rung is ReachabilityLevel.DIRECT and one.decide().addresses == (
+        "ws://swarm.example:4500",
+    )
 
 
 def test_private_addresses_that_nobody_tried_are_called_so() -> None:
@@ -82,13 +97,13 @@ def test_private_addresses_that_nobody_tried_are_called_so() -> None:
 
 def test_a_public_address_stays_told_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
     one = ladder(PUBLIC, PRIVATE)
-    one.on_report(ALICE, Report("", ()))
+    one.on_report(ALICE, DialReport("", ()))
     decided = one.decide()
-    assert decided.rung is Rung.UNVERIFIED and decided.addresses == (PUBLIC,)
+    assert decided.rung is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
     assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
     one.on_places((RELAY,), (CIRCUIT,))
-    assert one.decide().rung is Rung.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
-    one.on_report(BOB, Report("198.51.100.7", ()))
+    assert one.decide().rung is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
+    one.on_report(BOB, DialReport("198.51.100.7", ()))
     assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
-    one.on_report(BOB, Report("203.0.113.7", ((PUBLIC, ""),)))
-    assert one.decide().rung is Rung.DIRECT
+    one.on_report(BOB, DialReport("203.0.113.7", ((PUBLIC, ""),)))
+    assert one.decide().rung is ReachabilityLevel.DIRECT

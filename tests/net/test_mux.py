@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.frames import Frame, Kind, encode
+from colab_swarm.net.frames import Frame, FrameKind, encode
 from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Mux, encode_opening, item_cost
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
 
@@ -34,7 +34,10 @@ def test_a_call_is_answered_by_its_number() -> None:
     assert [bytes(frame.message) for frame in pair.to_bob()] == [b"first", b"second"]
     pair.bob.reply(second, b"2")
     pair.bob.fail(first, "failed", "because")
-    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(Kind.REPLY, 3), (Kind.ERROR, 1)]
+    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [
+        (FrameKind.REPLY, 3),
+        (FrameKind.ERROR, 1),
+    ]
     assert pair.alice.quiet and pair.bob.quiet
 
 
@@ -54,9 +57,9 @@ def test_too_many_calls_and_streams_are_refused_as_busy() -> None:
     for _ in range(2):
         pair.alice.call(b"")
         pair.alice.open(b"")
-    assert [frame.kind for frame in pair.to_bob()] == [Kind.CALL, Kind.OPEN]
+    assert [frame.kind for frame in pair.to_bob()] == [FrameKind.CALL, FrameKind.OPEN]
     refused = pair.to_alice()
-    assert [frame.kind for frame in refused] == [Kind.ERROR, Kind.RESET]
+    assert [frame.kind for frame in refused] == [FrameKind.ERROR, FrameKind.RESET]
     assert all(b"busy" in bytes(frame.message) for frame in refused)
 
 
@@ -67,12 +70,15 @@ def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
     pair.to_alice()
     for _ in range(3):
         pair.alice.open(b"")
-    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(Kind.OPEN, 1), (Kind.OPEN, 3)]
-    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(Kind.RESET, 5)]
+    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(FrameKind.OPEN, 1), (FrameKind.OPEN, 3)]
+    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(FrameKind.RESET, 5)]
     pair.to_bob()
     pair.alice.reset(1)
     replacement = pair.alice.open(b"")
-    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(Kind.RESET, 1), (Kind.OPEN, replacement)]
+    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [
+        (FrameKind.RESET, 1),
+        (FrameKind.OPEN, replacement),
+    ]
 
 
 def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
@@ -86,7 +92,7 @@ def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
     _, *items = pair.to_bob()
     for frame in items[: count // 2 + 1]:
         pair.bob.consumed(id, item_cost(frame.message, frame.payload))
-    assert [frame.kind for frame in pair.to_alice()] == [Kind.CREDIT]
+    assert [frame.kind for frame in pair.to_alice()] == [FrameKind.CREDIT]
     assert pair.alice.may_send(id)
 
 
@@ -99,7 +105,7 @@ def test_a_stream_is_over_after_both_ends_or_one_reset() -> None:
     assert pair.bob.knows_stream(ended) and not pair.bob.knows_stream(dropped)
     pair.bob.send(ended, b"still", b"")
     pair.bob.end(ended)
-    assert [frame.kind for frame in pair.to_alice()] == [Kind.ITEM, Kind.END]
+    assert [frame.kind for frame in pair.to_alice()] == [FrameKind.ITEM, FrameKind.END]
     assert pair.alice.quiet and pair.bob.quiet
 
 
@@ -116,21 +122,21 @@ def test_a_ping_comes_back_as_a_pong() -> None:
     pair = Pair()
     pair.alice.ping(b"token")
     assert pair.to_bob() == []
-    assert [(frame.kind, bytes(frame.message)) for frame in pair.to_alice()] == [(Kind.PONG, b"token")]
+    assert [(frame.kind, bytes(frame.message)) for frame in pair.to_alice()] == [(FrameKind.PONG, b"token")]
 
 
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
-        ([encode(Kind.REPLY, 2)], "never was"),
-        ([encode(Kind.ITEM, 1)], "never was"),
-        ([encode(Kind.CALL, 2, b"")], "number 2"),
-        ([encode(Kind.CALL, 3, b""), encode(Kind.CALL, 1, b"")], "after 3"),
-        ([encode(Kind.OPEN, 1), encode(Kind.END, 1), encode(Kind.ITEM, 1)], "after its end"),
-        ([encode(Kind.OPEN, 1), encode(Kind.END, 1), encode(Kind.END, 1)], "second end"),
-        ([encode(Kind.OPEN, 1), encode(Kind.CREDIT, 1, b"abc")], "wrong size"),
-        ([encode(Kind.OPEN, 1), encode(Kind.CREDIT, 1, b"\xff" * 4)], "credit for"),
-        ([encode(Kind.PING, 0, bytes(100))], "a ping of 100"),
+        ([encode(FrameKind.REPLY, 2)], "never was"),
+        ([encode(FrameKind.ITEM, 1)], "never was"),
+        ([encode(FrameKind.CALL, 2, b"")], "number 2"),
+        ([encode(FrameKind.CALL, 3, b""), encode(FrameKind.CALL, 1, b"")], "after 3"),
+        ([encode(FrameKind.OPEN, 1), encode(FrameKind.END, 1), encode(FrameKind.ITEM, 1)], "after its end"),
+        ([encode(FrameKind.OPEN, 1), encode(FrameKind.END, 1), encode(FrameKind.END, 1)], "second end"),
+        ([encode(FrameKind.OPEN, 1), encode(FrameKind.CREDIT, 1, b"abc")], "wrong size"),
+        ([encode(FrameKind.OPEN, 1), encode(FrameKind.CREDIT, 1, b"\xff" * 4)], "credit for"),
+        ([encode(FrameKind.PING, 0, bytes(100))], "a ping of 100"),
     ],
 )
 def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) -> None:
@@ -140,8 +146,8 @@ def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) 
 
 def test_sending_without_credit_is_a_protocol_error() -> None:
     bob = Mux(initiator=False, max_streams=8, max_calls=8)
-    receive(bob, encode(Kind.OPEN, 1))
-    item = encode(Kind.ITEM, 1, b"", bytes(1 << 16))
+    receive(bob, encode(FrameKind.OPEN, 1))
+    item = encode(FrameKind.ITEM, 1, b"", bytes(1 << 16))
     with pytest.raises(ProtocolError, match="without credit"):
         receive(bob, *[item] * 40)
 
@@ -155,8 +161,10 @@ def test_an_oversized_opening_is_the_callers_mistake() -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 9), st.binary(max_size=40)), max_size=12))
-def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[Kind, int, bytes]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(FrameKind), st.integers(0, 9), st.binary(max_size=40)), max_size=12)
+)
+def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[FrameKind, int, bytes]]) -> None:
     bob = Mux(initiator=False, max_streams=2, max_calls=2)
     bob.call(b"")
     bob.open(b"")

@@ -15,7 +15,7 @@ from colab_swarm.net import reachability
 from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
-from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch, Rung
+from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityLevel, ReachabilityWatch
 from colab_swarm.net.relay import Relay
 from tests.net.swarm import Echo, peers, run, until
 
@@ -37,10 +37,13 @@ async def watched(
 def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
-            assert watch.current.rung is Rung.UNVERIFIED
+            assert watch.current.rung is ReachabilityLevel.UNVERIFIED
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
-            assert watch.current.rung is Rung.LAN and alice.contact.addresses == watch.current.addresses
+            assert (
+                watch.current.rung is ReachabilityLevel.LAN
+                and alice.contact.addresses == watch.current.addresses
+            )
             assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
 
     run(main())
@@ -58,7 +61,7 @@ def test_a_peer_behind_a_wall_gets_a_place_at_a_relay_and_tells_everybody() -> N
                 watch._ladder.on_listening(alice.listening()[:1])
                 await watch.start()
                 assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
-                assert "keeps it out" in dict(watch.current.reasons)[Rung.LAN]
+                assert "keeps it out" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
                 assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
                 await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
                 assert not bob.contact_of(alice.id).direct
@@ -74,8 +77,8 @@ def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> No
             async with watched(alice, use_relays=False) as (watch,):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
                 await watch.start()
-                assert watch.current.rung is Rung.OUTGOING
-                assert "use_relays=False" in dict(watch.current.reasons)[Rung.RELAYED]
+                assert watch.current.rung is ReachabilityLevel.OUTGOING
+                assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
 
     run(main())
 

@@ -12,20 +12,20 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import PeerError, PeerLost
-from colab_swarm.net.carrier import Way
+from colab_swarm.net.carrier import LinkType
 from colab_swarm.net.circuits import Circuits, choose
 from colab_swarm.net.hello import VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.relay import Books, Relay, RelayQuota, _Pump
+from colab_swarm.net.relay import Relay, RelayQuota, RelayState, _Pump
 from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
 
-def books(**quota: float) -> Books:
-    made = Books(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
+def books(**quota: float) -> RelayState:
+    made = RelayState(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
     made.reserve(BOB, now=0.0)
     return made
 
@@ -118,7 +118,7 @@ def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
             assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
             for one, other in ((alice, bob), (bob, alice)):
                 path = one.path_to(other.id)
-                assert path and path.way is Way.RELAYED and path.relay == carol.id
+                assert path and path.way is LinkType.RELAYED and path.relay == carol.id
             assert relay.books.carried_bytes > 400_000
 
     run(main())

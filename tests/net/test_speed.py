@@ -18,7 +18,7 @@ from colab_swarm.net.metering import (
     MeasureSpeed,
     Speed,
     SpeedTests,
-    Took,
+    TransferReport,
     _absorb,
     measure,
 )
@@ -140,12 +140,12 @@ def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
     | st.builds(lambda *v: msgspec.msgpack.encode(v), st.integers(-(2**63), 2**64 - 1), st.floats())
 )
 def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
-    for kind in (MeasureSpeed, Took):
+    for kind in (MeasureSpeed, TransferReport):
         try:
             made = msgspec.msgpack.decode(body, type=kind)
         except UNDECODABLE:
             continue
-        if isinstance(made, Took):
+        if isinstance(made, TransferReport):
             assert made.seconds >= 0
         else:
             assert 0 < made.size_bytes <= MAX_SIZE_BYTES

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from colab_swarm.net import upgrade
-from colab_swarm.net.carrier import Way
+from colab_swarm.net.carrier import LinkType
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Stream
@@ -49,7 +49,7 @@ async def relayed(
         relay.close()
 
 
-def way(node: Node, other: Node) -> Way | None:
+def way(node: Node, other: Node) -> LinkType | None:
     path = node.path_to(other.id)
     return path and path.way
 
@@ -65,9 +65,9 @@ def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> None:
 
             bob.serve_stream(Talk, collect)
             stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-            assert way(alice, bob) is Way.RELAYED
+            assert way(alice, bob) is LinkType.RELAYED
             await stream.send(Piece(0))
-            await until(lambda: way(alice, bob) is Way.PUNCHED and way(bob, alice) is Way.PUNCHED)
+            await until(lambda: way(alice, bob) is LinkType.PUNCHED and way(bob, alice) is LinkType.PUNCHED)
             assert len(alice.linker.table.of(bob.id)) == 2  # the stream still needs the relayed one
             await stream.send(Piece(1))
             await until(lambda: got == [0, 1])
@@ -83,7 +83,7 @@ def test_the_other_end_dials_back_where_it_can() -> None:
     async def main() -> None:
         async with relayed(alice_listens=True) as (alice, bob, outcomes):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            await until(lambda: way(alice, bob) is Way.DIRECT)
+            await until(lambda: way(alice, bob) is LinkType.DIRECT)
             await until(lambda: outcomes.get(bob.id, "not yet") is None)
 
     run(main())
@@ -99,7 +99,7 @@ def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
         async with relayed() as (alice, bob, outcomes):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await until(lambda: outcomes.get(bob.id) == "one of the two ends cannot punch holes")
-            assert way(alice, bob) is Way.RELAYED
+            assert way(alice, bob) is LinkType.RELAYED
             assert await alice.call(bob.id, Echo(b"still"), Echo, timeout_s=5) == Echo(b"still")
 
     run(main())
@@ -114,7 +114,7 @@ def test_an_end_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         if asked > upgrade.TRIES + 1:
             await real(self, opening, stream)
         else:
-            await stream.send(upgrade.Ready(busy=True))
+            await stream.send(upgrade.UpgradeReady(busy=True))
 
     monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
     monkeypatch.setattr(Upgrades, "_on_upgrade", busy_at_first)
@@ -122,7 +122,7 @@ def test_an_end_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
     async def main() -> None:
         async with relayed() as (alice, bob, outcomes):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            await until(lambda: way(alice, bob) is Way.PUNCHED)
+            await until(lambda: way(alice, bob) is LinkType.PUNCHED)
             await until(lambda: outcomes.get(bob.id, "not yet") is None)
 
     run(main())

@@ -3,7 +3,7 @@
     python -m tests.netlab.peer create RUN OPTIONS
     python -m tests.netlab.peer join INVITATION OPTIONS
 
-OPTIONS is JSON for `PeerOptions`. The first line printed has the peer's contact (id and addresses), its reachability
+OPTIONS is JSON for `NetworkOptions`. The first line printed has the peer's contact (id and addresses), its reachability
 and an invitation; ``["reach"]`` prints the like again. The other commands are coroutines here of the same name:
 ``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["call", CONTACT, SECONDS]``,
 ``["drop", CONTACT]``.
@@ -133,7 +133,7 @@ def state(swarm: cs.Swarm) -> dict[str, Any]:
 
 
 def main() -> None:
-    verb, what, options = sys.argv[1], sys.argv[2], cs.PeerOptions(**json.loads(sys.argv[3]))
+    verb, what, options = sys.argv[1], sys.argv[2], cs.NetworkOptions(**json.loads(sys.argv[3]))
     swarm = (cs.create if verb == "create" else cs.join)(what, options=options)
     node = swarm.services.peers
     assert isinstance(node, Node)

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from colab_swarm.net.reachability import Reachability, Rung
+from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.checks import (
     Check,
-    Facts,
+    DoctorFacts,
     Gpu,
     Light,
-    Line,
     Machine,
-    Membership,
+    MembershipFacts,
     Needs,
     Prediction,
+    UplinkFacts,
     Version,
     Workload,
     diagnose,
@@ -30,13 +30,13 @@ LAPTOP = Machine(
     cores=8, free_ram_bytes=9_000_000_000, free_disk_bytes=50_000_000_000, open_files=4096, gpu=T4
 )
 TORCH = Version("torch", "2.9.0+cu126", "2.9")
-SWARM = Membership(
+SWARM = MembershipFacts(
     run="demo",
-    reachability=Reachability(Rung.DIRECT, addresses=("ws://203.0.113.7:4500",)),
+    reachability=Reachability(ReachabilityLevel.DIRECT, addresses=("ws://203.0.113.7:4500",)),
     linked=2,
     trainers=(10.0, 20.0),
     skew_s=0.2,
-    line=Line(20e6, 100e6, 0.05),
+    line=UplinkFacts(20e6, 100e6, 0.05),
 )
 LARGE = Needs("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
 WORK = Workload(18_105_474, 4, 4096, 2.0)
@@ -49,19 +49,19 @@ TOLD = Prediction(
     gb_per_hour=2.2,
     share=0.25,
 )
-WELL = Facts(PLAIN, LAPTOP, (TORCH,), True, SWARM, needs=LARGE, work=WORK, prediction=TOLD)
+WELL = DoctorFacts(PLAIN, LAPTOP, (TORCH,), True, SWARM, needs=LARGE, work=WORK, prediction=TOLD)
 
 
-def check(facts: Facts, name: str) -> Check:
+def check(facts: DoctorFacts, name: str) -> Check:
     (found,) = [each for each in diagnose(facts) if each.name == name]
     return found
 
 
-def swarm(**changes: object) -> Facts:
+def swarm(**changes: object) -> DoctorFacts:
     return replace(WELL, membership=replace(SWARM, **changes))
 
 
-def on(**changes: object) -> Facts:
+def on(**changes: object) -> DoctorFacts:
     return replace(WELL, machine=replace(LAPTOP, **changes))
 
 
@@ -98,10 +98,20 @@ AILING = [
     (on(open_files=256), "open files", Light.YELLOW, "ulimit -n 1024"),
     (replace(WELL, membership=None, refused="expired"), "swarm", Light.RED, "cs.doctor"),
     (swarm(linked=0), "swarm", Light.YELLOW, "swarm.invite()"),
-    (swarm(reachability=Reachability(Rung.OUTGOING)), "reachability", Light.YELLOW, "colab-swarm backbone"),
-    (swarm(reachability=Reachability(Rung.UNVERIFIED)), "reachability", Light.YELLOW, "ask again"),
     (
-        swarm(reachability=Reachability(Rung.RELAYED, "3fa9c0de")),
+        swarm(reachability=Reachability(ReachabilityLevel.OUTGOING)),
+        "reachability",
+        Light.YELLOW,
+        "colab-swarm backbone",
+    ),
+    (
+        swarm(reachability=Reachability(ReachabilityLevel.UNVERIFIED)),
+        "reachability",
+        Light.YELLOW,
+        "ask again",
+    ),
+    (
+        swarm(reachability=Reachability(ReachabilityLevel.RELAYED, "3fa9c0de")),
         "reachability",
         Light.YELLOW,
         "nothing to do",
@@ -109,7 +119,7 @@ AILING = [
     (swarm(skew_s=-90.0), "clock", Light.YELLOW, "set-ntp"),
     (swarm(skew_s=900.0), "clock", Light.RED, "set-ntp"),
     (swarm(line=None), "line", Light.YELLOW, "ask again"),
-    (swarm(line=Line(1e6, 1e8, 0.1)), "line", Light.YELLOW, "codec='int8'"),
+    (swarm(line=UplinkFacts(1e6, 1e8, 0.1)), "line", Light.YELLOW, "codec='int8'"),
     (
         replace(WELL, prediction=replace(TOLD, averaging_s=90.0)),
         "prediction",
@@ -121,14 +131,14 @@ AILING = [
 
 
 @pytest.mark.parametrize(("facts", "name", "light", "fix"), AILING, ids=lambda value: str(value)[:20])
-def test_each_ailment_is_seen_and_has_its_fix(facts: Facts, name: str, light: Light, fix: str) -> None:
+def test_each_ailment_is_seen_and_has_its_fix(facts: DoctorFacts, name: str, light: Light, fix: str) -> None:
     found = check(facts, name)
     assert found.light is light
     assert fix in found.fix
 
 
 @pytest.mark.parametrize("facts", [ailing[0] for ailing in AILING])
-def test_no_light_but_a_green_one_is_without_a_fix(facts: Facts) -> None:
+def test_no_light_but_a_green_one_is_without_a_fix(facts: DoctorFacts) -> None:
     assert all(each.fix for each in diagnose(facts) if each.light is not Light.GREEN)
 
 
@@ -138,7 +148,11 @@ def test_the_micro_batch_comes_with_its_arithmetic() -> None:
 
 
 def test_why_a_peer_is_not_reached_in_a_better_way_is_told() -> None:
-    relayed = Reachability(Rung.RELAYED, "3fa9c0de", reasons=((Rung.DIRECT, "nobody could dial 10.0.0.2"),))
+    relayed = Reachability(
+        ReachabilityLevel.RELAYED,
+        "3fa9c0de",
+        reasons=((ReachabilityLevel.DIRECT, "nobody could dial 10.0.0.2"),),
+    )
     text = check(swarm(reachability=relayed), "reachability").text
     assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
 
@@ -151,7 +165,7 @@ def test_the_prediction_is_told_in_words() -> None:
 
 
 def test_a_peer_that_tells_of_infinite_speed_is_shown_so() -> None:
-    assert "beyond measure up" in check(swarm(line=Line(math.inf, 1e9, 0.0)), "line").text
+    assert "beyond measure up" in check(swarm(line=UplinkFacts(math.inf, 1e9, 0.0)), "line").text
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from colab_swarm.notebook.checks import (
     PARAMETER_BYTES,
     USABLE,
-    Line,
     Needs,
+    UplinkFacts,
     Workload,
     albert_needs,
     micro_batch,
@@ -20,7 +20,7 @@ from colab_swarm.notebook.checks import (
 )
 
 WORK = Workload(parameters=1_000_000, micro_batch=8, target_batch_size=256, value_bytes=2)
-HOME = Line(upload_bps=20e6, download_bps=100e6, rtt_s=0.05)
+HOME = UplinkFacts(upload_bps=20e6, download_bps=100e6, rtt_s=0.05)
 
 
 def test_two_equal_peers_take_half_of_a_step_each() -> None:
@@ -56,7 +56,7 @@ def test_a_peer_that_only_dials_out_sends_its_vector_once() -> None:
 def test_no_line_however_dead_breaks_the_arithmetic(
     upload_bps: float, download_bps: float, others: list[float], own: float
 ) -> None:
-    told = predict(WORK, own, tuple(others), Line(upload_bps, download_bps, 0.1))
+    told = predict(WORK, own, tuple(others), UplinkFacts(upload_bps, download_bps, 0.1))
     assert 0 < told.step_s < math.inf
     assert 0 < told.first_sample_s < math.inf
     assert 0 < told.share <= 1

@@ -18,7 +18,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
-from colab_swarm.notebook.checks import Line, Prediction, Workload, predict
+from colab_swarm.notebook.checks import Prediction, UplinkFacts, Workload, predict
 from colab_swarm.recipes.pretraining import PretrainingBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
 from colab_swarm.swarm.doctor import doctor
@@ -30,7 +30,7 @@ STEADY = 0.2
 ATTEMPTS = 4
 
 
-def simulated_step_s(peers: int, work: Workload, line: Line) -> float:
+def simulated_step_s(peers: int, work: Workload, line: UplinkFacts) -> float:
     """Seconds of a step of peers that compute 10 samples/s each, start-up left out."""
     profile = NetworkProfile("test", line.rtt_s / 2, hosts=(HostProfile(line.upload_bps, line.download_bps),))
 
@@ -52,15 +52,15 @@ def simulated_step_s(peers: int, work: Workload, line: Line) -> float:
 @pytest.mark.parametrize(
     ("peers", "parameters", "line"),
     [
-        (1, 1_000, Line()),
-        (2, 1_000, Line(rtt_s=0.1)),
-        (4, 1_000, Line(rtt_s=0.1)),
-        (2, 250_000, Line(8e6, 8e6, 0.002)),
-        (4, 250_000, Line(8e6, 8e6, 0.1)),
-        (4, 100_000, Line(2e6, 20e6, 0.06)),
+        (1, 1_000, UplinkFacts()),
+        (2, 1_000, UplinkFacts(rtt_s=0.1)),
+        (4, 1_000, UplinkFacts(rtt_s=0.1)),
+        (2, 250_000, UplinkFacts(8e6, 8e6, 0.002)),
+        (4, 250_000, UplinkFacts(8e6, 8e6, 0.1)),
+        (4, 100_000, UplinkFacts(2e6, 20e6, 0.06)),
     ],
 )
-def test_a_simulated_step_takes_as_long_as_predicted(peers: int, parameters: int, line: Line) -> None:
+def test_a_simulated_step_takes_as_long_as_predicted(peers: int, parameters: int, line: UplinkFacts) -> None:
     work = Workload(parameters, micro_batch=8, target_batch_size=48 * peers, value_bytes=4)
     predicted = predict(work, 10.0, (10.0,) * (peers - 1), line)
     assert predicted.step_s == pytest.approx(simulated_step_s(peers, work, line), rel=NEAR)

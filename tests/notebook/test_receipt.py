@@ -18,8 +18,8 @@ from colab_swarm.dht.service import key_id
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
-from colab_swarm.notebook.receipt import Deeds, Given, Receipt, Voucher, total
-from colab_swarm.trust.contributions import MAX_AMOUNT, RECORD_S, Row, Tally, tally_key
+from colab_swarm.notebook.receipt import LocalStats, Receipt, SignedCredit, Voucher, total
+from colab_swarm.trust.contributions import MAX_AMOUNT, RECORD_S, ContributionTally, TallyRow, tally_key
 from tests.training.toy import train_freely
 
 NOW, RUN = 1_750_000_000.0, "demo-0badcafe"
@@ -29,14 +29,14 @@ ALICE, BOB, CAROL, AUTHORITY = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
 def tally(writer: Identity, samples: float, *, run: str = RUN, role: Role = Role.WORKER) -> Record:
     """What ``writer`` says of alice, in a run that the authority admits to."""
     member = Membership(RUN, role, writer.public_key, "", NOW - 60, NOW + 60).signed(AUTHORITY.sign)
-    rows = (Row(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
-    value = msgspec.msgpack.encode(Tally(writer.public_key, member.encode(), rows))
+    rows = (TallyRow(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
+    value = msgspec.msgpack.encode(ContributionTally(writer.public_key, member.encode(), rows))
     record = Record(writer.id, value, NOW + RECORD_S, int(NOW * 1e6), RECORD_S, writer.public_key)
     key = key_id(tally_key(run, writer.id))
     return msgspec.structs.replace(record, signature=writer.sign(record.signed_bytes(key)))
 
 
-def receipt(*records: Record, given: Given | None = None, owner: Identity = ALICE) -> Receipt:
+def receipt(*records: Record, given: SignedCredit | None = None, owner: Identity = ALICE) -> Receipt:
     authority = AUTHORITY.public_key
     vouchers = tuple(Voucher(r.owner, r.value, r.expires_at, r.version, r.signature) for r in records)
     return Receipt(
@@ -58,7 +58,7 @@ GOOD = receipt(tally(BOB, 100.0), tally(CAROL, 28.0))
 def test_a_receipt_proves_the_sum_of_what_the_others_signed(tmp_path: Path) -> None:
     GOOD.save(tmp_path / "mine.json")
     proven = Receipt.load(tmp_path / "mine.json").verify(authority=AUTHORITY.public_key)
-    assert proven.given == Given(samples=128.0, reduced_bytes=2e6, units=4.0)
+    assert proven.given == SignedCredit(samples=128.0, reduced_bytes=2e6, units=4.0)
     assert (proven.peer, proven.vouchers, proven.authority) == (ALICE.id, 2, AUTHORITY.id)
 
 
@@ -68,14 +68,14 @@ def test_a_receipt_proves_the_sum_of_what_the_others_signed(tmp_path: Path) -> N
         (msgspec.structs.replace(GOOD, rounds=13), "changed after it was signed"),
         (msgspec.structs.replace(GOOD, key=BOB.public_key), "changed after it was signed"),
         (
-            receipt(tally(BOB, 1.0), given=Given(samples=1e9)),
+            receipt(tally(BOB, 1.0), given=SignedCredit(samples=1e9)),
             "says 1,000,000,000 samples, and .* say 1 samples",
         ),
-        (receipt(tally(BOB, 1.0), tally(BOB, 2.0), given=Given()), "vouches twice"),
-        (receipt(tally(ALICE, 5.0), given=Given()), "vouches for itself"),
-        (receipt(tally(BOB, 1.0, run="other-0badcafe"), given=Given()), "of another run"),
-        (receipt(tally(BOB, 1.0, role=Role.VIEWER), given=Given()), "a viewer only"),
-        (receipt(tally(BOB, 1.0), given=Given(), owner=CAROL), "does not speak of this peer"),
+        (receipt(tally(BOB, 1.0), tally(BOB, 2.0), given=SignedCredit()), "vouches twice"),
+        (receipt(tally(ALICE, 5.0), given=SignedCredit()), "vouches for itself"),
+        (receipt(tally(BOB, 1.0, run="other-0badcafe"), given=SignedCredit()), "of another run"),
+        (receipt(tally(BOB, 1.0, role=Role.VIEWER), given=SignedCredit()), "a viewer only"),
+        (receipt(tally(BOB, 1.0), given=SignedCredit(), owner=CAROL), "does not speak of this peer"),
     ],
 )
 def test_what_was_changed_or_made_up_is_named(forged: Receipt, told: str) -> None:
@@ -86,17 +86,19 @@ def test_what_was_changed_or_made_up_is_named(forged: Receipt, told: str) -> Non
 def test_a_voucher_with_another_amount_is_no_longer_signed_by_its_writer() -> None:
     foreign = msgspec.structs.replace(tally(BOB, 1.0), value=tally(BOB, 1000.0).value)
     with pytest.raises(ValueError, match=f"{BOB.id.hex()[:8]} vouches for is not signed by it"):
-        receipt(foreign, given=Given(samples=1000.0)).verify()
+        receipt(foreign, given=SignedCredit(samples=1000.0)).verify()
 
 
 def test_a_stranger_is_no_member_and_another_authority_is_noticed() -> None:
     eve = Identity(bytes([9]) * 32)
     own = Membership(RUN, Role.WORKER, eve.public_key, "", NOW, NOW + 60).signed(eve.sign)
-    value = msgspec.msgpack.encode(Tally(eve.public_key, own.encode(), (Row(ALICE.id, (9.0, 0, 0, 0, 0)),)))
+    value = msgspec.msgpack.encode(
+        ContributionTally(eve.public_key, own.encode(), (TallyRow(ALICE.id, (9.0, 0, 0, 0, 0)),))
+    )
     record = Record(eve.id, value, NOW + RECORD_S, 1, 1.0, eve.public_key)
     signature = eve.sign(record.signed_bytes(key_id(tally_key(RUN, eve.id))))
     with pytest.raises(ValueError, match="was no member of the run"):
-        receipt(msgspec.structs.replace(record, signature=signature), given=Given()).verify()
+        receipt(msgspec.structs.replace(record, signature=signature), given=SignedCredit()).verify()
     with pytest.raises(ValueError, match="another authority"):
         GOOD.verify(authority=eve.public_key)
 
@@ -148,7 +150,7 @@ def test_nobody_vouches_for_a_newcomer() -> None:
 def test_peers_that_trained_together_vouch_for_each_other() -> None:
     with cs.create("receipts", peer_name="alice") as alice, contextlib.ExitStack() as stack:
         bob = stack.enter_context(cs.join(alice.invite(), peer_name="bob"))
-        deeds = Deeds(bob.services)
+        deeds = LocalStats(bob.services)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda swarm: train_freely(swarm, 6), (alice, bob)))
         alice.runtime.call(alice.context.require_network().trust.contributions.publish())

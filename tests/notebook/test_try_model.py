@@ -12,7 +12,7 @@ from torch import nn
 
 import colab_swarm as cs
 from colab_swarm.notebook import try_model
-from colab_swarm.notebook.try_model import Asking, Beginning, TryModel, cell_runs
+from colab_swarm.notebook.try_model import InitialParameters, ModelProbe, TryModel, cell_runs
 from colab_swarm.recipes.evaluation import DIGITS, Classes, MaskedText, call
 from colab_swarm.recipes.masked_lm import SIZES, albert_config
 from colab_swarm.recipes.text import train_tokenizer
@@ -39,7 +39,7 @@ def alice() -> Iterator[Swarm]:
 
 @pytest.mark.slow
 def test_before_and_now_differ_after_a_step_and_the_model_is_left_as_it_was(alice: Swarm) -> None:
-    net, asking = digits_model(), Asking()
+    net, asking = digits_model(), ModelProbe()
     optimizer = join_training(alice, net)
     asking.on_optimizer("model", optimizer)
     at_first = [answer.label for answer in SEEN.replies(net, SEEN.examples[0], None)[0].now]
@@ -59,13 +59,13 @@ def test_before_and_now_differ_after_a_step_and_the_model_is_left_as_it_was(alic
 
 
 def test_without_an_optimizer_there_is_no_before_and_it_says_why() -> None:
-    found = Asking().try_model(SEEN.examples[1], digits_model(), SEEN).snapshot()
+    found = ModelProbe().try_model(SEEN.examples[1], digits_model(), SEEN).snapshot()
     assert not found.replies[0].before and "no swarm.optimizer" in found.why_not
 
 
 def test_a_large_model_has_no_before_and_it_says_why(alice: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_model, "MAX_BYTES", 1000)
-    net, asking = digits_model(), Asking()
+    net, asking = digits_model(), ModelProbe()
     asking.on_optimizer("model", join_training(alice, net))
     found = asking.try_model(SEEN.examples[1], net, SEEN).snapshot()
     assert found.replies[0].now and not found.replies[0].before and "more than 1 kB" in found.why_not
@@ -74,14 +74,14 @@ def test_a_large_model_has_no_before_and_it_says_why(alice: Swarm, monkeypatch: 
 def test_the_copy_is_of_the_trained_parameters_only() -> None:
     net = digits_model()
     net[1].weight.requires_grad_(False)
-    begun = Beginning([p for p in net.parameters() if p.requires_grad], step=3)
+    begun = InitialParameters([p for p in net.parameters() if p.requires_grad], step=3)
     assert begun.is_of(net) and not begun.is_of(digits_model())
     assert set(begun.weights_of(net)) == {"1.bias", "3.weight", "3.bias"}
 
 
 def test_what_cannot_be_asked_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="Pass model= and labels="):
-        Asking().try_model(None, None, None)
+        ModelProbe().try_model(None, None, None)
     with pytest.raises(ValueError, match="10 scores, and there are 2 labels"):
         Classes("ab").replies(digits_model(), torch.zeros(1, 8, 8), None)
 
@@ -121,7 +121,7 @@ def form_of(shown: TryModel) -> tuple[list[object], object]:
 
 
 def test_a_digit_is_drawn_with_buttons_and_asked_about() -> None:
-    net, asking = digits_model(), Asking()
+    net, asking = digits_model(), ModelProbe()
     shown = TryModel(lambda these: asking._ask(net, SEEN, these), (), form=SEEN.form, live=True)
     assert shown.snapshot().replies == ()
     (field, pressed), _ = form_of(shown)
@@ -138,7 +138,7 @@ def test_a_digit_is_drawn_with_buttons_and_asked_about() -> None:
 
 def test_a_question_that_cannot_be_asked_is_answered_in_words() -> None:
     tokenizer = train_tokenizer(["some words"] * 9, vocabulary=20)
-    asking = Asking()
+    asking = ModelProbe()
     shown = TryModel(
         lambda these: asking._ask(nn.Linear(1, 1), MaskedText(tokenizer), these), (), form="text", live=True
     )
@@ -152,7 +152,7 @@ def test_a_question_that_cannot_be_asked_is_answered_in_words() -> None:
 @pytest.mark.parametrize("question", [[1.0, 2.0], [[1.0], [2.0, 3.0]], "seven"])
 def test_what_is_no_picture_is_refused_in_words(question: Any) -> None:
     with pytest.raises(ValueError, match="pass 8 x 8 numbers"):
-        Asking().try_model(question, digits_model(), Classes("0123456789", (8, 8), 1.0))
+        ModelProbe().try_model(question, digits_model(), Classes("0123456789", (8, 8), 1.0))
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
@@ -160,11 +160,13 @@ def test_a_model_that_has_diverged_is_told_so(weight: float) -> None:
     net = digits_model()
     torch.nn.init.constant_(next(net.parameters()), weight)
     with pytest.raises(ValueError, match="has diverged"):
-        Asking().try_model(None, net, Classes("0123456789", (8, 8), 1.0))
+        ModelProbe().try_model(None, net, Classes("0123456789", (8, 8), 1.0))
 
 
 def test_labels_are_escaped() -> None:
-    found = Asking().try_model(torch.ones(64), digits_model()[1:], Classes([f"<b>{n}" for n in range(10)]))
+    found = ModelProbe().try_model(
+        torch.ones(64), digits_model()[1:], Classes([f"<b>{n}" for n in range(10)])
+    )
     assert "<b>" not in found._repr_html_().replace("<b>what", "") and "&lt;b&gt;" in found._repr_html_()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.views import MAX_ROWS, render_html, render_text, summary
-from colab_swarm.snapshot import Energy, Given, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, Energy, PeerRow, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
@@ -81,7 +81,7 @@ def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None
         last_share=0.25,
         sent_bps=8.2e6,
         energy=Energy(3600.0, "10 W a core", estimated=True),
-        leaderboard=(Given("bob", "b0b00000", 1024.0, 2e6, me=False),),
+        leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
     )
     facts = (
         "step 13 in about 9 s",

@@ -13,7 +13,7 @@ from colab_swarm.recipes.masked_lm import (
     SETTINGS,
     SIZES,
     AlbertSettings,
-    Fit,
+    MicroBatch,
     albert,
     albert_config,
     albert_optimizer,
@@ -127,7 +127,7 @@ def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: Fit(2, checkpointing=True)
+        "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: MicroBatch(2, checkpointing=True)
     )
     model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
     assert isinstance(batches, StreamedBatches)

@@ -11,7 +11,7 @@ from colab_swarm.recipes.masked_lm import (
     LAYER_VALUES,
     SIZES,
     AlbertSize,
-    Fit,
+    MicroBatch,
     checkpoint_layers,
     fit_memory,
     parameter_count,
@@ -90,15 +90,15 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
 @pytest.mark.parametrize(
     ("size", "gib", "fit"),
     [
-        ("large", 6, Fit(8, True)),
-        ("large", 15, Fit(4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
-        ("large", 80, Fit(32, False)),
-        ("xlarge", 15, Fit(16, True)),
-        ("xlarge", 24, Fit(4, False)),
-        ("tiny", 6, Fit(64, False)),
+        ("large", 6, MicroBatch(8, True)),
+        ("large", 15, MicroBatch(4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
+        ("large", 80, MicroBatch(32, False)),
+        ("xlarge", 15, MicroBatch(16, True)),
+        ("xlarge", 24, MicroBatch(4, False)),
+        ("tiny", 6, MicroBatch(64, False)),
     ],
 )
-def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: Fit) -> None:
+def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch) -> None:
     assert fit_memory(SIZES[size], gib * GIB) == fit
 
 

@@ -12,7 +12,7 @@ import colab_swarm as cs
 from colab_swarm.errors import JoinError
 from colab_swarm.swarm import classroom
 
-ALONE = cs.PeerOptions(lan=False)
+ALONE = cs.NetworkOptions(lan=False)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import colab_swarm as cs
 from colab_swarm.net.metering import Speed
-from colab_swarm.notebook.checks import Light, Line
+from colab_swarm.notebook.checks import Light, UplinkFacts
 from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm.doctor import Diagnosis, Subject, _suggested, best, doctor, run_doctor
 
@@ -129,5 +129,5 @@ def test_the_invitation_suggests_what_the_user_left_open() -> None:
 
 def test_the_own_line_is_the_fastest_of_the_tests() -> None:
     found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
-    assert best(found) == Line(5e6, 9e6, 0.2)
+    assert best(found) == UplinkFacts(5e6, 9e6, 0.2)
     assert best([]) is None

@@ -17,7 +17,7 @@ from colab_swarm.moe.layer import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
 
 GRID, DIM = (3, 3), 8
-OPTIONS = cs.PeerOptions(lan=False)
+OPTIONS = cs.NetworkOptions(lan=False)
 
 
 @pytest.fixture

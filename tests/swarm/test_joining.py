@@ -17,12 +17,12 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.swarm.joining import _start
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import _close
-from colab_swarm.trust.access import Entrance
+from colab_swarm.trust.access import RunAccess
 from tests.net.swarm import identity, run
 
-ALONE = PeerOptions(lan=False, use_relays=False)
+ALONE = NetworkOptions(lan=False, use_relays=False)
 
 
 class Agent:
@@ -51,7 +51,7 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
         return agent
 
     async def main() -> None:
-        found = Entrance.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+        found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
         services, presence = await _start(found, identity("authority"), "authority", ALONE)
         invitation: Invite = found.invite(presence.node, presence.trust.authority)
         verify = ReachabilityWatch.verify
@@ -66,8 +66,8 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
 
         monkeypatch.setattr(Tunnel, "_open_agent", open_agent)
         monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
-        entrance = Entrance.by(invitation, identity("alice"))
-        options = PeerOptions(lan=False, tunnel=TunnelSettings("ngrok"))
+        entrance = RunAccess.by(invitation, identity("alice"))
+        options = NetworkOptions(lan=False, tunnel=TunnelSettings("ngrok"))
         joining = asyncio.ensure_future(_start(entrance, identity("alice"), "alice", options))
         await there.wait()
         if interrupted:
@@ -81,7 +81,7 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
 
 
 def test_creating_a_run_again_with_its_key_file_gives_the_same_swarm(tmp_path: Path) -> None:
-    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "key")
+    options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "key")
     with cs.create("my-run", options=options) as swarm:
         assert cs.create("my-run", options=options) is swarm
     with cs.create("my-run", options=options) as again:
@@ -93,13 +93,13 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        found = Entrance.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+        found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
         services, presence = await _start(found, identity("authority"), "authority", ALONE)
         invitation: Invite = found.invite(presence.node, presence.trust.authority)
         start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
         monkeypatch.setattr(Node, "start", start)
         with pytest.raises(JoinError, match="clock"):
-            await _start(Entrance.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
+            await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
         await _close(services, presence)
 
     run(main())
@@ -110,12 +110,12 @@ def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
-        cs.create("my-run", options=PeerOptions(lan=False, tunnel="ngrok"))
+        cs.create("my-run", options=NetworkOptions(lan=False, tunnel="ngrok"))
 
 
 @pytest.mark.parametrize("began", [True, False])
 def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
-    options = PeerOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
+    options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
     with cs.create("test-run", options=options if began else ALONE) as alice:
         invitation = alice.invite()
 

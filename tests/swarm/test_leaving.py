@@ -14,7 +14,7 @@ import colab_swarm as cs
 from colab_swarm.dht.records import FindPeers
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock
-from colab_swarm.swarm.saved import Keeping
+from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training import optimizer as optimizer_module
 from colab_swarm.trust.authority import PresentMembership, ShareRevoked
 from colab_swarm.trust.contributions import Contributions
@@ -42,7 +42,7 @@ def test_an_interrupt_while_leaving_leaves_the_folder_free_and_no_link_open(
         drive_is_back.wait()
 
     with monkeypatch.context() as slow_drive:
-        slow_drive.setattr(Keeping, "write", hang)
+        slow_drive.setattr(PeerStore, "write", hang)
         with pytest.raises(KeyboardInterrupt), interrupt_after(0.1):
             alice.leave()
     assert asked.is_set()

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.notebook.lessons import Wish
-from colab_swarm.swarm.lesson import Lesson
+from colab_swarm.notebook.lessons import Action
+from colab_swarm.swarm.lesson import InteractiveRun
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
-CRASH = Wish(3.0, "crash", ("bob",))
-COME_BACK = Wish(8.0, "join", ("bob",))
+CRASH = Action(3.0, "crash", ("bob",))
+COME_BACK = Action(8.0, "join", ("bob",))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
 def test_without_a_front_end_the_story_is_told_and_repeats_itself(
     simulation: Simulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wishes = [CRASH, COME_BACK, Wish(8.0, "speed", ("carol", 1.0))]
+    wishes = [CRASH, COME_BACK, Action(8.0, "speed", ("carol", 1.0))]
     lesson = simulation.play(train, wishes=wishes, live=False)
     story = capsys.readouterr().out
     assert len(set(lesson.wait().values())) == 1
@@ -75,7 +75,7 @@ def test_a_lesson_ends_with_its_time(simulation: Simulation, capsys: pytest.Capt
 def test_a_wish_that_cannot_be_granted_is_told_and_not_recorded(
     simulation: Simulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wishes = [Wish(0.0, "crash", ("zoe",)), Wish(0.0, "speed", ("bob", -1.0)), Wish(0.0, "peers", (0,))]
+    wishes = [Action(0.0, "crash", ("zoe",)), Action(0.0, "speed", ("bob", -1.0)), Action(0.0, "peers", (0,))]
     lesson = simulation.play(train_for_ever, seconds=0.5, wishes=wishes, live=False)
     out = capsys.readouterr().out
     assert "crash zoe: not possible, zoe is not there" in out and out.count("not possible") == 3
@@ -92,21 +92,23 @@ def test_what_a_peers_code_raises_is_raised_here_without_a_front_end(simulation:
 
 @pytest.mark.slow
 def test_who_has_crashed_is_shown_at_the_step_that_it_had(simulation: Simulation) -> None:
-    simulation.play(train, wishes=[Wish(8.0, "crash", ("bob",))], live=False)
+    simulation.play(train, wishes=[Action(8.0, "crash", ("bob",))], live=False)
     alice, bob, _ = simulation.snapshot().peers
     assert bob.state == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
     assert [fault.name for fault in simulation.network.fired] == ["crash"]
 
 
 def test_when_everybody_has_crashed_time_stands_still_until_the_next_wish(simulation: Simulation) -> None:
-    everybody = [Wish(1.0, "crash", (name,)) for name in ("alice", "bob", "carol")]
+    everybody = [Action(1.0, "crash", (name,)) for name in ("alice", "bob", "carol")]
     lesson = simulation.play(train_for_ever, wishes=everybody, live=False)
     crashed = [peer.state for peer in lesson.snapshot().simulation.peers]
     assert crashed == ["crashed"] * 3 and simulation.time < 2
     assert len(simulation.network.fired) == 3
 
 
-def played(simulation: Simulation, train: Callable[[Swarm], Any] = train_for_ever, **options: Any) -> Lesson:
+def played(
+    simulation: Simulation, train: Callable[[Swarm], Any] = train_for_ever, **options: Any
+) -> InteractiveRun:
     return simulation.play(train, speed=1000.0, live=True, **options)
 
 
@@ -224,7 +226,9 @@ def test_a_peers_code_that_exits_fails_its_lesson(simulation: Simulation) -> Non
     "wish", [("lose", 2.0), ("latency", 0.0), ("slow", "bob", -1.0), ("speed", "nobody", 1.0)]
 )
 def test_a_wish_that_makes_no_sense_is_told_and_changes_nothing(simulation: Simulation, wish: Any) -> None:
-    lesson = simulation.play(train_for_ever, wishes=[Wish(0.0, *wish[:1], wish[1:])], seconds=1.0, live=False)
+    lesson = simulation.play(
+        train_for_ever, wishes=[Action(0.0, *wish[:1], wish[1:])], seconds=1.0, live=False
+    )
     assert any("not possible" in line for line in lesson.snapshot().story)
     assert not simulation.network.fired and not lesson.wishes
 

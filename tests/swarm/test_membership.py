@@ -15,7 +15,7 @@ from colab_swarm.errors import JoinError
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, model
 
-QUIET = cs.PeerOptions(lan=False)
+QUIET = cs.NetworkOptions(lan=False)
 ACCOUNTS = {"Bearer of-ada": "ada", "Bearer of-eve": "eve"}
 
 
@@ -109,7 +109,7 @@ def test_a_revoked_peer_is_out_everywhere_and_so_is_who_came_by_a_revoked_invita
 
 
 def test_an_organizer_that_comes_back_is_the_same_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    options = cs.PeerOptions(lan=False, identity=tmp_path_factory.mktemp("keys") / "key")
+    options = cs.NetworkOptions(lan=False, identity=tmp_path_factory.mktemp("keys") / "key")
     with cs.create("again", options=options) as swarm:
         first, invite = swarm.run_id, swarm.invite(uses=1)
         cs.join(invite, peer_name="bob", options=QUIET).leave()

@@ -13,7 +13,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.overview import Background, Rates, _news
+from colab_swarm.swarm.overview import Background, TrafficRates, _news
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -89,7 +89,7 @@ TRAINER = """
 def test_who_only_assists_sees_who_trains() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
         alice.assist()
-        with cs.join(alice.invite(), peer_name="bob", options=cs.PeerOptions(lan=False)) as bob:
+        with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
             net = model()
             optimizer = join_training(bob, net, target_batch_size=4)
             rows: dict[str, tuple[str, int]] = {}
@@ -150,7 +150,7 @@ def _seconds(work: object) -> float:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = Rates()
+    rates = TrafficRates()
     assert rates.on_totals(1000, 0, 10.0) == (0.0, 0.0)
     assert rates.on_totals(2000, 500, 12.0) == (4000.0, 2000.0)
     for second in range(13, 31):

@@ -9,14 +9,14 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.events import RoundFinished
-from colab_swarm.runtime import LOOK_S, Gate
+from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.sim import run_virtual, virtual_time
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model, train_freely
 
 
 def test_blocks_nest_and_a_hold_outlasts_them() -> None:
-    gate = Gate()
+    gate = PauseGate()
     with gate.block():
         gate.hold()
         with gate.block():
@@ -28,7 +28,7 @@ def test_blocks_nest_and_a_hold_outlasts_them() -> None:
 
 
 def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:
-    gate = Gate()
+    gate = PauseGate()
     mine: list[bool] = []
     with pytest.raises(KeyError), gate.block():
         thread = threading.Thread(target=lambda: mine.append(gate.closed_by_this_thread))
@@ -40,7 +40,7 @@ def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:
 
 def test_who_waits_goes_on_soon_after_it_opens() -> None:
     async def main() -> float:
-        gate = Gate()
+        gate = PauseGate()
         gate.hold()
         asyncio.get_running_loop().call_later(5.0, gate.release)
         await gate.wait_open()

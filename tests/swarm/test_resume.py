@@ -44,7 +44,7 @@ def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
 
 
 def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
-    options = cs.PeerOptions(lan=False, upload_mbit_s=50.0)
+    options = cs.NetworkOptions(lan=False, upload_mbit_s=50.0)
     with cs.join(alice.invite(), peer_name="bob", keep=tmp_path / "bob", options=options) as bob:
         assert resume(tmp_path / "bob") is bob
     with resume(tmp_path / "bob") as again:
@@ -138,7 +138,7 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
     with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run take another"):
         cs.join(other.invite(), keep=tmp_path / "bob")
     with pytest.raises(ValueError, match="has a key of its own"):
-        cs.create("new-run", keep=tmp_path / "new", options=cs.PeerOptions(identity=tmp_path / "key"))
+        cs.create("new-run", keep=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
 
 
 def test_a_folder_that_keeps_nobody_says_how_to_begin(tmp_path: Path) -> None:

@@ -21,33 +21,33 @@ from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.saved import (
     MAX_CONTACTS,
     STALE_S,
     FolderLock,
-    Keeping,
-    KeptPeer,
     Occupant,
+    PeerStore,
+    SavedPeer,
     kept_options,
     lasts,
     read_kept,
 )
-from colab_swarm.trust.access import Entrance
-from colab_swarm.trust.contributions import Row, newest
+from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.contributions import TallyRow, newest
 
-OPTIONS = PeerOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(places=3))
+OPTIONS = NetworkOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(places=3))
 
 
 def contact(number: int) -> Contact:
     return Contact(PeerId(bytes([number]) * 32), (f"ws://203.0.113.{number}:4500",))
 
 
-def kept_in(folder: Path, options: PeerOptions = OPTIONS) -> Keeping:
-    keeping = Keeping.open(folder)
+def kept_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
+    keeping = PeerStore.open(folder)
     identity = Identity.load_or_create(keeping.key_file)
-    entrance = Entrance.found("my-run", identity, access="open", allow=None, key_file=keeping.key_file)
-    keeping.begin(KeptPeer.new(entrance, "alice", options))
+    entrance = RunAccess.found("my-run", identity, access="open", allow=None, key_file=keeping.key_file)
+    keeping.begin(SavedPeer.new(entrance, "alice", options))
     keeping.write([contact(1)], b"membership", ())
     return keeping
 
@@ -67,7 +67,9 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 
 def test_a_tunnels_token_is_not_kept() -> None:
-    kept = kept_options(PeerOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key"))
+    kept = kept_options(
+        NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
+    )
     assert kept["tunnel"] == "ngrok" and "secret" not in str(kept) and kept["identity"] is None
 
 
@@ -122,7 +124,7 @@ def test_a_folder_that_lost_its_key_says_so(tmp_path: Path) -> None:
     kept_in(tmp_path).close()
     (tmp_path / "identity.key").unlink()
     with pytest.raises(StateError, match=r"lost its identity\.key"):
-        Keeping.open(tmp_path)
+        PeerStore.open(tmp_path)
     assert not (tmp_path / "in-use.json").exists()
 
 
@@ -138,7 +140,7 @@ def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
 def test_a_file_in_the_folders_place_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StateError, match="take another folder"):
-        Keeping.open(tmp_path / "file")
+        PeerStore.open(tmp_path / "file")
 
 
 def test_no_secret_is_in_a_repr(tmp_path: Path) -> None:
@@ -232,6 +234,6 @@ def test_a_garbled_lock_is_one_of_a_process_killed_while_it_wrote(tmp_path: Path
 
 def test_of_two_tallies_the_larger_amounts_count_once() -> None:
     alice, bob = b"a" * 32, b"b" * 32
-    on_disk = Row(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
-    published = (Row(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), Row(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
-    assert newest((on_disk,), published) == (Row(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])
+    on_disk = TallyRow(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
+    published = (TallyRow(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), TallyRow(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
+    assert newest((on_disk,), published) == (TallyRow(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])

@@ -24,7 +24,7 @@ from colab_swarm.events import PeerJoined, RoundFinished, StateReceived
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.swarm.network import PeerOptions
+from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, joint_reference, loss_of, model, train_freely, train_own_rows
 
@@ -96,14 +96,14 @@ def test_somebody_else_at_the_address_is_refused(alice: Swarm) -> None:
 
 def test_a_peer_that_nobody_can_dial_cannot_invite() -> None:
     with (
-        cs.create("test-run", options=PeerOptions(listen=False)) as swarm,
+        cs.create("test-run", options=NetworkOptions(listen=False)) as swarm,
         pytest.raises(JoinError, match="backbone"),
     ):
         swarm.invite()
 
 
 def test_the_same_identity_comes_back_after_a_restart(alice: Swarm, tmp_path: Path) -> None:
-    options = PeerOptions(identity=tmp_path / "key")
+    options = NetworkOptions(identity=tmp_path / "key")
     with cs.join(alice.invite(), peer_name="bob", options=options) as first:
         identity = first.id
     with cs.join(alice.invite(), peer_name="bob", options=options) as again:

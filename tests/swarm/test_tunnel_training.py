@@ -16,14 +16,14 @@ import colab_swarm as cs
 from colab_swarm.events import RoundFinished, TunnelChanged
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
-from colab_swarm.net.reachability import Rung
+from colab_swarm.net.reachability import ReachabilityLevel
 from colab_swarm.swarm.swarm import Swarm
 from tests.net.test_tunnels import agent_of, needs_posix, ngrok, running
 from tests.net.test_tunnels import folder as folder
 from tests.training.toy import join_training, loss_of, model, wait_for_peers
 
 pytestmark = needs_posix
-DIALS_OUT = cs.PeerOptions(listen=False, use_relays=False, lan=False)
+DIALS_OUT = cs.NetworkOptions(listen=False, use_relays=False, lan=False)
 KILLS = 3
 BATCH_S = 0.05
 """What a batch takes; the toy model alone would make a hundred steps while one record travels."""
@@ -59,7 +59,9 @@ class RoundsOfTwo:
 def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tunnelled = cs.PeerOptions(identity=folder / "alice", tunnel=ngrok(folder), use_relays=False, lan=False)
+    tunnelled = cs.NetworkOptions(
+        identity=folder / "alice", tunnel=ngrok(folder), use_relays=False, lan=False
+    )
     listening, hidden = Node.listening, set[bytes]()
     monkeypatch.setattr(Node, "listening", lambda node: () if node.id in hidden else listening(node))
     hidden.add(Identity.load_or_create(folder / "alice").id)  # nobody can dial her but through the tunnel
@@ -73,14 +75,17 @@ def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=5)
 
-    with cs.create("tunnels", peer_name="carol", options=cs.PeerOptions(lan=False)) as carol:
+    with cs.create("tunnels", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
         invite = carol.invite()
         with (
             cs.join(invite, peer_name="alice", options=tunnelled) as alice,
             cs.join(invite, peer_name="bob", options=DIALS_OUT) as bob,
             ThreadPoolExecutor(2) as pool,
         ):
-            assert alice.reachability.rung is Rung.TUNNEL and bob.reachability.rung is Rung.OUTGOING
+            assert (
+                alice.reachability.rung is ReachabilityLevel.TUNNEL
+                and bob.reachability.rung is ReachabilityLevel.OUTGOING
+            )
             rounds, lost = RoundsOfTwo(bob), list[TunnelChanged]()
             alice.events.listen(lambda event: lost.append(event) if _is_loss(event) else None)
             trainers = [pool.submit(train, swarm) for swarm in (alice, bob)]
@@ -91,7 +96,10 @@ def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
                     os.kill(agent_of(folder), signal.SIGKILL)
                     wait(lambda: alice.id not in bob.services.peers.linked(), timeout_s=10)
                     wait(lambda: alice.id in bob.services.peers.linked(), timeout_s=10)
-                    assert alice.contact.addresses != address and alice.reachability.rung is Rung.TUNNEL, kill
+                    assert (
+                        alice.contact.addresses != address
+                        and alice.reachability.rung is ReachabilityLevel.TUNNEL
+                    ), kill
                 rounds.wait_more(3)
             finally:
                 stop.set()

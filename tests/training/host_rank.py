@@ -128,7 +128,7 @@ if __name__ == "__main__":
     if rank:
         SCENARIOS[scenario](None, net, place)
     else:
-        options, invite = cs.PeerOptions(lan=False), place / "invite"
+        options, invite = cs.NetworkOptions(lan=False), place / "invite"
         swarm = (
             cs.join(invite.read_text(), peer_name="host", options=options)
             if invite.exists()

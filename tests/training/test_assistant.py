@@ -207,7 +207,7 @@ def test_an_assistant_may_begin_to_train() -> None:
 
 @pytest.mark.slow
 def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_the_assistant() -> None:
-    options = cs.PeerOptions(listen=False)
+    options = cs.NetworkOptions(listen=False)
     with contextlib.ExitStack() as stack:
         backbone = stack.enter_context(cs.create("test-run"))
         assistance, invite = backbone.assist(), str(backbone.invite())

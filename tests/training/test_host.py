@@ -51,7 +51,7 @@ def run_ranks(
 
 def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
     net = model()
-    with cs.create("host", peer_name="carol", options=cs.PeerOptions(lan=False)) as carol:
+    with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
         (tmp_path / "invite").write_text(carol.invite())
         optimizer = join_training(carol, net, matchmaking_s=20.0)
         for step in range(ALONE_STEPS):  # so that the host has something to catch up with

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.errors import StateError
 from colab_swarm.events import BudgetChosen, RoundFinished
 from colab_swarm.net.peers import PeerId
@@ -17,7 +17,7 @@ from colab_swarm.sim import LAN
 from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.settings import Budget, Choice, Thrift
+from colab_swarm.training.settings import CommunicationPlan, TrafficBudget, TrafficBudgetPolicy
 from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
 
 STEPS = 4
@@ -107,15 +107,15 @@ NUMEL = 1_000_000
 
 
 def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16") -> Group:
-    members = tuple(Member(p, (), 1.0, s) for p, s in zip((ME, BOB, CAROL), shares, strict=True))
+    members = tuple(GroupMember(p, (), 1.0, s) for p, s in zip((ME, BOB, CAROL), shares, strict=True))
     return Group(bytes(16), 0, b"", members, NUMEL, codec, codec)
 
 
-def thrift(*, auto: bool = False, **budget: float) -> Thrift:
-    return Thrift(Budget(**budget), ME, precision="float16", auto_steps=auto)
+def thrift(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
+    return TrafficBudgetPolicy(TrafficBudget(**budget), ME, precision="float16", auto_steps=auto)
 
 
-def choose(thrift: Thrift, group: Group, step_s: float) -> Choice:
+def choose(thrift: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
     for now in (0.0, step_s):
         thrift.on_round(0, 0, 1, now=now)
     choice = thrift.choose(group, step_s)
@@ -148,13 +148,13 @@ def test_the_only_reducer_goes_on_reducing() -> None:
 @pytest.mark.parametrize("limits", [{}, {"mbit_s": 0.0}, {"gb_per_hour": -1.0}, {"mbit_s": float("nan")}])
 def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="give gb_per_hour, mbit_s or both"):
-        Budget(**limits)
+        TrafficBudget(**limits)
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
-    budget = Budget(gb_per_hour=0.01)
+    budget = TrafficBudget(gb_per_hour=0.01)
 
     def train(swarm: Swarm) -> tuple[bytes, str]:
         net = torch.nn.Linear(100, 100)
@@ -181,7 +181,7 @@ def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
 MINUTES = 5
 
 
-def play(*, budget: Budget | None = None, reduces: bool = True) -> tuple[int, float]:
+def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[int, float]:
     """Steps that three peers on lines of 3 Mbit/s make in `MINUTES`, and bob's busier direction in Mbit/s."""
 
     def train(swarm: Swarm) -> None:
@@ -193,7 +193,7 @@ def play(*, budget: Budget | None = None, reduces: bool = True) -> tuple[int, fl
             swarm, net, target_batch_size=60, budget=budget if swarm.name == "bob" else None
         )
         if swarm.name == "bob" and not reduces:
-            optimizer.collaboration._rounds.choice = Choice(False, "float32", 1, 0.0, True)
+            optimizer.collaboration._rounds.choice = CommunicationPlan(False, "float32", 1, 0.0, True)
             swarm.services.peers.limit(BUDGET.rate_bps)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()
@@ -209,7 +209,7 @@ def play(*, budget: Budget | None = None, reduces: bool = True) -> tuple[int, fl
         return steps, busier * 8e-6 / (60 * MINUTES)
 
 
-BUDGET = Budget(mbit_s=2.5)
+BUDGET = TrafficBudget(mbit_s=2.5)
 
 
 @pytest.mark.slow

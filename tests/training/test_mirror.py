@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, SimPeers, run_virtual
@@ -23,9 +23,9 @@ class Scene:
         self.newcomer = self.client("newcomer")
         self.network.introduce()
         self.sent_bytes = 0
-        self.mirror = Mirror(Rooms(self.backbone), "run", donors=self.trainers, on_sent=self.on_sent)
+        self.mirror = Mirror(PrefixRouter(self.backbone), "run", donors=self.trainers, on_sent=self.on_sent)
         for name, peers in self.donors.items():
-            StateSharing(Rooms(peers), "run", lambda made=donors[name]: self.give(made))
+            StateSharing(PrefixRouter(peers), "run", lambda made=donors[name]: self.give(made))
 
     def client(self, name: str) -> SimPeers:
         return self.network.peer(name, listen=False)
@@ -43,7 +43,7 @@ class Scene:
     async def download(self) -> Snapshot:
         for peers in self.donors.values():  # a trainer's own link is how it is called back
             (await peers.stream(self.backbone.id, ChunkOf(0), timeout_s=5)).reset()
-        sharing = StateSharing(Rooms(self.newcomer), "run", lambda: self.give(snapshot()))
+        sharing = StateSharing(PrefixRouter(self.newcomer), "run", lambda: self.give(snapshot()))
         return await sharing.download([self.backbone.id])
 
 
@@ -78,7 +78,7 @@ def test_a_donor_that_lies_is_passed_over() -> None:
 def test_without_a_donor_in_reach_it_says_so() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
-        sharing = StateSharing(Rooms(scene.newcomer), "run", lambda: scene.give(snapshot()))
+        sharing = StateSharing(PrefixRouter(scene.newcomer), "run", lambda: scene.give(snapshot()))
         with pytest.raises(StateError, match="no trainer linked to this assistant"):
             await sharing.download([scene.backbone.id])
 

@@ -24,7 +24,7 @@ from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import Services
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import Snapshot
 from tests.training.toy import (
     join_training,
@@ -357,7 +357,7 @@ def test_after_leaving_every_call_says_so() -> None:
             join_training(swarm, model())
 
 
-async def lie(services: Services, step: int) -> None:
+async def lie(services: PeerServices, step: int) -> None:
     """Tell, after a while, that this peer is at ``step``; it has no state to give."""
     await asyncio.sleep(5)
     record = ProgressRecord(step, b"liar", 0.0, 0.0, syncing=False, reduces=True, name="liar")

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.matchmaking import Rooms
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import Message
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.peer import SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
 from colab_swarm.sim.runtime import run_virtual
-from colab_swarm.training.state import ChunkOf, FetchChunks, Manifest, Snapshot, StateSharing
+from colab_swarm.training.state import ChunkOf, FetchChunks, Snapshot, StateManifest, StateSharing
 
 SIZE_BYTES = 5_000_000
 BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
@@ -36,12 +36,12 @@ class Scene:
         self.taken = 0
         self.donors = {name: self.network.peer(name) for name in donors}
         self.shares = {
-            name: StateSharing(Rooms(peers), "run", self.provider(donors[name]))
+            name: StateSharing(PrefixRouter(peers), "run", self.provider(donors[name]))
             for name, peers in self.donors.items()
         }
         self.newcomer: SimPeers = self.network.peer("newcomer")
         self.network.introduce()
-        self.sharing = StateSharing(Rooms(self.newcomer), "run", self.provider(None))
+        self.sharing = StateSharing(PrefixRouter(self.newcomer), "run", self.provider(None))
 
     def provider(self, made: Snapshot | None) -> Callable[[], Awaitable[Snapshot]]:
         async def provide() -> Snapshot:
@@ -147,7 +147,7 @@ def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
 def test_a_manifest_that_does_not_add_up_is_refused(size: int, chunk: int, digests: bytes) -> None:
     fields: list[object] = [1, b"l", b"s", size, chunk, digests]
     try:
-        manifest = msgspec.convert(fields, Manifest)
+        manifest = msgspec.convert(fields, StateManifest)
     except (msgspec.ValidationError, ValueError):
         return
     assert len(manifest.digests) == 32 * manifest.chunks

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.runtime import Gate, Runtime
-from colab_swarm.training.optimizer import Turn
+from colab_swarm.runtime import PauseGate, Runtime
+from colab_swarm.training.optimizer import OptimizerLock
 from tests.training.toy import join_training, loss_of, model
 
 
@@ -32,7 +32,7 @@ def test_the_trainer_itself_closes_when_somebody_asks_and_hears_why() -> None:
         closed_by.append((hand_over_s, threading.get_ident()))
         turn.closed.set()
 
-    turn = Turn(Runtime.shared(), Gate(), close)
+    turn = OptimizerLock(Runtime.shared(), PauseGate(), close)
     other = threading.Thread(target=turn.end, args=("the session ends",), kwargs={"hand_over_s": 9.0})
     other.start()
     other.join()
@@ -45,7 +45,7 @@ def test_the_trainer_itself_closes_when_somebody_asks_and_hears_why() -> None:
 
 
 def test_whoever_closes_waits_for_the_trainers_call_to_end() -> None:
-    turn = Turn(Runtime.shared(), Gate(), lambda hand_over_s: None)
+    turn = OptimizerLock(Runtime.shared(), PauseGate(), lambda hand_over_s: None)
     inside, order = threading.Event(), []
 
     def close() -> None:

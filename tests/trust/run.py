@@ -15,7 +15,7 @@ from colab_swarm.net.membership import Grant, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
-from colab_swarm.trust.member import Credentials, Member
+from colab_swarm.trust.member import Credentials, RunMember
 from colab_swarm.trust.service import ClosedRun, LinkControl, Trust
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
@@ -40,7 +40,7 @@ class Peer:
         self.node, self.dht, self.trust, self.events, self.clock = node, dht, trust, events, clock
 
     @property
-    def member(self) -> Member:
+    def member(self) -> RunMember:
         assert self.trust._member is not None
         return self.trust._member
 

@@ -18,7 +18,7 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, Role
-from colab_swarm.trust.access import Entrance
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 from colab_swarm.trust.service import LinkControl, Trust
 from tests.net.swarm import LOOPBACK, Echo, echo, identity, run
@@ -26,14 +26,14 @@ from tests.net.swarm import LOOPBACK, Echo, echo, identity, run
 ALLOW = Allowlist(("alice",))
 
 
-def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | None = None) -> Entrance:
+def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | None = None) -> RunAccess:
     allow = ALLOW if access == "allowlist" else None
-    return Entrance.found(name, identity("authority"), access=access, allow=allow, key_file=key_file)
+    return RunAccess.found(name, identity("authority"), access=access, allow=allow, key_file=key_file)
 
 
 @dataclass
 class Peer:
-    entrance: Entrance
+    entrance: RunAccess
     node: Node
     dht: DHT
     trust: Trust
@@ -43,7 +43,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(own: Identity, entrance: Entrance, *, listen: bool = True) -> AsyncIterator[Peer]:
+async def peer(own: Identity, entrance: RunAccess, *, listen: bool = True) -> AsyncIterator[Peer]:
     settings = replace(LOOPBACK, run_id=entrance.run_id, listen=listen)
     node, rng = await Node.start(own, settings, admission=entrance.admission), random.Random(0)
     try:
@@ -66,7 +66,7 @@ async def peer(own: Identity, entrance: Entrance, *, listen: bool = True) -> Asy
 
 def joining(name: str, text: str, **options: Any) -> Any:
     own = identity(name)
-    return peer(own, Entrance.by(Invite.parse(text), own), **options)
+    return peer(own, RunAccess.by(Invite.parse(text), own), **options)
 
 
 @pytest.mark.parametrize("access", ["open", "invite"])
@@ -153,7 +153,7 @@ def test_what_cannot_be_founded_says_why() -> None:
     with pytest.raises(ValueError, match="no run name"):
         found("My Run")
     with pytest.raises(ValueError, match="need each other"):
-        Entrance.found("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
+        RunAccess.found("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
     assert found(access="allowlist").closed is not None
 
 
@@ -165,7 +165,7 @@ def test_a_token_is_in_no_repr() -> None:
     async def main() -> None:
         async with peer(identity("authority"), entrance) as authority:
             invitation = Invite.parse(authority.invite()).with_entries([entry])
-            shown = repr(Entrance.by(invitation, identity("alice"), token="hf_secret"))
+            shown = repr(RunAccess.by(invitation, identity("alice"), token="hf_secret"))
             assert "hf_secret" not in shown and repr(invitation.secret) not in shown
 
     run(main())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import Group, Member
+from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.dht.service import Found
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.identity import Identity, id_of
@@ -23,14 +23,14 @@ from colab_swarm.trust.contributions import (
     MAX_ROWS,
     PUBLISH_S,
     Contribution,
+    ContributionLedger,
     Contributions,
-    Ledger,
-    Row,
-    Tally,
+    ContributionTally,
+    TallyRow,
     _tally,
     leaderboard,
 )
-from tests.dht.swarm import Member as DhtMember
+from tests.dht.swarm import GroupMember as DhtMember
 from tests.dht.swarm import swarm
 
 RUN = "my-run-0badcafe"
@@ -44,7 +44,7 @@ def peer(index: int) -> PeerId:
 def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -> Group:
     members = sorted(
         (
-            Member(peer(i), (), weight, share)
+            GroupMember(peer(i), (), weight, share)
             for i, (weight, share) in enumerate(zip(weights, shares, strict=True))
         ),
         key=lambda member: member.id,
@@ -52,14 +52,14 @@ def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -
     return Group(bytes(16), 1, b"", tuple(members), numel)
 
 
-def tallies(round_: Group) -> list[Tally]:
+def tallies(round_: Group) -> list[ContributionTally]:
     """What all members write after a round in which everybody's values arrived."""
     everybody = [member.id for member in round_.members]
     written = []
     for key in KEYS[: len(everybody)]:
-        ledger = Ledger(id_of(key))
+        ledger = ContributionLedger(id_of(key))
         ledger.on_round(round_, everybody)
-        written.append(Tally(key, b"", ledger.rows()))
+        written.append(ContributionTally(key, b"", ledger.rows()))
     return written
 
 
@@ -94,16 +94,18 @@ def test_reducers_are_credited_with_the_spans_that_the_others_got_from_them() ->
 
 
 def test_a_lost_span_and_a_lost_contribution_earn_nothing() -> None:
-    round_, ledger = group([1.0, 1.0], [1.0, 1.0]), Ledger(peer(0))
+    round_, ledger = group([1.0, 1.0], [1.0, 1.0]), ContributionLedger(peer(0))
     ledger.on_round(round_, [peer(0)], spans_lost=[round_.spans()[round_.index_of(peer(1)) or 0]])
     assert ledger.rows() == ()
 
 
 def test_nobody_credits_itself() -> None:
-    ledger = Ledger(peer(0))
+    ledger = ContributionLedger(peer(0))
     ledger.credit(peer(0), "units", 5)
     assert ledger.rows() == ()
-    forged = Tally(KEYS[0], b"", (Row(peer(0), (9.0, 9.0, 9.0, 9.0, 9.0)), Row(peer(1), (1.0, 0, 0, 0, 0))))
+    forged = ContributionTally(
+        KEYS[0], b"", (TallyRow(peer(0), (9.0, 9.0, 9.0, 9.0, 9.0)), TallyRow(peer(1), (1.0, 0, 0, 0, 0)))
+    )
     assert leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
 
 
@@ -113,27 +115,27 @@ def test_a_line_of_the_leaderboard_says_what_there_is() -> None:
 
 
 def test_saying_a_thing_twice_in_one_tally_counts_once() -> None:
-    row = Row(peer(1), (1.0, 0.0, 0.0, 0.0, 0.0))
-    assert leaderboard([Tally(KEYS[0], b"", (row, row))])[0].samples == 1.0
+    row = TallyRow(peer(1), (1.0, 0.0, 0.0, 0.0, 0.0))
+    assert leaderboard([ContributionTally(KEYS[0], b"", (row, row))])[0].samples == 1.0
 
 
 def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> None:
-    ends = [Ledger(peer(0)), Ledger(peer(1))]
+    ends = [ContributionLedger(peer(0)), ContributionLedger(peer(1))]
     for total in (1000, 1000, 5000):
         for ledger in ends:
             ledger.on_relayed({peer(2): total})
-    tallied = [Tally(key, b"", ledger.rows()) for key, ledger in zip(KEYS, ends, strict=False)]
+    tallied = [ContributionTally(key, b"", ledger.rows()) for key, ledger in zip(KEYS, ends, strict=False)]
     assert leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
 
 
 @pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
 def test_nonsense_is_not_credited(amount: float) -> None:
     with pytest.raises(ValueError, match="cannot be credited"):
-        Ledger(peer(0)).credit(peer(1), "samples", amount)
+        ContributionLedger(peer(0)).credit(peer(1), "samples", amount)
 
 
 def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
-    ledger = Ledger(peer(0))
+    ledger = ContributionLedger(peer(0))
     for i in range(3 * MAX_ROWS):
         ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
     rows = ledger.rows()
@@ -200,7 +202,7 @@ def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
         _, members = await swarm(1)
         events = EventLog()
         service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
-        service.kept = (Row(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
+        service.kept = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
         service.start()
         await asyncio.sleep(PUBLISH_S + 1)
         with pytest.raises(ZeroDivisionError):

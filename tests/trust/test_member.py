@@ -11,7 +11,7 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import SimNetwork, run_virtual
-from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, Credentials, Member, RenewalPlan
+from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, Credentials, RenewalPlan, RunMember
 from tests.net.swarm import identity
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
@@ -54,7 +54,7 @@ def test_a_membership_that_cannot_be_kept_is_an_event_and_is_tried_again() -> No
         alice, events = SimNetwork().peer("alice"), EventLog()
         dht = DHT(alice, DHTSettings(), random.Random(0))
         admission = MembershipAdmission(RUN, authority=b"a" * 32, own=alice.public_key)
-        member = Member(alice, dht, admission, events, None, lambda peer, membership: Role.WORKER, fail)
+        member = RunMember(alice, dht, admission, events, None, lambda peer, membership: Role.WORKER, fail)
         member.start()
         await asyncio.sleep(1.5 * TICK_S)
         await member.stop()

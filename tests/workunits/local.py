@@ -22,8 +22,8 @@ from colab_swarm.workunits.coordination import Coordination, CoordinationSetting
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import MemoryStore, Store
-from colab_swarm.workunits.tokens import Gate, Token
+from colab_swarm.workunits.store import MemoryStore, ParameterStore
+from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.uploads import Uploads
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Floats
@@ -57,7 +57,9 @@ class Answer:
 class Scene:
     """A coordinator over HTTP, and what it wrote."""
 
-    def __init__(self, coordination: Coordination, store: Store, folder: Path, gate: Gate) -> None:
+    def __init__(
+        self, coordination: Coordination, store: ParameterStore, folder: Path, gate: RequestGate
+    ) -> None:
         self.coordination, self.store, self.folder = coordination, store, folder
         self.uploads = Uploads(coordination, folder / "uploads")
         self.server = CoordinatorServer(coordination, self.uploads, gate)
@@ -142,8 +144,8 @@ async def coordinating(
     job: Job,
     folder: Path,
     *,
-    store: Store | None = None,
-    gate: Gate | None = None,
+    store: ParameterStore | None = None,
+    gate: RequestGate | None = None,
     store_url: str = "memory",
     **settings: Any,
 ) -> AsyncIterator[Scene]:
@@ -151,7 +153,7 @@ async def coordinating(
     store = store or MemoryStore(job.name)
     given = CoordinationSettings(folder, store_url, **{"servers": 1, "tick_s": 0.02, **settings})
     coordination = Coordination(job, store, Token(Identity()), RUN, given)
-    scene = Scene(coordination, store, folder, gate or Gate(None))
+    scene = Scene(coordination, store, folder, gate or RequestGate(None))
     try:
         await coordination.start()
         await scene.server.start("127.0.0.1", 0)

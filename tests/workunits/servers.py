@@ -10,7 +10,7 @@ import pytest
 
 from colab_swarm.bench import store_servers
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
-from colab_swarm.workunits.store import Store, open_store
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
 SERVERS = {
@@ -51,7 +51,7 @@ def accepted(subset: int, *, epoch: int = 1) -> Accepted:
     )
 
 
-def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> Store:
+def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> ParameterStore:
     """A store with zeros for parameters and ``units`` results that wait."""
     store = open_store(url, job)
     store.begin(np.zeros(numel, np.float32))
@@ -66,7 +66,7 @@ def plus_one(values: Floats) -> Floats:
     return values + np.float32(1)
 
 
-def check_invariants(store: Store) -> None:
+def check_invariants(store: ParameterStore) -> None:
     """What is true of every store at any time: no unit twice, versions without gaps, nothing lost."""
     log = store.entries()
     positions = [position for position, _ in log]

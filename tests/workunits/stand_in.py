@@ -29,7 +29,7 @@ from colab_swarm.workunits.messages import (
     Subset,
     Taken,
 )
-from colab_swarm.workunits.tokens import Gate, Token
+from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.training import unit_seed
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -68,7 +68,7 @@ class StandIn:
         self.refuse: Problem | None = None
         self.url, self.membership = "", b""
         self.received: dict[str, bytearray] = {}
-        self._gate, self._script = Gate(None), list[tuple[str, Fault]]()
+        self._gate, self._script = RequestGate(None), list[tuple[str, Fault]]()
 
     def meets(self, what: str, *faults: Fault) -> None:
         """The next requests whose method and path begin with ``what`` meet these faults, one each."""

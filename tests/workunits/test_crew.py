@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colab_swarm.workunits.assimilation import Crew, code_of_servers
+from colab_swarm.workunits.assimilation import WorkerPool, code_of_servers
 from colab_swarm.workunits.job import Job
 
 
@@ -25,7 +25,7 @@ class Fellow:
 class Scene:
     def __init__(self) -> None:
         self.hired: list[Fellow] = []
-        self.crew = Crew(self._hire)
+        self.crew = WorkerPool(self._hire)
 
     def _hire(self, name: str) -> Fellow:
         self.hired.append(Fellow(name))

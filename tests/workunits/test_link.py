@@ -10,16 +10,16 @@ import pytest
 from colab_swarm.errors import InviteError
 from colab_swarm.invite import Access
 from colab_swarm.net.identity import Identity
-from colab_swarm.trust.access import Entrance
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.coordinator import WorkLink
-from colab_swarm.workunits.tokens import Gate
+from colab_swarm.workunits.tokens import RequestGate
 
 URL = "http://192.0.2.7:8000/"
 organizer, alice = Identity(b"o" * 32), Identity(b"a" * 32)
 
 
-def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, Entrance]:
-    entrance = Entrance.found("digits", organizer, access=access, allow=None, key_file=None)
+def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, RunAccess]:
+    entrance = RunAccess.found("digits", organizer, access=access, allow=None, key_file=None)
     return str(WorkLink.issue(URL, entrance, organizer, hours=hours)), entrance
 
 
@@ -31,7 +31,7 @@ def test_whoever_has_the_link_is_let_in(access: Access) -> None:
     assert link.authority == (organizer.public_key if access == "invite" else None)
     now = time.time()
     header = link.token(alice).header("GET", "/api/job", now=now)
-    assert Gate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
+    assert RequestGate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
 
 
 def test_who_passes_a_link_on_cannot_change_what_it_allows() -> None:
@@ -73,7 +73,7 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
 def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
     key = tmp_path / "organizer.key"
     runs = {
-        Entrance.found(
+        RunAccess.found(
             "digits", Identity.load_or_create(key), access="invite", allow=None, key_file=key
         ).run_id
         for _ in range(2)
@@ -91,6 +91,6 @@ def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
-    entrance = Entrance.found("digits", organizer, access="open", allow=None, key_file=None)
+    entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
     shown = WorkLink.issue(url, entrance, organizer, hours=1.0).shown()
     assert ("same local network" in shown.warning and "tunnel=" in shown.warning) is local

@@ -17,7 +17,7 @@ import pytest
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.assimilation import LEASE_S, ParameterServer
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
-from colab_swarm.workunits.store import MemoryStore, SqliteStore, Store, Update
+from colab_swarm.workunits.store import MemoryStore, ParameterStore, SqliteStore, Update
 from colab_swarm.workunits.training import Evaluator
 from tests.workunits.digits import digits_job
 
@@ -41,14 +41,14 @@ def accepted(subset: int) -> Accepted:
     )
 
 
-def fill(store: Store, numel: int, *subsets: int) -> None:
+def fill(store: ParameterStore, numel: int, *subsets: int) -> None:
     """Results of ones for parameters that begin with zeros."""
     store.begin(np.zeros(numel, np.float32))
     for subset in subsets:
         store.append([accepted(subset)], put={f"result-{subset}": np.ones(numel, "<f4").tobytes()})
 
 
-def entries(store: Store, kind: type) -> list[object]:
+def entries(store: ParameterStore, kind: type) -> list[object]:
     return [entry for _, entry in store.entries() if isinstance(entry, kind)]
 
 

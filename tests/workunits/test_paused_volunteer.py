@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.runtime import LOOK_S, Gate
+from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits.work_loop import Volunteering
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import StandIn
@@ -17,7 +17,7 @@ from tests.workunits.test_volunteering import Valve, play
 
 @pytest.mark.slow
 def test_a_paused_volunteer_stands_still_and_goes_on(tmp_path: Path) -> None:
-    gate, valve = Gate(), Valve(before=2)
+    gate, valve = PauseGate(), Valve(before=2)
     job = replace(digits_job(), loss=valve)
 
     async def scene(standin: StandIn, alice: Volunteering) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import AnyEntry, Assimilated, Met
-from colab_swarm.workunits.store import Store, open_store
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import KINDS, accepted, begun, check_invariants, new_job, plus_one
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("url", KINDS, indirect=True)
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
+def store(url: str) -> Iterator[ParameterStore]:
     """With two results that wait; checked afterwards."""
     store = begun(url, new_job(), units=2)
     yield store
@@ -31,7 +31,7 @@ def met(number: int) -> AnyEntry:
     return Met(at=0.0, volunteer=f"{number:064x}", name="alice")
 
 
-def test_the_first_parameters_stay(store: Store) -> None:
+def test_the_first_parameters_stay(store: ParameterStore) -> None:
     store.begin(np.ones(3, np.float32))
     parameters = store.parameters()
     assert parameters.version == 0
@@ -39,7 +39,7 @@ def test_the_first_parameters_stay(store: Store) -> None:
     assert parameters.values.dtype == np.float32 and not parameters.values.flags.writeable
 
 
-def test_a_job_of_another_size_is_refused(store: Store) -> None:
+def test_a_job_of_another_size_is_refused(store: ParameterStore) -> None:
     with pytest.raises(StoreError, match="3 parameters, but the model has 4: give the job another name"):
         store.begin(np.zeros(4, np.float32))
 
@@ -52,7 +52,7 @@ def test_parameters_that_nobody_put_in_are_an_error_that_says_what_to_do(url: st
     store.close()
 
 
-def test_jobs_of_one_store_do_not_see_each_other(store: Store, url: str) -> None:
+def test_jobs_of_one_store_do_not_see_each_other(store: ParameterStore, url: str) -> None:
     other = begun(url, new_job(), numel=5)
     assert other.entries() == [] and other.claim("bob", now=0.0, lease_s=1.0) is None
     assert len(other.parameters().values) == 5
@@ -73,7 +73,7 @@ def test_vectors_and_blobs_of_megabytes_come_back_as_they_were(url: str) -> None
     store.close()
 
 
-def test_entries_of_several_writers_are_read_once_and_in_their_order(store: Store) -> None:
+def test_entries_of_several_writers_are_read_once_and_in_their_order(store: ParameterStore) -> None:
     seen: list[AnyEntry] = []
     start = store.entries()[-1][0]
 
@@ -100,7 +100,7 @@ def test_entries_of_several_writers_are_read_once_and_in_their_order(store: Stor
     ]
 
 
-def test_blobs_are_put_replaced_and_dropped_with_the_entries(store: Store) -> None:
+def test_blobs_are_put_replaced_and_dropped_with_the_entries(store: ParameterStore) -> None:
     store.append([met(1)], put={"a": b"1", "b": b"2"})
     store.append([met(2)], put={"b": b"3"}, drop=["a", "never-there"])
     assert store.blob("b") == b"3"
@@ -108,7 +108,7 @@ def test_blobs_are_put_replaced_and_dropped_with_the_entries(store: Store) -> No
         store.blob("a")
 
 
-def test_results_are_claimed_oldest_first_and_again_when_their_time_is_over(store: Store) -> None:
+def test_results_are_claimed_oldest_first_and_again_when_their_time_is_over(store: ParameterStore) -> None:
     assert store.claim("bob", now=10.0, lease_s=5.0) == accepted(0)
     assert store.claim("carol", now=11.0, lease_s=5.0) == accepted(1)
     assert store.claim("dave", now=14.9, lease_s=5.0) is None
@@ -116,7 +116,7 @@ def test_results_are_claimed_oldest_first_and_again_when_their_time_is_over(stor
     assert store.waiting() == 2
 
 
-def test_an_assimilation_changes_parameters_log_queue_and_blobs_at_once(store: Store) -> None:
+def test_an_assimilation_changes_parameters_log_queue_and_blobs_at_once(store: ParameterStore) -> None:
     claimed = store.claim("bob", now=10.0, lease_s=5.0)
     assert claimed is not None
     before = store.parameters()
@@ -131,14 +131,14 @@ def test_an_assimilation_changes_parameters_log_queue_and_blobs_at_once(store: S
         store.blob(claimed.result)
 
 
-def test_a_unit_that_is_done_is_not_assimilated_again(store: Store) -> None:
+def test_a_unit_that_is_done_is_not_assimilated_again(store: ParameterStore) -> None:
     assert store.assimilate(accepted(0), plus_one, server="bob", now=1.0) == 1
     length = len(store.entries())
     assert store.assimilate(accepted(0), plus_one, server="carol", now=2.0) is None
     assert store.parameters().version == 1 and len(store.entries()) == length
 
 
-def test_a_fault_of_the_update_changes_nothing(store: Store) -> None:
+def test_a_fault_of_the_update_changes_nothing(store: ParameterStore) -> None:
     def faulty(values: Floats) -> Floats:
         raise ZeroDivisionError
 
@@ -150,7 +150,7 @@ def test_a_fault_of_the_update_changes_nothing(store: Store) -> None:
     assert store.assimilate(accepted(0), plus_one, server="bob", now=1.0) == 1
 
 
-def test_of_two_servers_with_the_same_result_one_assimilates_it(store: Store) -> None:
+def test_of_two_servers_with_the_same_result_one_assimilates_it(store: ParameterStore) -> None:
     together = threading.Barrier(2)
 
     def serve(server: str) -> int | None:

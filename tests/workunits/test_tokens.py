@@ -13,7 +13,7 @@ from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
-from colab_swarm.workunits.tokens import NO_BODY, Gate, Token
+from colab_swarm.workunits.tokens import NO_BODY, RequestGate, Token
 
 NOW = 1_700_000_000.0
 RUN = "digits-0011"
@@ -25,8 +25,8 @@ def membership(role: Role = Role.WORKER, *, until: float = NOW + 3600) -> bytes:
     return unsigned.signed(organizer.sign).encode()
 
 
-def gate() -> Gate:
-    return Gate(MembershipAdmission(RUN, authority=organizer.public_key, own=organizer.public_key))
+def gate() -> RequestGate:
+    return RequestGate(MembershipAdmission(RUN, authority=organizer.public_key, own=organizer.public_key))
 
 
 def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
@@ -43,7 +43,9 @@ def test_whoever_was_invited_is_let_in_while_the_authority_sleeps() -> None:
 
 
 def test_an_open_run_lets_in_everybody_who_signs() -> None:
-    assert Gate(None).check(Token(alice).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
+    assert (
+        RequestGate(None).check(Token(alice).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
+    )
 
 
 @pytest.mark.parametrize(

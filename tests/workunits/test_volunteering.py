@@ -20,7 +20,7 @@ from colab_swarm.workunits import work_loop as module
 from colab_swarm.workunits.job import Job, Rows, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.training import Lesson, UnitTraining
+from colab_swarm.workunits.training import UnitConfig, UnitTraining
 from colab_swarm.workunits.weights import Floats
 from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
@@ -55,7 +55,7 @@ def trained(standin: StandIn, unit: GivenUnit) -> Floats:
     """What a unit's result has to be."""
     model = standin.job.first_model()
     plan = standin.job.plan
-    lesson = Lesson(plan.local_epochs, plan.batch_size, unit.seed)
+    lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit.seed)
     training = UnitTraining(standin.job, Rows.decode(standin.files[unit.subset]), lesson, model=model)
     while training.done < training.batches:
         training.step()

@@ -6,8 +6,7 @@ What a swarm must agree on are the parameters alone, and the function that is tr
 
 - Prototypes are normalised where they are used, not stored normalised: it makes no difference when a peer does so.
 - Batch normalisation takes the statistics of each peer's own micro-batch, as plain data parallelism does. Its running
-  statistics are each peer's own and enter no training step; `colab_swarm.recipes.image_features.recipe.embed` settles them anew
-  on the images at hand.
+  statistics are each peer's own and enter no training step; `embed` measures them again on the given images.
 - The queue of former features is each peer's own, too (DeDLOC, section 4.1: "for each worker"), and a newcomer fills
   it with its first batches. It counts from a global step on, so that all begin together.
 - Assignments are balanced over a peer's own batch and queue.
