@@ -164,7 +164,7 @@ class TermsError(SwarmError):
 
     Cause: this machine belongs to a platform whose free plan may not be used for such work.
 
-    Fix: read the platform's terms. If they allow it, say i_have_read_the_terms=True; if not, cs.simulate(peers=4)
+    Fix: read the platform's terms. If they allow it, say accept_terms=True; if not, cs.simulate(peers=4)
     shows the same in one notebook.
     """
 

@@ -224,7 +224,7 @@ class Served:
 
 
 @contextmanager
-def serve(file: RunFile, *, i_have_read_the_terms: bool = False) -> Iterator[Served]:
+def serve(file: RunFile, *, accept_terms: bool = False) -> Iterator[Served]:
     """Begin the run of a ``run.toml``, or go on with it, until the block ends.
 
     Raises:
@@ -238,7 +238,7 @@ def serve(file: RunFile, *, i_have_read_the_terms: bool = False) -> Iterator[Ser
         allow=file.allowlist,
         peer_name=file.peer_name,
         options=file.options,
-        i_have_read_the_terms=i_have_read_the_terms,
+        accept_terms=accept_terms,
     ) as swarm:
         token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
         backbone = swarm.runtime.call(_start(swarm, file, token))

@@ -168,7 +168,7 @@ def _train_one(swarm: Swarm, scale: int, *, delayed: bool) -> None:
     weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
     inner = torch.optim.SGD([weights], lr=0.1)
     micro_batch = BATCH // TRAINERS // 8
-    optimizer = swarm.optimizer(inner, target_batch_size=BATCH, codec="float16", delayed=delayed)
+    optimizer = swarm.optimizer(inner, target_batch_size=BATCH, compression="float16", overlap=delayed)
     while optimizer.global_step < WHOLE_STEPS:
         weights.grad = torch.ones_like(weights)
         optimizer.step(samples=micro_batch)

@@ -107,9 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--batch-size", type=int, default=16, help="samples of one micro-batch")
     peer.add_argument("--lr", type=float, default=1e-2, help="LAMB learning rate")
     peer.add_argument(
-        "--codec", default="float32", help="on the wire: float16, int8, adaptive, onebit, topk:0.01 …"
+        "--compression", default="float32", help="on the wire: float16, int8, adaptive, onebit, topk:0.01 …"
     )
-    peer.add_argument("--delayed", action="store_true", help="compute on while a round runs")
+    peer.add_argument("--overlap", action="store_true", help="compute on while a round runs")
     peer.add_argument("--local-steps", type=_steps, default=1, help="between two rounds: a number, or auto")
     peer.add_argument("--gb-per-hour", type=float, default=None, help="traffic budget")
     peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget, each direction")
@@ -151,7 +151,7 @@ def _add_network(command: argparse.ArgumentParser) -> None:
     add("--no-punch", action="store_true", help="do not turn relayed links into direct ones")
     add("--no-lan", action="store_true", help="do not announce the run in the local network")
     add("--tunnel", default=None, choices=["ngrok", "cloudflared"], help="lead a public address to this peer")
-    add("--i-have-read-the-terms", action="store_true", help="of Colab, where this runs there")
+    add("--accept-terms", action="store_true", help="of Colab, where this runs there")
     add("--upload-mbit-s", type=float, default=None, help="links send no faster")
     add("--download-mbit-s", type=float, default=None, help="links receive no faster")
     add("--json-lines", action="store_true", help="one JSON object per event, for programs")
@@ -213,7 +213,7 @@ def _keep(options: argparse.Namespace) -> None:
     from colab_swarm.backbone.config import read_run_file
 
     file = read_run_file(options.run)
-    with serve(file, i_have_read_the_terms=options.i_have_read_the_terms) as served:
+    with serve(file, accept_terms=options.accept_terms) as served:
         dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
         _stay(served.swarm, options, served.invite.facts | dashboard)
 
@@ -226,9 +226,9 @@ def _found(options: argparse.Namespace) -> None:
         allow=allow if options.access == "allowlist" else None,
         peer_name=options.peer_name or "backbone",
         options=_options(options, relay=True),
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     ) as swarm:
-        swarm.assist()
+        swarm.serve_as_reducer()
         _stay(swarm, options, swarm.invite(hours=options.hours).facts)
 
 
@@ -241,7 +241,7 @@ def _relay(options: argparse.Namespace) -> None:
         options.invite,
         peer_name=options.peer_name or "relay",
         options=_options(options, relay=quota),
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     ) as swarm:
         _stay(swarm, options, {"reached": str(swarm.reachability)})
 
@@ -287,9 +287,9 @@ def _reduce(options: argparse.Namespace) -> None:
         options.invite,
         peer_name=options.peer_name or "reducer",
         options=_options(options),
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     ) as swarm:
-        swarm.assist()
+        swarm.serve_as_reducer()
         _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
 
 
@@ -307,7 +307,7 @@ def _experts(options: argparse.Namespace) -> None:
         options.invite,
         peer_name=options.peer_name or "experts",
         options=_options(options),
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     ) as swarm:
         rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
         folder: HostOptions = {} if options.folder is None else {"folder": options.folder}
@@ -333,7 +333,7 @@ def _train(options: argparse.Namespace) -> None:
         options.invite,
         peer_name=options.peer_name,
         options=_options(options),
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     ) as swarm:
         _tell_events(swarm, tell)
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
@@ -341,8 +341,8 @@ def _train(options: argparse.Namespace) -> None:
             Lamb(parameter_groups(model), lr=options.lr),
             target_batch_size=options.target_batch_size,
             max_grad_norm=1.0,
-            codec=options.codec,
-            delayed=options.delayed,
+            compression=options.compression,
+            overlap=options.overlap,
             local_steps=options.local_steps,
             budget=TrafficBudget(options.gb_per_hour, options.mbit_s) if limited else None,
         )
@@ -455,7 +455,7 @@ def add_work_commands(commands: Any) -> None:
 
     for command in (coordinate, volunteer):
         command.add_argument(
-            "--i-have-read-the-terms", action="store_true", help="of Colab, where this runs there"
+            "--accept-terms", action="store_true", help="of Colab, where this runs there"
         )
         command.add_argument(
             "--json-lines", action="store_true", help="one JSON object per line, for programs"
@@ -476,7 +476,7 @@ def _coordinate(options: argparse.Namespace) -> None:
     }  # type: ignore[assignment]
     access: Access = "open" if options.open else "invite"
     with coordinate(
-        options.job, access=access, i_have_read_the_terms=options.i_have_read_the_terms, **given
+        options.job, access=access, accept_terms=options.accept_terms, **given
     ) as coordinator:
         _tell(options, "link", str(coordinator.link), link=str(coordinator.link), page=coordinator.url)
         if not options.json_lines:
@@ -519,7 +519,7 @@ def _volunteer(options: argparse.Namespace) -> None:
         name=options.name,
         folder=options.folder,
         device=options.device,
-        i_have_read_the_terms=options.i_have_read_the_terms,
+        accept_terms=options.accept_terms,
     )
     try:
         told_at = float("-inf")

@@ -347,9 +347,9 @@ class DHT:
         """End the background work and serve no more."""
         for kind in (FindPeers, FindValue, Fetch, StoreRecord):
             self._peers.unserve(kind)
-        await asyncio.gather(*self.vanish(), return_exceptions=True)
+        await asyncio.gather(*self.kill(), return_exceptions=True)
 
-    def vanish(self) -> list[asyncio.Task[Any]]:
+    def kill(self) -> list[asyncio.Task[Any]]:
         """End the background work without a goodbye, as a crash would; returns the tasks that are ending."""
         self._searcher.on_new = None
         return self._searcher.cancel()

@@ -206,9 +206,9 @@ class PeerExchange:
             queue.put_nowait(None)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=FAREWELL_S)
-        self.vanish()
+        self.kill()
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """See `PieceExchange`."""
         for task in self._tasks:
             task.cancel()
@@ -265,7 +265,7 @@ class PeerGroup:
             try:
                 await exchange.begin(receive(exchange))
             except BaseException:
-                exchange.vanish()
+                exchange.kill()
                 raise
             return exchange
         finally:

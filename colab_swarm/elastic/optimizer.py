@@ -157,10 +157,10 @@ class ElasticOptimizer(Optimizer):
         self._steps.leave()
         await self._exchange.close()
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End without a word, as a crash would; on the runtime's loop."""
         self._closed = True
-        self._exchange.vanish()
+        self._exchange.kill()
 
     # --- buckets --------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class ProcessGroupExchange:
         if not self._closed:
             self._closed = True
             self.send(GOODBYE, b"")
-            self.vanish()
+            self.kill()
             until = time.monotonic() + FAREWELL_S
             for thread in self._threads:
                 await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
@@ -158,7 +158,7 @@ class ProcessGroupExchange:
                 dist.destroy_process_group(self._group)
                 del self._group
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """See `PieceExchange`."""
         for frames in self._queues.values():
             frames.put(None)

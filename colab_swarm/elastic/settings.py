@@ -27,7 +27,7 @@ class ElasticOptions(TypedDict, total=False):
     """What an elastic optimizer takes besides; see `ElasticSettings`."""
 
     scheduler: Scheduler
-    codec: str
+    compression: str
     error_feedback: bool
     wait_s: float
 
@@ -40,7 +40,7 @@ class ElasticSettings:
         prefix: names the group; peers of one prefix train one model.
         peers: how many they are, 2 to 16.
         scheduler: when a peer goes on to its next step.
-        codec: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
+        compression: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
         error_feedback: what compression cut off a gradient is added to the next; without it nothing is known of how
             far a lossy codec leads the peers off.
         wait_s: how long to wait for the others when the group is formed.
@@ -49,7 +49,7 @@ class ElasticSettings:
     prefix: str
     peers: int
     scheduler: Scheduler = field(default_factory=Synchronous)
-    codec: str = "float32"
+    compression: str = "float32"
     error_feedback: bool = True
     wait_s: float = 300.0
 
@@ -58,12 +58,12 @@ class ElasticSettings:
             raise ValueError(f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
         if not self.wait_s > 0:
             raise ValueError(f"wait_s={self.wait_s}: pass seconds, such as 300")
-        codec_of(self.codec)
+        codec_of(self.compression)
 
     @property
     def wire(self) -> Codec:
         """The codec."""
-        return codec_of(self.codec)
+        return codec_of(self.compression)
 
     @property
     def bucket_values(self) -> int:
@@ -76,7 +76,7 @@ class ElasticSettings:
     def terms(self, sizes: list[int], schema: bytes) -> str:
         """What all members must agree on, for people to compare."""
         return (
-            f"{self.peers} peers, {self.scheduler!r}, {self.codec}, error_feedback={self.error_feedback}, "
+            f"{self.peers} peers, {self.scheduler!r}, {self.compression}, error_feedback={self.error_feedback}, "
             f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
         )
 
@@ -187,7 +187,7 @@ class PieceExchange(Protocol):
     async def close(self) -> None:
         """Send what is left to send, and say goodbye. Idempotent."""
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End without a word, as a crash would."""
 
 

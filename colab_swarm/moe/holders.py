@@ -117,11 +117,11 @@ class ReplicaService:
     async def stop(self) -> None:
         """Keep and give no more, and say so."""
         told = self._task is not None
-        self.vanish()
+        self.kill()
         if told:
             await self._tell(0.5)
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """Keep and give no more, without a word."""
         if self._task is not None:
             self._task.cancel()

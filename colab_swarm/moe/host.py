@@ -231,11 +231,11 @@ class ExpertHost:
             self.stopped = True
             self._runtime.call(self._hosting.stop())
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End like a process that is killed. For simulated crashes, on the runtime's loop."""
         self.stopped = True
-        self._hosting.vanish()
-        self._premises.holders.vanish()
+        self._hosting.kill()
+        self._premises.holders.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +293,7 @@ class MixtureOptions(TypedDict, total=False):
 
     Attributes:
         k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
-        codec: of activations and gradients on the wire, as for `Swarm.optimizer`, but not adaptive. Warning: onebit
+        compression: of activations and gradients on the wire, as for `Swarm.optimizer`, but not adaptive. Warning: onebit
             and topk have no error feedback here, for no call is like the one before: an expert sees little of its
             input, and what was cut off is lost. Train with them from the beginning, or take int8.
         timeout_s: for finding experts, and again for calling them.
@@ -303,7 +303,7 @@ class MixtureOptions(TypedDict, total=False):
     grace_s: float
     sequences: bool
     reject_outliers: float | None
-    codec: str
+    compression: str
     timeout_s: float
 
 
@@ -366,14 +366,14 @@ class SwarmExperts:
     ) -> MixtureOfExperts:
         """See `Swarm.mixture_of_experts`."""
         grid = Grid.of(prefix, shape)
-        access = self._access(options.get("codec", "float32"), options.get("timeout_s", 30.0))
-        rest = {name: value for name, value in options.items() if name not in ("codec", "timeout_s")}
+        access = self._access(options.get("compression", "float32"), options.get("timeout_s", 30.0))
+        rest = {name: value for name, value in options.items() if name not in ("compression", "timeout_s")}
         return MixtureOfExperts(access, grid, dim, MixtureSettings(k, **rest))  # type: ignore[arg-type]
 
-    def remote(self, uid: str, shape: Sequence[int], *, codec: str, timeout_s: float) -> RemoteExpert:
+    def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """See `Swarm.expert`."""
         grid = Grid.of(uid.rsplit(".", len(shape))[0], shape)
-        return RemoteExpert(self._access(codec, timeout_s), grid, uid)
+        return RemoteExpert(self._access(compression, timeout_s), grid, uid)
 
     def _panel(self, host: ExpertHost) -> Any:
         def read() -> ExpertsSnapshot:
@@ -410,13 +410,13 @@ class SwarmExperts:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End like a process that is killed. For simulated crashes, on the runtime's loop."""
         for host in self._hosts.values():
-            host.vanish()
+            host.kill()
 
-    def _access(self, codec: str, timeout_s: float) -> ExpertAccess:
-        calls = ExpertCalls(self._services.peers, codec=codec, timeout_s=timeout_s)
+    def _access(self, compression: str, timeout_s: float) -> ExpertAccess:
+        calls = ExpertCalls(self._services.peers, codec=compression, timeout_s=timeout_s)
         return ExpertAccess(self._runtime.call, self._directory, calls, timeout_s)
 
     def _open(self, folder: Path | None) -> HostResources:

@@ -334,7 +334,7 @@ class ExpertHosting:
 
     async def stop(self) -> None:
         """Withdraw the experts, save them a last time and serve them no more. Idempotent."""
-        tasks = self.vanish()
+        tasks = self.kill()
         await asyncio.gather(*tasks, return_exceptions=True)
         uids = [*self.experts]
         await self._directory.withdraw(self.kind.grid, uids)
@@ -351,7 +351,7 @@ class ExpertHosting:
         for uid in uids:
             self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
 
-    def vanish(self) -> list[asyncio.Task[None]]:
+    def kill(self) -> list[asyncio.Task[None]]:
         """End the upkeep without a word, as a crash would; returns the tasks that are ending."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:

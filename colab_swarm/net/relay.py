@@ -42,7 +42,7 @@ OFFER_TIMEOUT_S = 10.0
 CIRCUITS_PER_PAIR = 4
 """So that nobody alone can use up all the circuits that another peer may have."""
 IDLE_S = 120.0
-"""A circuit that carries nothing for so long is dead: links ping. Ends that vanish together close nothing."""
+"""A circuit that carries nothing for so long is dead: links ping. Ends that kill together close nothing."""
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=64)]

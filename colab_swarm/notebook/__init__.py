@@ -54,7 +54,7 @@ pages at the end; characters that the terminal does not know are replaced.
 - **Clock.** Colab and Kaggle end a session after 12 hours, Kaggle's TPUs after 9
   (`colab_swarm.notebook.platforms`). The panel shows what is left, and some minutes before the end the peer hands
   over what it has and leaves.
-- **Coming back.** After `cs.join(…, keep="folder")`, `cs.resume("folder")` is the same peer in a later
+- **Coming back.** After `cs.join(…, state_dir="folder")`, `cs.resume("folder")` is the same peer in a later
   session: identity, membership, checkpoints (`colab_swarm.swarm.saved`). The folder is secret, and lasts where
   the platform keeps it: Drive, `/kaggle/working`.
 - **Your own work.** `with swarm.paused():` gives you the accelerator; others do not wait for this peer
@@ -72,7 +72,7 @@ PyTorch and transformers are there already and stay as they are; the rest instal
 runtimes without paid compute units, and *peer-to-peer file-sharing* and *connecting to remote proxies* on
 all. Joining a swarm from a free runtime is the first of these. Use paid units, your own machine, a lab's, or
 `cs.simulate`, which needs no network and no permission. On Colab, `cs.join` and `cs.create` ask for
-`i_have_read_the_terms=True`. On Kaggle, read the terms as well, and switch the internet on (*Settings,
+`accept_terms=True`. On Kaggle, read the terms as well, and switch the internet on (*Settings,
 Internet*; it wants a verified phone number). What is known of each platform is in
 `colab_swarm.notebook.platforms`.
 

@@ -412,7 +412,7 @@ def _platform(facts: DoctorFacts) -> Check:
     here = facts.platform
     text = here.name + (f": {here.limits}" if here.limits else "")
     if here.must_agree:
-        fix = "read the terms; if they allow it: i_have_read_the_terms=True. cs.simulate(…) needs none"
+        fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs none"
         return Check("platform", YELLOW, f"{text}. {here.terms}", fix)
     return Check("platform", GREEN, f"{text}. {here.terms}" if here.terms else text)
 

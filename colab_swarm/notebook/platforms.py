@@ -128,7 +128,7 @@ def require_terms(agreed: bool) -> None:
     Simulating, viewing and driving a run from the notebook's page want no agreement: do not call it for these.
 
     Args:
-        agreed: the user said ``i_have_read_the_terms=True``.
+        agreed: the user said ``accept_terms=True``.
 
     Raises:
         TermsError: not agreed, on a platform whose terms may forbid it.
@@ -137,7 +137,7 @@ def require_terms(agreed: bool) -> None:
     if here.must_agree and not agreed:
         raise TermsError(
             f"this notebook runs on {here.name}. {here.terms}. If they allow you this, pass "
-            "i_have_read_the_terms=True; cs.simulate(…) and viewing a run need no permission"
+            "accept_terms=True; cs.simulate(…) and viewing a run need no permission"
         )
 
 

@@ -126,8 +126,8 @@ class AlbertSettings:
         max_grad_norm: the averaged gradient is clipped to it.
         warmup_steps, total_steps: global steps over which the learning rate rises, then falls to 0, linearly.
         target_batch_size: samples per global step, of the whole swarm.
-        codec: of gradients on the wire.
-        matchmaking_s: how long a round waits for peers; notebooks need longer than machines of one data centre.
+        compression: of gradients on the wire.
+        matchmaking_timeout_s: how long a round waits for peers; notebooks need longer than machines of one data centre.
     """
 
     lr: float = 1.76e-3
@@ -139,8 +139,8 @@ class AlbertSettings:
     warmup_steps: int = 5_000
     total_steps: int = 125_000
     target_batch_size: int = 4096
-    codec: str = "float16"
-    matchmaking_s: float = 10.0
+    compression: str = "float16"
+    matchmaking_timeout_s: float = 10.0
 
 
 SETTINGS = {

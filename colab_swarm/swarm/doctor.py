@@ -95,7 +95,7 @@ def doctor(
     model: Module | str | None = None,
     batches: Iterable[Mapping[str, Tensor]] | None = None,
     target_batch_size: int | None = None,
-    codec: str | None = None,
+    compression: str | None = None,
 ) -> Diagnosis:
     """Look at this machine, its way to the swarm and the model, and say with traffic lights what to mend.
 
@@ -107,18 +107,18 @@ def doctor(
             None looks at the machine only.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. Nothing of it is changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, codec: as for `Swarm.optimizer`; known already if the swarm has one or the invitation
+        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm has one or the invitation
             suggests them. Without a target batch there is no prediction.
 
     Raises:
-        ValueError: model, batches, target_batch_size or codec is not usable.
+        ValueError: model, batches, target_batch_size or compression is not usable.
     """
-    if codec is not None:
-        Precision(codec)
+    if compression is not None:
+        Precision(compression)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
     facts = DoctorFacts(platform(), machine(), versions(), internet())
-    subject = Subject(model, batches, target_batch_size, codec)
+    subject = Subject(model, batches, target_batch_size, compression)
     if not isinstance(swarm, str):
         return Diagnosis(_examined(facts, swarm, subject))
     try:
@@ -136,24 +136,24 @@ class Subject:
     model: Module | str | None
     batches: Iterable[Mapping[str, Tensor]] | None
     target_batch_size: int | None
-    codec: str | None
+    compression: str | None
 
 
 def _suggested(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
     """What the user left open, as the invitation suggests it."""
-    target, codec = settings.get("target_batch_size"), settings.get("codec")
+    target, compression = settings.get("target_batch_size"), settings.get("compression")
     return replace(
         subject,
         target_batch_size=subject.target_batch_size
         or (target if isinstance(target, int) and target > 0 else None),
-        codec=subject.codec or _known(codec),
+        compression=subject.compression or _known(compression),
     )
 
 
-def _known(codec: Setting | None) -> str | None:
-    """The codec, if there is one of this name here."""
+def _known(compression: Setting | None) -> str | None:
+    """The compression, if there is one of this name here."""
     with contextlib.suppress(ValueError):
-        return Precision(codec).name if isinstance(codec, str) else None
+        return Precision(compression).name if isinstance(compression, str) else None
     return None
 
 
@@ -168,8 +168,8 @@ def _examined(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> Doct
     if calibration is None or target is None:
         return facts
     numel = calibration.parameters
-    codec = Precision(subject.codec or others.codec, fine=0).at(0)
-    work = Workload(numel, calibration.micro_batch, target, codec.encoded_bytes(numel) / numel)
+    compression = Precision(subject.compression or others.compression, fine=0).at(0)
+    work = Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
     here = facts.membership
     line = here.line if here is not None and here.line is not None else UplinkFacts()
     reduces = here is not None and bool(here.reachability.addresses)
@@ -237,7 +237,7 @@ class Trainers:
 
     speeds: dict[PeerId, float]
     target_batch_size: int | None = None
-    codec: str = "float32"
+    compression: str = "float32"
 
 
 def membership(swarm: Swarm, trainers: Trainers) -> MembershipFacts:
@@ -284,16 +284,16 @@ def best(found: Sequence[Speed]) -> UplinkFacts | None:
 
 def trainers(swarm: Swarm) -> Trainers:
     """Who trains the run's model now, by their own records."""
-    optimizer, target, codec = swarm.training.latest, None, Trainers.codec
+    optimizer, target, compression = swarm.training.latest, None, Trainers.compression
     if optimizer is not None:
         with contextlib.suppress(PeerError):  # then what is known already must do
             swarm.runtime.call(optimizer.collaboration.refresh())
         records = dict(optimizer.collaboration.progress.records)
-        target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.codec
+        target, compression = round(optimizer._settings.target_batch_size), optimizer._settings.compression
     else:
         records = swarm.runtime.call(_records(swarm.services, f"{swarm.run_id}/{MODEL}/progress"))
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return Trainers(speeds, target, codec)
+    return Trainers(speeds, target, compression)
 
 
 async def _records(services: PeerServices, key: str) -> dict[PeerId, ProgressRecord]:

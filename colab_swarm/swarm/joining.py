@@ -48,12 +48,12 @@ def create(
     allow: Allowlist | None = None,
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
-    keep: str | Path | None = None,
-    i_have_read_the_terms: bool = False,
+    state_dir: str | Path | None = None,
+    accept_terms: bool = False,
 ) -> Swarm:
     """Begin a run and be its first peer and its authority; `Swarm.invite` gives the line that lets others join.
 
-    With ``keep`` the run survives a restart of its authority: the same folder, the same run. Creating it again while
+    With ``state_dir`` the run survives a restart of its authority: the same folder, the same run. Creating it again while
     it is open gives the same swarm (re-run cells freely).
 
     Args:
@@ -63,9 +63,9 @@ def create(
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        keep: a folder for all that this peer needs to come back (see `resume`): its key, its way in, what its
+        state_dir: a folder for all that this peer needs to come back (see `resume`): its key, its way in, what its
             optimizers have trained and what it saw others give. All but the checkpoints in it is secret.
-        i_have_read_the_terms: that the platform's terms allow this; asked for on Colab.
+        accept_terms: that the platform's terms allow this; asked for on Colab.
 
     Raises:
         ValueError: the name is not usable, the list is missing, or the folder keeps a peer of another run.
@@ -74,17 +74,17 @@ def create(
         TunnelError, SecretError: the tunnel cannot be opened.
         OSError: the port cannot be listened on.
     """
-    require_terms(i_have_read_the_terms)
-    if (swarm := _open_in(keep)) is not None and swarm.run == name and swarm.is_owner:
+    require_terms(accept_terms)
+    if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
         return swarm
-    with _taken(keep) as keeping:
+    with _taken(state_dir) as keeping:
         kept = None if keeping is None else keeping.found
         if kept is not None and (kept.invitation or (kept.run, kept.access) != (name, access)):
-            raise _keeps_another(keep, kept)
+            raise _keeps_another(state_dir, kept)
         options = _with_key(options, keeping)
         identity = _identity(options)
         entrance = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
-        if (swarm := _open_as(identity, entrance.run_id, keep)) is not None:
+        if (swarm := _open_as(identity, entrance.run_id, state_dir)) is not None:
             return swarm
         return _open(entrance, identity, peer_name, options, keeping)
 
@@ -95,8 +95,8 @@ def join(
     *,
     peer_name: str = ...,
     options: NetworkOptions = ...,
-    keep: str | Path | None = ...,
-    i_have_read_the_terms: bool = ...,
+    state_dir: str | Path | None = ...,
+    accept_terms: bool = ...,
 ) -> Swarm: ...
 @overload
 def join() -> LanSwarms: ...
@@ -105,14 +105,14 @@ def join(
     *,
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
-    keep: str | Path | None = None,
-    i_have_read_the_terms: bool = False,
+    state_dir: str | Path | None = None,
+    accept_terms: bool = False,
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. Joining again under the same name gives the same swarm (re-run cells freely).
 
     Without an invitation it lists the runs in the local network; those that are open can be joined: ``join(found[0])``.
 
-    With ``keep`` (a folder, see `create`) this peer is the same one each time, and goes on where it was: in a later
+    With ``state_dir`` (a folder, see `create`) this peer is the same one each time, and goes on where it was: in a later
     session, too, and if the invitation has expired meanwhile.
 
     Raises:
@@ -125,13 +125,13 @@ def join(
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
-    if (swarm := _open_in(keep)) is not None and swarm.run_id == _invitation(invite, came_before=True).run_id:
+    if (swarm := _open_in(state_dir)) is not None and swarm.run_id == _invitation(invite, came_before=True).run_id:
         return swarm
-    with _taken(keep) as keeping:
+    with _taken(state_dir) as keeping:
         kept = None if keeping is None else keeping.found
         invitation = _invitation(invite, came_before=kept is not None)
         if kept is not None and (not kept.invitation or kept.run_id != invitation.run_id):
-            raise _keeps_another(keep, kept)
+            raise _keeps_another(state_dir, kept)
         for swarm in _open_swarms if keeping is None else ():
             if (
                 swarm.run_id == invitation.run_id
@@ -140,19 +140,19 @@ def join(
             ):
                 return swarm
         if invitation.role > Role.VIEWER:
-            require_terms(i_have_read_the_terms)
+            require_terms(accept_terms)
         options = _with_key(options, keeping)
         identity = _identity(options)
-        if keep is not None:
-            _open_as(identity, invitation.run_id, keep)
+        if state_dir is not None:
+            _open_as(identity, invitation.run_id, state_dir)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if kept is None else kept.membership
         entrance = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
         return _open(entrance, identity, peer_name, options, keeping)
 
 
-def resume(folder: str | Path, *, i_have_read_the_terms: bool = False) -> Swarm:
-    """Come back as the peer that a folder keeps: ``cs.join(…, keep=folder)`` or ``cs.create(…, keep=folder)``.
+def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
+    """Come back as the peer that a folder keeps: ``cs.join(…, state_dir=folder)`` or ``cs.create(…, state_dir=folder)``.
 
     It has the same id, and so the same line in the leaderboard. Then make the model and call `Swarm.optimizer` as
     before: it goes on from what was kept, or from the swarm's newer state. While the peer is here already, it is the
@@ -161,28 +161,28 @@ def resume(folder: str | Path, *, i_have_read_the_terms: bool = False) -> Swarm:
     Raises:
         StateError: the folder keeps no peer, is in use by another process, or damaged.
         JoinError: nobody of the run could be reached where it was: ask for an invitation, and
-            ``cs.join(invitation, keep=folder)``.
+            ``cs.join(invitation, state_dir=folder)``.
         TermsError, TunnelError, SecretError: see `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
     kept = read_kept(folder_of(folder))
     if kept is None:
-        raise StateError(f"{folder} keeps no peer: cs.join(invitation, keep={str(folder)!r}) begins to")
+        raise StateError(f"{folder} keeps no peer: cs.join(invitation, state_dir={str(folder)!r}) begins to")
     if kept.invitation:
         return join(
             kept.invitation,
             options=kept.peer_options,
-            keep=folder,
-            i_have_read_the_terms=i_have_read_the_terms,
+            state_dir=folder,
+            accept_terms=accept_terms,
         )
     return create(
         kept.run,
         access=kept.access,
         allow=kept.allow,
         options=kept.peer_options,
-        keep=folder,
-        i_have_read_the_terms=i_have_read_the_terms,
+        state_dir=folder,
+        accept_terms=accept_terms,
     )
 
 
@@ -208,7 +208,7 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     return None
 
 
-def _open_as(identity: Identity, run_id: str, keep: str | Path | None) -> Swarm | None:
+def _open_as(identity: Identity, run_id: str, state_dir: str | Path | None) -> Swarm | None:
     """The swarm of this process that has this key in this run.
 
     Raises:
@@ -216,9 +216,9 @@ def _open_as(identity: Identity, run_id: str, keep: str | Path | None) -> Swarm 
     """
     for swarm in _open_swarms:
         if (swarm.run_id, swarm.id) == (run_id, identity.id) and not swarm.left:
-            if keep is not None:
+            if state_dir is not None:
                 raise StateError(
-                    f"the peer of {keep} is open already and is not kept there: leave it first ({swarm!r}), then "
+                    f"the peer of {state_dir} is open already and is not kept there: leave it first ({swarm!r}), then "
                     "run this again"
                 )
             return swarm
@@ -226,12 +226,12 @@ def _open_as(identity: Identity, run_id: str, keep: str | Path | None) -> Swarm 
 
 
 @contextlib.contextmanager
-def _taken(keep: str | Path | None) -> Iterator[PeerStore | None]:
+def _taken(state_dir: str | Path | None) -> Iterator[PeerStore | None]:
     """Have the folder; leave it again if what is done with it fails."""
-    if keep is None:
+    if state_dir is None:
         yield None
         return
-    keeping = PeerStore.open(folder_of(keep))
+    keeping = PeerStore.open(folder_of(state_dir))
     try:
         yield keeping
     except BaseException:
@@ -252,7 +252,7 @@ def _with_key(options: NetworkOptions, keeping: PeerStore | None) -> NetworkOpti
     if keeping is None:
         return options
     if options.identity is not None:
-        raise ValueError("a folder to keep= has a key of its own: leave identity= out of the options")
+        raise ValueError("a folder to state_dir= has a key of its own: leave identity= out of the options")
     return replace(options, identity=keeping.key_file)
 
 

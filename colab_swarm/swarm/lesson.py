@@ -172,7 +172,7 @@ class SteppedSimulation:
                 raise ValueError("no such wish")
 
     def _be(self, wanted: int) -> None:
-        """Let newcomers join, or the last ones vanish, until so many are there."""
+        """Let newcomers join, or the last ones kill, until so many are there."""
         from colab_swarm.swarm.simulation import nth_name
 
         simulation = self._simulation

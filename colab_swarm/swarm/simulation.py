@@ -127,7 +127,7 @@ class Simulation:
         try:
             await find_others(services, entries)
         except BaseException:  # a cancelled task included: the name must be free for the next try
-            services.dht.vanish()
+            services.dht.kill()
             peers.go_down(f"{name} could not join")
             raise
         self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name)
@@ -140,7 +140,7 @@ class Simulation:
             task.cancel()
         swarm = self.swarms.pop(name)
         self._crashed[name] = replace(self._peer(name, swarm.snapshot()), state="crashed", samples=0.0)
-        swarm.vanish()
+        swarm.kill()
 
     def speed_of(self, name: str) -> float:
         """How fast the peer trains, samples per virtual second."""

@@ -135,7 +135,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         return self.membership.invite(role=role, hours=hours, uses=uses, settings=settings)
 
-    def revoke(self, peer: PeerId | str) -> None:
+    def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
         Args:
@@ -183,8 +183,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             budget: limits the traffic of this peer.
-            **averaging: ``codec``, ``mean_codec``, ``error_feedback``, ``delayed``, ``local_steps``, ``matchmaking_s``:
-                see `AveragingOptions`. All peers use the same, except for ``delayed``.
+            **averaging: ``compression``, ``mean_compression``, ``error_feedback``, ``overlap``, ``local_steps``, ``matchmaking_timeout_s``:
+                see `AveragingOptions`. All peers use the same, except for ``overlap``.
 
         Raises:
             ValueError, TypeError: a setting is not usable.
@@ -213,7 +213,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             optimizer: a torch optimizer over the model's parameters; all members use the same kind and settings.
             peers: members of the group, this one included, 2 to 16.
             name: of the group; distinguishes several models of one run.
-            **options: ``scheduler`` (see `colab_swarm.elastic`), ``codec``, ``error_feedback``, ``wait_s``: see
+            **options: ``scheduler`` (see `colab_swarm.elastic`), ``compression``, ``error_feedback``, ``wait_s``: see
                 `ElasticSettings`. All members use the same.
 
         Raises:
@@ -231,7 +231,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         weight: float = 1.0,
         group_size: int | None = None,
         name: str = "values",
-        codec: str = "float32",
+        compression: str = "float32",
     ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this at about the same time, and how the round went.
 
@@ -240,16 +240,16 @@ class Swarm(AbstractContextManager["Swarm"]):
             weight: of this peer's values; 0: only receive.
             group_size: of the groups that average in turn; None: chosen from failures and times.
             name: distinguishes several averages.
-            codec: on the wire, one per name; onebit and topk lose most of the values.
+            compression: on the wire, one per name; onebit and topk lose most of the values.
 
         Raises:
-            ValueError: values, weight, group_size or codec are not usable.
+            ValueError: values, weight, group_size or compression are not usable.
             PermissionError: this peer joined as a viewer or reducer.
         """
         self._check_worker()
-        return self.training.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
+        return self.training.average(values, weight=weight, group_size=group_size, name=name, compression=compression)
 
-    def assist(self, name: str | None = None) -> Assistance:
+    def serve_as_reducer(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
 
         Peers that only dial out can train together through this peer.
@@ -258,7 +258,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             name: the only model to help with, as given to `optimizer`; None: every model of the run.
         """
         self._check_here()
-        return self.training.assist(name)
+        return self.training.serve_as_reducer(name)
 
     def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
         """Return a live view of this elastic member's inconsistency, beside the bound that theory gives.
@@ -315,7 +315,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             prefix, grid: as given to `host_experts`.
             dim: of the inputs' last dimension.
             k: experts called per sample.
-            **options: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``codec``, ``timeout_s``: see
+            **options: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``compression``, ``timeout_s``: see
                 `MixtureOptions`.
 
         Raises:
@@ -324,10 +324,10 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._use_experts().mixture(prefix, grid, dim, k=k, options=options)
 
     def expert(
-        self, uid: str, *, grid: Sequence[int], codec: str = "float32", timeout_s: float = 30.0
+        self, uid: str, *, grid: Sequence[int], compression: str = "float32", timeout_s: float = 30.0
     ) -> RemoteExpert:
         """Return one expert, such as ``ffn.3.7``, as a module; it learns when you call ``backward()``."""
-        return self._use_experts().remote(uid, grid, codec=codec, timeout_s=timeout_s)
+        return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
 
     def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
         """Return a live table of the swarm's experts: who hosts them, how much each is used, and this peer's own.
@@ -568,13 +568,13 @@ class Swarm(AbstractContextManager["Swarm"]):
         if self._recorder is not None:
             self._recorder.close()
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End like a killed process, without a word to others. For simulated crashes, on the runtime's loop."""
         self.left = True
-        self.training.vanish()
+        self.training.kill()
         if self._experts is not None:
-            self._experts.vanish()
-        self.services.dht.vanish()
+            self._experts.kill()
+        self.services.dht.kill()
 
     def _check_here(self) -> None:
         if self.left:

@@ -69,8 +69,8 @@ class SwarmTraining:
         settings = TrainingSettings.of(prefix, float(target_batch_size), budget, averaging)
         if name in self.optimizers:
             self.optimizers.pop(name).close()
-        delayed, local = averaging.get("delayed", False), settings.local_steps != 1
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, delayed, local)
+        overlap, local = averaging.get("overlap", False), settings.local_steps != 1
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, overlap, local)
         keeping = None if context.network is None else context.network.keeping
         kept = None if keeping is None else CheckpointFolder(keeping.checkpoints(name), keep=2)
         trained = SwarmOptimizer(context.runtime, context.services, settings, rule, context.name, kept)
@@ -98,18 +98,18 @@ class SwarmTraining:
         return elastic
 
     def average(
-        self, values: Any, *, weight: float, group_size: int | None, name: str, codec: str
+        self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str
     ) -> tuple[Any, MoshpitResult]:
         """Average an array; see `Swarm.average`."""
-        average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=codec)
+        average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=compression)
         try:
             return self._context.runtime.call(average)
         except KeyboardInterrupt:
             print("Interrupted. Others may have counted your values; call average() again for another mean.")
             raise
 
-    def assist(self, name: str | None) -> Assistance:
-        """Help others; see `Swarm.assist`."""
+    def serve_as_reducer(self, name: str | None) -> Assistance:
+        """Help others; see `Swarm.serve_as_reducer`."""
         from colab_swarm.training.assistant import Assistance, Assistant
 
         context = self._context
@@ -135,11 +135,11 @@ class SwarmTraining:
         """End the averages of arrays."""
         self._context.runtime.call(self._averages.close())
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End like a killed process. For simulated crashes, on the runtime's loop."""
         for optimizer in self.optimizers.values():
-            optimizer.collaboration.vanish()
+            optimizer.collaboration.kill()
         for elastic in self.elastic.values():
-            elastic.vanish()
+            elastic.kill()
         if self.assistance is not None:
-            self.assistance.vanish()
+            self.assistance.kill()

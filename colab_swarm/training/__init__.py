@@ -61,7 +61,7 @@ others. A peer alone trains on correctly and is the origin for whoever comes. Al
 guarded against:** members that send plausible but false gradients.
 
 **If no peer can be reached by the others** they need an *assistant* (DeDLOC's auxiliary peer): it trains
-nothing, organizes and reduces. `swarm.assist()`, `colab-swarm peer INVITATION --reduce-only` or a backbone;
+nothing, organizes and reduces. `swarm.serve_as_reducer()`, `colab-swarm peer INVITATION --reduce-only` or a backbone;
 no GPU, no data, no PyTorch.
 
 ## How to use it

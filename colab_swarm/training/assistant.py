@@ -139,10 +139,10 @@ class Assistant:
 
     async def stop(self) -> None:
         """Help no more, and say so."""
-        self.vanish()
+        self.kill()
         await self._tell(ttl_s=0.5)
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """Help no more, without a word."""
         for task in self._tasks:
             task.cancel()
@@ -338,10 +338,10 @@ class Assistance:
             self._stopped = True
             self._runtime.call(self._assistant.stop())
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """End like a process that is killed, on the runtime's loop."""
         self._stopped = True
-        self._assistant.vanish()
+        self._assistant.kill()
 
     def __repr__(self) -> str:
         tally = self.snapshot()

@@ -146,10 +146,10 @@ class Collaboration:
     async def stop(self) -> None:
         """Serve the last round to its end, stop taking part and tell the others, by a record that expires at once."""
         await self.services.averager.drain(self._settings.prefix)
-        self.vanish()
+        self.kill()
         await self._publish(ttl_s=0.5)
 
-    def vanish(self) -> None:
+    def kill(self) -> None:
         """Stop taking part without a word; the record expires by itself."""
         self._stop_listening()
         for task in self._tasks:
@@ -366,7 +366,7 @@ class Collaboration:
             return None
         self._called = (step, lineage)
         self._wake.set()
-        return 0.0 if own.syncing else self._tempo.ready_in_s(now, patience_s=self._settings.matchmaking_s)
+        return 0.0 if own.syncing else self._tempo.ready_in_s(now, patience_s=self._settings.matchmaking_timeout_s)
 
     # --- catching up --------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class SwarmOptimizer(TorchFace):
             try:
                 self.close()
             except BaseException:  # a simulation that was stopped runs nothing for its peers any more
-                self._collaboration.vanish()
+                self._collaboration.kill()
                 raise
             raise
 
@@ -216,7 +216,7 @@ class SwarmOptimizer(TorchFace):
         try:
             await collaboration.start()
         except BaseException:  # an interrupt included
-            collaboration.vanish()
+            collaboration.kill()
             raise
         self._saving = None if self._kept is None else asyncio.create_task(self._kept.keep_saving(self))
         return collaboration

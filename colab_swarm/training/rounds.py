@@ -109,7 +109,7 @@ class Rounds:
         if settings.budget is not None:
             me, auto_steps = services.peers.id, settings.auto_steps
             self._thrift = TrafficBudgetPolicy(
-                settings.budget, me, precision=settings.codec, auto_steps=auto_steps
+                settings.budget, me, precision=settings.compression, auto_steps=auto_steps
             )
             if settings.budget.rate_bps is not None:
                 services.peers.limit(settings.budget.rate_bps)
@@ -120,8 +120,8 @@ class Rounds:
             on_called=on_called,
             strategy=self._shares,
             settings=GroupFormationSettings(
-                window_s=settings.matchmaking_s,
-                slack_s=settings.matchmaking_s,
+                window_s=settings.matchmaking_timeout_s,
+                slack_s=settings.matchmaking_timeout_s,
                 max_window_s=settings.max_matchmaking_s,
             ),
         )
@@ -222,8 +222,8 @@ class Rounds:
             reduces=bool(peers.contact.addresses) and willing and not own.syncing,
             upload_bps=upload_bps,
             download_bps=download_bps,
-            codec=settings.codec,
-            mean_codec=settings.mean_codec,
+            codec=settings.compression,
+            mean_codec=settings.mean_compression,
             samples_per_s=own.samples_per_s,
         )
 

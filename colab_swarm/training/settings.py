@@ -208,25 +208,25 @@ class AveragingOptions(TypedDict, total=False):
     """How peers average; what `Swarm.optimizer` takes besides.
 
     Attributes:
-        codec: gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors float16), onebit,
+        compression: gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors float16), onebit,
             or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without ``error_feedback``, and
             train a worse model.
-        mean_codec: the same of their means; as ``codec`` if it is not given, but float16 beside onebit and topk: what
+        mean_compression: the same of their means; as ``compression`` if it is not given, but float16 beside onebit and topk: what
             they would cut off a mean is fed back by nobody.
         error_feedback: what compression cut off a gradient is added to the next; costs two vectors of memory.
-        delayed: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
+        overlap: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
             step, on copies in main memory, run while this peer computes on.
         local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages where
             they led (DiLoCo): so many times less traffic; "auto": as many as the peers' budgets need.
-        matchmaking_s: how long a round waits for peers that are slow to come.
+        matchmaking_timeout_s: how long a round waits for peers that are slow to come.
     """
 
-    codec: str
-    mean_codec: str
+    compression: str
+    mean_compression: str
     error_feedback: bool
-    delayed: bool
+    overlap: bool
     local_steps: int | Literal["auto"]
-    matchmaking_s: float
+    matchmaking_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,11 @@ class TrainingSettings:
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
-        codec, mean_codec: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
+        compression, mean_compression: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
         local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's; "auto": as the budget needs.
         budget: for this peer's traffic.
         error_feedback: what compression cut off a gradient is added to the next.
-        matchmaking_s: how long a round waits for peers that do not answer at all.
+        matchmaking_timeout_s: how long a round waits for peers that do not answer at all.
         max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
         round_timeout_s: bound on matchmaking and averaging of one round together.
         max_report_s: longest time between two progress records of a peer; one that vanished without its links
@@ -250,12 +250,12 @@ class TrainingSettings:
 
     prefix: str
     target_batch_size: float
-    codec: str = "float32"
-    mean_codec: str = "float32"
+    compression: str = "float32"
+    mean_compression: str = "float32"
     error_feedback: bool = False
     local_steps: int | Literal["auto"] = 1
     budget: TrafficBudget | None = None
-    matchmaking_s: float = 5.0
+    matchmaking_timeout_s: float = 5.0
     max_matchmaking_s: float = 60.0
     round_timeout_s: float = 180.0
     max_report_s: float = 60.0
@@ -270,18 +270,18 @@ class TrainingSettings:
         Raises:
             ValueError, TypeError: a setting is not usable, or is none.
         """
-        given = {"mean_codec": mean_codec_for(options.get("codec", "float32")), **options}
-        delayed = given.pop("delayed", False)
+        given = {"mean_compression": mean_codec_for(options.get("compression", "float32")), **options}
+        overlap = given.pop("overlap", False)
         settings = cls(prefix, target_batch_size, budget=budget, **given)  # type: ignore[arg-type]
-        if settings.local_steps != 1 and (delayed or settings.error_feedback):
-            raise ValueError("local_steps go neither with delayed nor with error_feedback: choose one")
+        if settings.local_steps != 1 and (overlap or settings.error_feedback):
+            raise ValueError("local_steps go neither with overlap nor with error_feedback: choose one")
         return settings
 
     def __post_init__(self) -> None:
         size, steps = self.target_batch_size, self.local_steps
         if not size > 0:
             raise ValueError(f"target_batch_size={size}: pass the samples per global step, such as 4096")
-        Precision(self.codec), Precision(self.mean_codec)
+        Precision(self.compression), Precision(self.mean_compression)
         if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
             raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
 

@@ -61,7 +61,7 @@ uses, suggestions for training. Its text holds a secret, its ``repr`` does not.
 
 ## Revocation
 
-`swarm.revoke("3fa9")` signs a new list. It lies in the DHT under a subkey that only the authority can write,
+`swarm.remove_peer("3fa9")` signs a new list. It lies in the DHT under a subkey that only the authority can write,
 every peer reads it each 20 s and asks one linked peer, and whoever learns something new tells all it is
 linked to. So it reaches everybody within a minute, even where the DHT's key is stuffed. Links to whoever was
 put out are closed.
@@ -112,7 +112,7 @@ Who is not let in gets four lines: what was refused, why, what to do, whom to as
 
     swarm = cs.create("class-of-26", options=cs.NetworkOptions(identity="class.key"))
     swarm.invite(role="viewer", hours=2, uses=30)
-    swarm.revoke("3fa9")          # the beginning of a peer's id, or an invitation's text
+    swarm.remove_peer("3fa9")          # the beginning of a peer's id, or an invitation's text
     swarm.contributions()
 
 Checking a membership takes up to 0.34 ms, once per peer.

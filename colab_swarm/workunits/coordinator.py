@@ -348,7 +348,7 @@ def coordinate(
     job: Job | str | Path,
     *,
     access: Access = "invite",
-    i_have_read_the_terms: bool = False,
+    accept_terms: bool = False,
     **options: Unpack[CoordinatorOptions],
 ) -> Coordinator:
     """Hand out a job to volunteers, and make their results part of the model (VC-ASGD).
@@ -359,7 +359,7 @@ def coordinate(
     Args:
         job: a `Job`, or the file that defines one.
         access: who may volunteer: whoever has the link (``invite``), or everybody (``open``).
-        i_have_read_the_terms: that the platform's terms allow this; asked for on Colab.
+        accept_terms: that the platform's terms allow this; asked for on Colab.
         **options: see `CoordinatorOptions`.
 
     Raises:
@@ -372,7 +372,7 @@ def coordinate(
     job = job if isinstance(job, Job) else Job.load(job)
     if access == "allowlist":
         raise ValueError("access='allowlist' needs a swarm: cs.create(…, access='allowlist').coordinate(job)")
-    require_terms(i_have_read_the_terms)
+    require_terms(accept_terms)
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)

@@ -129,7 +129,7 @@ def volunteer(
     name: str = "",
     folder: str | Path | None = None,
     device: str | torch.device | None = None,
-    i_have_read_the_terms: bool = False,
+    accept_terms: bool = False,
 ) -> Volunteer:
     """Train units of somebody's job on this machine, by nothing but outgoing HTTP(S) requests.
 
@@ -144,7 +144,7 @@ def volunteer(
         name: what others see; this machine's name by default.
         folder: for data and unfinished units; in your home by default.
         device: to train on; a GPU where there is one.
-        i_have_read_the_terms: that the platform's terms allow this; asked for on Colab.
+        accept_terms: that the platform's terms allow this; asked for on Colab.
 
     Raises:
         InviteError: the link is mistyped, expired, or no link to a coordinator.
@@ -158,7 +158,7 @@ def volunteer(
             if not other.snapshot().over:
                 return other
             other.stop()  # and leaves its place
-    require_terms(i_have_read_the_terms)
+    require_terms(accept_terms)
     place = VolunteerFolder.take(default_folder(folder), name)
     try:
         identity = Identity.load_or_create(place.folder / "volunteer.key")

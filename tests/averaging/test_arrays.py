@@ -72,11 +72,11 @@ def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
         alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
         averages = ArrayAverages(alice.rooms, alice.dht, alice.averager, "run")
         average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
-        await average(name="losses", codec="topk:0.5")
+        await average(name="losses", compression="topk:0.5")
         with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
-            await average(name="losses", codec="int8")
+            await average(name="losses", compression="int8")
         with pytest.raises(ValueError, match="unknown codec 'zip'"):
-            await average(name="others", codec="zip")
+            await average(name="others", compression="zip")
         await averages.close()
 
     run_virtual(main())
@@ -93,7 +93,7 @@ def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
         values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
         results = await asyncio.gather(
             *(
-                one.average(values, weight=1.0, group_size=None, name="x", codec="topk:0.02")
+                one.average(values, weight=1.0, group_size=None, name="x", compression="topk:0.02")
                 for one in averages
             )
         )

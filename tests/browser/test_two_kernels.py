@@ -20,7 +20,7 @@ CREATE = (
     'import colab_swarm as cs\nswarm = cs.create("two-kernels", peer_name="alice")\nprint(swarm.invite())'
 )
 JOIN = """import colab_swarm as cs
-swarm = cs.join("{invite}", peer_name="bob", keep={folder!r})
+swarm = cs.join("{invite}", peer_name="bob", state_dir={folder!r})
 print(swarm, swarm.id.hex())"""
 RESUME = "import colab_swarm as cs\nswarm = cs.resume({folder!r})\nprint(swarm, swarm.id.hex())"
 PREPARE = """import os, time, torch

@@ -47,7 +47,7 @@ def equal(rank: int, folder: Path) -> None:
 def late(rank: int, folder: Path) -> None:
     """Train without waiting."""
     net = model()
-    optimizer = group_optimizer(sgd(net), scheduler=NormBounded(0.0), codec="float16")
+    optimizer = group_optimizer(sgd(net), scheduler=NormBounded(0.0), compression="float16")
     for step in range(STEPS):
         loss_of(net, step, rows_of(rank, RANKS)).backward()
         optimizer.step()
@@ -72,7 +72,7 @@ def die(rank: int, folder: Path) -> None:
 def differ(rank: int, folder: Path) -> None:
     """The ranks want different codecs."""
     try:
-        group_optimizer(sgd(model()), codec=("float16", "int8")[rank])
+        group_optimizer(sgd(model()), compression=("float16", "int8")[rank])
     except ValueError as error:
         (folder / f"error {rank}").write_text(str(error))
 

@@ -126,7 +126,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
         group = Group.of("alice", "bob", silent="bob")
         with pytest.raises(StateError, match="begin again, all peers"):
             await group.begin([Seen()])
-        group.exchanges[0].vanish()
+        group.exchanges[0].kill()
 
     run_virtual(main())
 
@@ -210,7 +210,7 @@ class Nobody:
 
     async def close(self) -> None: ...
 
-    def vanish(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 @given(

@@ -81,10 +81,10 @@ def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler
         assert (parameters - reference(STEPS)).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("codec", ["float16", "int8", "topk:0.1", "onebit"])
-def test_members_apply_what_the_others_decode_so_that_they_stay_equal(codec: str) -> None:
+@pytest.mark.parametrize("compression", ["float16", "int8", "topk:0.1", "onebit"])
+def test_members_apply_what_the_others_decode_so_that_they_stay_equal(compression: str) -> None:
     with simulation() as sim:
-        results = sim.run(lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), codec=codec))
+        results = sim.run(lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), compression=compression))
     (alice, told), (bob, _) = results.values()
     assert torch.equal(alice, bob)
     assert told[-1].bound and told[-1].inconsistency <= told[-1].bound
@@ -92,7 +92,7 @@ def test_members_apply_what_the_others_decode_so_that_they_stay_equal(codec: str
 
 def test_nothing_is_known_of_a_lossy_codec_without_error_feedback() -> None:
     with simulation() as sim:
-        results = sim.run(lambda swarm: train(swarm, steps=2, codec="topk:0.1", error_feedback=False))
+        results = sim.run(lambda swarm: train(swarm, steps=2, compression="topk:0.1", error_feedback=False))
     assert results["alice"][1][-1].bound is None
 
 
@@ -151,7 +151,7 @@ def test_a_member_that_crashes_holds_nobody_up(scheduler: Scheduler) -> None:
 def test_what_is_owed_is_saved_and_owed_again() -> None:
     def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
         net = model()
-        optimizer = join_group(swarm, net, 2, codec="topk:0.1")
+        optimizer = join_group(swarm, net, 2, compression="topk:0.1")
         loss_of(net, 0, rows_of(optimizer.member, 2)).backward()
         optimizer.step()
         state = optimizer.state_dict()
@@ -160,7 +160,7 @@ def test_what_is_owed_is_saved_and_owed_again() -> None:
 
     def resume(swarm: Swarm) -> torch.Tensor:
         net = model()
-        optimizer = join_group(swarm, net, 2, codec="topk:0.1")
+        optimizer = join_group(swarm, net, 2, compression="topk:0.1")
         optimizer.load_state_dict({**states[optimizer.member], "corrections": torch.ones(178)})
         with pytest.raises(StateError, match="another model"):
             optimizer.load_state_dict({"corrections": torch.ones(3)})

@@ -61,7 +61,7 @@ class Run:
         self._entry = self._entry or peers
         dht.start()
         services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
-        peers.when_down(lambda: [*dht.vanish()])
+        peers.when_down(lambda: [*dht.kill()])
         directory = Directory(services, self.directory_settings)
         premises = HostResources.open(services, directory, folder or self._folder / name)
         return Member(peers, services, premises)
@@ -79,7 +79,7 @@ class Run:
         member = await self.join(name)
         wanted = HostingPlan(count, capacity or count, uids)
         hosting = ExpertHosting(member.premises, KIND, wanted, MODEL, settings)
-        member.peers.when_down(lambda: [*hosting.vanish(), member.premises.holders.vanish()])
+        member.peers.when_down(lambda: [*hosting.kill(), member.premises.holders.kill()])
         await hosting.start()
         return member, hosting
 

@@ -315,7 +315,7 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
                 await ExpertCalls(nodes[0]).backward(info, ones, ones)
             await hostings[0].save()
             assert hostings[0].copies.kept[uid].holders == {nodes[2].id}
-            hostings[0].vanish()
+            hostings[0].kill()
             await close(members[1], nodes[1])
             await until(lambda: uid in hostings[1].experts)
             assert hostings[1].experts[uid].step == 3
@@ -335,10 +335,10 @@ async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
 
 
 async def close(premises: HostResources, node: Node) -> None:
-    premises.holders.vanish()
+    premises.holders.kill()
     await premises.server.close()
     await premises.directory.close()
-    await asyncio.gather(*premises.services.dht.vanish(), return_exceptions=True)
+    await asyncio.gather(*premises.services.dht.kill(), return_exceptions=True)
     await node.close()
 
 

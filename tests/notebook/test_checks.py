@@ -70,7 +70,7 @@ def test_where_all_is_well_all_lights_are_green() -> None:
 
 
 AILING = [
-    (replace(WELL, platform=COLAB), "platform", Light.YELLOW, "i_have_read_the_terms=True"),
+    (replace(WELL, platform=COLAB), "platform", Light.YELLOW, "accept_terms=True"),
     (replace(WELL, internet=False), "internet", Light.YELLOW, "cs.join()"),
     (replace(WELL, internet=False, platform=KAGGLE), "internet", Light.RED, "switch Internet on"),
     (

@@ -94,7 +94,7 @@ def test_a_script_is_a_platform_without_terms() -> None:
 
 def test_colab_wants_the_terms_read_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
-    with pytest.raises(TermsError, match=r"i_have_read_the_terms=True"):
+    with pytest.raises(TermsError, match=r"accept_terms=True"):
         require_terms(False)
     require_terms(True)
 

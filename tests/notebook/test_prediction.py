@@ -120,7 +120,7 @@ def trial() -> Trial:
         model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
 
         def ask() -> Prediction:
-            found = doctor(swarm, model=model, batches=batches, target_batch_size=TARGET, codec="float16")
+            found = doctor(swarm, model=model, batches=batches, target_batch_size=TARGET, compression="float16")
             assert found.prediction is not None
             return found.prediction
 
@@ -132,7 +132,7 @@ def trial() -> Trial:
 def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) -> tuple[float, float]:
     """Seconds per global step and own samples per second of computing, start-up left out."""
     lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
-    optimizer = swarm.optimizer(lamb, target_batch_size=TARGET, codec="float16")
+    optimizer = swarm.optimizer(lamb, target_batch_size=TARGET, compression="float16")
     ends: list[float] = []
     speeds: list[float] = []
     for batch in batches:

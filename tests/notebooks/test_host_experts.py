@@ -24,7 +24,7 @@ def host(kernel: Kernel, invitation: str) -> None:
     kernel.execute(COLAB)
     form = {"INVITATION": invitation, "MY_NAME": "carol", "COUNT": 3}
     kernel.run()
-    with pytest.raises(CellFailed, match="i_have_read_the_terms=True"):
+    with pytest.raises(CellFailed, match="accept_terms=True"):
         kernel.run(**form)
     assert "Swarm(class-of-26, carol, 1 peer linked)" in kernel.run(I_HAVE_READ_THE_TERMS=True, **form)
     kernel.run()  # the doctor

@@ -67,7 +67,7 @@ def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> No
         form = {"INVITATION": invitation, "MY_NAME": "carol", "MICRO_BATCH": 8, "MINUTES": 0.05}
         colab.run()
         colab.run()
-        with pytest.raises(CellFailed, match="i_have_read_the_terms=True"):
+        with pytest.raises(CellFailed, match="accept_terms=True"):
             colab.run(**form)
         assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.run(I_HAVE_READ_THE_TERMS=True, **form)
         assert "'target_batch_size': 32" in colab.run(**form)

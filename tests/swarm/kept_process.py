@@ -17,7 +17,7 @@ from tests.training.toy import join_training, loss_of, model
 
 def main(folder: str, invitation: str = "") -> None:
     checkpoint.SAVE_S = 0.2
-    swarm = cs.join(invitation, peer_name="bob", keep=folder) if invitation else resume(folder)
+    swarm = cs.join(invitation, peer_name="bob", state_dir=folder) if invitation else resume(folder)
     print("id", swarm.id.hex(), flush=True)
     optimizer = join_training(swarm, net := model())
     print("step", optimizer.global_step, flush=True)

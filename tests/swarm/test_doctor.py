@@ -84,7 +84,7 @@ def test_an_invitation_that_cannot_be_used_is_a_red_light_with_the_reason() -> N
 @pytest.mark.slow
 def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swarm: cs.Swarm) -> None:
     net = Net()
-    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, codec="float16")
+    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression="float16")
     found = doctor(swarm, model=net, batches=BATCHES)
     assert found.facts.work is not None
     assert (found.facts.work.target_batch_size, found.facts.work.value_bytes) == (4000, 2.0)
@@ -99,7 +99,7 @@ def test_a_swarm_that_compresses_much_is_predicted_too(
     swarm: cs.Swarm, codec: str, value_bytes: float
 ) -> None:
     net = Net()
-    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, codec=codec)
+    swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression=codec)
     work = doctor(swarm, model=net, batches=BATCHES).facts.work
     assert work is not None and work.value_bytes == pytest.approx(value_bytes, rel=0.06)
 
@@ -108,7 +108,7 @@ def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told(
     with pytest.raises(ValueError, match="batches"):
         doctor(model=Net())
     with pytest.raises(ValueError, match="float16"):
-        doctor(codec="mp3")
+        doctor(compression="mp3")
     with pytest.raises(ValueError, match="tiny"):
         doctor(model="huge")
 

@@ -96,7 +96,7 @@ def test_a_user_s_own_mistakes_raise_at_once_and_say_how_to_mend_them(alice: Swa
     with pytest.raises(ValueError, match=r"ffn\.9\.9"):
         alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=["ffn.9.9"])
     with pytest.raises(ValueError, match="unknown codec"):
-        alice.mixture_of_experts("ffn", DIM, grid=GRID, codec="float8")
+        alice.mixture_of_experts("ffn", DIM, grid=GRID, compression="float8")
 
 
 @pytest.mark.slow

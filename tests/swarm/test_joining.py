@@ -124,7 +124,7 @@ def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: 
 
         with come(options=options) as unkept:
             with pytest.raises(StateError, match="is open already and is not kept there: leave it first"):
-                come(keep=tmp_path)
+                come(state_dir=tmp_path)
             assert not (tmp_path / "in-use.json").exists()
-        with come(keep=tmp_path) as kept:
+        with come(state_dir=tmp_path) as kept:
             assert kept.id == unkept.id and kept.folder == tmp_path

@@ -25,7 +25,7 @@ from tests.training.toy import join_training, loss_of, model
 @pytest.mark.slow
 def test_a_script_that_ends_leaves_its_folder_and_says_farewell(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
-        script = f"import colab_swarm as cs; cs.join({str(alice.invite())!r}, keep={str(tmp_path)!r})"
+        script = f"import colab_swarm as cs; cs.join({str(alice.invite())!r}, state_dir={str(tmp_path)!r})"
         subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
         assert not alice.services.peers.linked()
     assert (tmp_path / "peer.json").exists() and not (tmp_path / "in-use.json").exists()
@@ -34,7 +34,7 @@ def test_a_script_that_ends_leaves_its_folder_and_says_farewell(tmp_path: Path) 
 def test_an_interrupt_while_leaving_leaves_the_folder_free_and_no_link_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice = cs.create("test-run", keep=tmp_path)
+    alice = cs.create("test-run", state_dir=tmp_path)
     drive_is_back, asked, moment = threading.Event(), threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -92,7 +92,7 @@ def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leav
 def test_a_part_that_cannot_be_closed_leaves_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice = cs.create("test-run", keep=tmp_path)
+    alice = cs.create("test-run", state_dir=tmp_path)
     first, second = join_training(alice, model(), name="first"), join_training(alice, model(), name="second")
     close = first.close
 
@@ -125,7 +125,7 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
 
 def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:
     for _ in range(3):
-        alice = cs.create("test-run", keep=tmp_path)
+        alice = cs.create("test-run", state_dir=tmp_path)
         optimizer = join_training(alice, model())
         with ThreadPoolExecutor(4) as threads:
             for leaving in [threads.submit(alice.leave) for _ in range(4)]:

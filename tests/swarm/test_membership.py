@@ -95,16 +95,16 @@ def test_a_revoked_peer_is_out_everywhere_and_so_is_who_came_by_a_revoked_invita
         bob = cs.join(invite, peer_name="bob", options=QUIET)
         with cs.join(invite, peer_name="carol", options=QUIET) as carol:
             wait(lambda: linked(carol, bob) or linked(bob, carol))
-            swarm.revoke(bob.id.hex()[:8])
+            swarm.remove_peer(bob.id.hex()[:8])
             wait(lambda: not linked(swarm, bob) and not linked(carol, bob))
             assert linked(swarm, carol) and any("revoked" in line for line in bob.snapshot().log)
-            swarm.revoke(invite)
+            swarm.remove_peer(invite)
             with pytest.raises(JoinError, match="revoked"):
                 cs.join(invite, peer_name="dave", options=QUIET)
             with pytest.raises(PermissionError, match="created the run"):
-                carol.revoke(swarm.id)
+                carol.remove_peer(swarm.id)
             with pytest.raises(ValueError, match="0 peers are known"):
-                swarm.revoke("zz")
+                swarm.remove_peer("zz")
         bob.leave()
 
 

@@ -88,7 +88,7 @@ TRAINER = """
 @pytest.mark.slow
 def test_who_only_assists_sees_who_trains() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
-        alice.assist()
+        alice.serve_as_reducer()
         with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
             net = model()
             optimizer = join_training(bob, net, target_batch_size=4)

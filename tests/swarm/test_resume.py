@@ -31,7 +31,7 @@ from tests.training.toy import BATCH, join_training, loss_of, model, parameters_
 
 @pytest.fixture
 def alice(tmp_path: Path) -> Iterator[Swarm]:
-    with cs.create("test-run", peer_name="alice", keep=tmp_path / "alice") as swarm:
+    with cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice") as swarm:
         yield swarm
 
 
@@ -45,7 +45,7 @@ def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
 
 def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
     options = cs.NetworkOptions(lan=False, upload_mbit_s=50.0)
-    with cs.join(alice.invite(), peer_name="bob", keep=tmp_path / "bob", options=options) as bob:
+    with cs.join(alice.invite(), peer_name="bob", state_dir=tmp_path / "bob", options=options) as bob:
         assert resume(tmp_path / "bob") is bob
     with resume(tmp_path / "bob") as again:
         assert (again.id, again.name) == (bob.id, "bob") and again is not bob
@@ -56,8 +56,8 @@ def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, t
     invitation = alice.invite()
     ids = []
     for _ in range(2):
-        with cs.join(invitation, keep=tmp_path / "bob") as bob:
-            assert cs.join(invitation, keep=tmp_path / "bob") is bob
+        with cs.join(invitation, state_dir=tmp_path / "bob") as bob:
+            assert cs.join(invitation, state_dir=tmp_path / "bob") is bob
             ids.append((bob.id, bob.name))
     assert ids[0] == ids[1]
 
@@ -65,7 +65,7 @@ def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, t
 def test_a_membership_outlives_the_invitation(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cs.join(invitation := alice.invite(hours=0.5), keep=tmp_path / "bob").leave()
+    cs.join(invitation := alice.invite(hours=0.5), state_dir=tmp_path / "bob").leave()
     later = time.time() + 1800 + 2 * SLACK_S
     monkeypatch.setattr(time, "time", lambda: later)
     with pytest.raises(cs.errors.InviteError, match="expired"):
@@ -75,7 +75,7 @@ def test_a_membership_outlives_the_invitation(
 
 
 def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_path: Path) -> None:
-    began = cs.create("test-run", peer_name="alice", keep=tmp_path / "alice")
+    began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
     with cs.join(began.invite(), peer_name="bob") as bob:
         began.leave()
         with resume(tmp_path / "alice") as alice:
@@ -86,7 +86,7 @@ def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_
 
 
 def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path: Path) -> None:
-    began = cs.create("test-run", keep=tmp_path / "alice")
+    began = cs.create("test-run", state_dir=tmp_path / "alice")
     invitation = began.invite()
     began.leave()
     with resume(tmp_path / "alice") as alice, cs.join(invitation, peer_name="bob") as bob:
@@ -94,7 +94,7 @@ def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path:
 
 
 def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: Path) -> None:
-    began = cs.create("test-run", keep=tmp_path / "alice")
+    began = cs.create("test-run", state_dir=tmp_path / "alice")
     port = began._require_real().node.port
     began.leave()
     with socket.socket() as other:
@@ -106,14 +106,14 @@ def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: P
 
 
 def test_a_folder_of_a_member_does_not_begin_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
-    with cs.join(alice.invite(), keep=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
-        cs.create("test-run", keep=tmp_path / "bob")
+    with cs.join(alice.invite(), state_dir=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
+        cs.create("test-run", state_dir=tmp_path / "bob")
 
 
 @pytest.mark.slow
 def test_who_began_the_run_goes_on_alone_if_nobody_is_there(tmp_path: Path) -> None:
-    began = cs.create("test-run", keep=tmp_path / "alice")
-    cs.join(began.invite(), keep=tmp_path / "bob").leave()
+    began = cs.create("test-run", state_dir=tmp_path / "alice")
+    cs.join(began.invite(), state_dir=tmp_path / "bob").leave()
     first = train_alone(began, 3)
     began.leave()
     with resume(tmp_path / "alice") as alice:
@@ -125,24 +125,24 @@ def test_who_began_the_run_goes_on_alone_if_nobody_is_there(tmp_path: Path) -> N
 
 def test_a_member_that_reaches_nobody_says_what_to_do(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
-        cs.join(alice.invite(), keep=tmp_path / "bob").leave()
+        cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
     with pytest.raises(JoinError, match="Ask for a new invitation"):
         resume(tmp_path / "bob")
     assert not (tmp_path / "bob" / "in-use.json").exists()
 
 
 def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> None:
-    cs.join(alice.invite(), keep=tmp_path / "bob").leave()
+    cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
     with pytest.raises(ValueError, match="which joined test-run"):
-        cs.create("other-run", keep=tmp_path / "bob")
+        cs.create("other-run", state_dir=tmp_path / "bob")
     with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run take another"):
-        cs.join(other.invite(), keep=tmp_path / "bob")
+        cs.join(other.invite(), state_dir=tmp_path / "bob")
     with pytest.raises(ValueError, match="has a key of its own"):
-        cs.create("new-run", keep=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
+        cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
 
 
 def test_a_folder_that_keeps_nobody_says_how_to_begin(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"cs\.join\(invitation, keep="):
+    with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
         resume(tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_progress_kept_here_is_taken_up_by_a_swarm_that_lost_it(alice: Swarm, tm
 
 def test_whoever_joins_is_kept_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LOOK_S", 0.01)
-    with cs.create("test-run", keep=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
+    with cs.create("test-run", state_dir=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
         deadline = time.monotonic() + 20
         while (kept := read_kept(tmp_path)) is None or not kept.contacts:
             assert time.monotonic() < deadline, "one that is killed now would not find back"

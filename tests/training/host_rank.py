@@ -38,7 +38,7 @@ def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
 
 def train(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Each rank takes its own rows of the batch; a peer outside takes the rest."""
-    optimizer = begin(swarm, net, matchmaking_s=20.0)
+    optimizer = begin(swarm, net, matchmaking_timeout_s=20.0)
     if swarm is not None:
         assert optimizer.lead is not None
         wait_for_peers(swarm, optimizer.lead, 2)
@@ -75,7 +75,7 @@ def make_equal(swarm: Swarm | None, net: Net, folder: Path) -> None:
 
 def delay(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Rank 0's parameters change at other moments than its global step."""
-    optimizer = begin(swarm, net, delayed=True)
+    optimizer = begin(swarm, net, overlap=True)
     seen = []
     while optimizer.global_step < STEPS:
         optimizer.step(**backward(net, optimizer.global_step, slice(0, BATCH)))

@@ -40,9 +40,9 @@ def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
 def train_halves(swarm: Swarm, steps: int) -> Result:
     """Alice assists; bob and carol take their rows of each step's batch."""
     if swarm.name not in HALVES:
-        swarm.assist()
+        swarm.serve_as_reducer()
         return None
-    optimizer = join_training(swarm, net := model(), matchmaking_s=20.0)
+    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
     wait_for(swarm, optimizer, len(HALVES))
     rows = HALVES[swarm.name]
     while (step := optimizer.global_step) < steps:
@@ -55,7 +55,7 @@ def train_halves(swarm: Swarm, steps: int) -> Result:
 
 def train_or_assist(swarm: Swarm, steps: int) -> Result:
     if swarm.name == "alice":
-        swarm.assist()
+        swarm.serve_as_reducer()
         return None
     return train_freely(swarm, steps)
 
@@ -157,7 +157,7 @@ def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
 def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to() -> None:
     def train(swarm: Swarm, only: str | None) -> dict[str, int]:
         if swarm.name == "alice":
-            swarm.assist(only)
+            swarm.serve_as_reducer(only)
             return {}
         nets = {name: model(seed) for seed, name in enumerate(("one", "two"))}
         optimizers = {name: join_training(swarm, net, name=name) for name, net in nets.items()}
@@ -178,7 +178,7 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to
 def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
     def train(swarm: Swarm) -> int:
         if swarm.name == "alice":
-            assistance = swarm.assist()
+            assistance = swarm.serve_as_reducer()
             assert "0 rounds" in repr(assistance)
             assistance.stop()
             assistance.stop()
@@ -195,7 +195,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 def test_an_assistant_may_begin_to_train() -> None:
     def train(swarm: Swarm) -> Result:
         if swarm.name == "alice":
-            swarm.assist()
+            swarm.serve_as_reducer()
             while not swarm.training.assistance.snapshot().collaborations:
                 swarm.runtime.call(asyncio.sleep(1))
         return train_freely(swarm, 12)
@@ -210,7 +210,7 @@ def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_th
     options = cs.NetworkOptions(listen=False)
     with contextlib.ExitStack() as stack:
         backbone = stack.enter_context(cs.create("test-run"))
-        assistance, invite = backbone.assist(), str(backbone.invite())
+        assistance, invite = backbone.serve_as_reducer(), str(backbone.invite())
         bob, carol, dave = (
             stack.enter_context(cs.join(invite, peer_name=name, options=options))
             for name in ("bob", "carol", "dave")

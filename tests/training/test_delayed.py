@@ -44,7 +44,7 @@ def stale_reference(steps: int) -> torch.Tensor:
 def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
     net = model()
-    optimizer = join_training(swarm, net, matchmaking_s=20.0, delayed=True)
+    optimizer = join_training(swarm, net, matchmaking_timeout_s=20.0, overlap=True)
     wait_for_peers(swarm, optimizer, len(ROWS))
     rows = ROWS[swarm.name]
     for step in range(steps):
@@ -73,7 +73,7 @@ def test_rounds_hide_behind_computing() -> None:
     ends = {}
     for delayed in (False, True):
         with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
-            sim.run(lambda swarm, d=delayed: train_freely(swarm, 12, target_batch_size=40, delayed=d))
+            sim.run(lambda swarm, d=delayed: train_freely(swarm, 12, target_batch_size=40, overlap=d))
             ends[delayed] = sim.time
     assert ends[True] < 0.9 * ends[False]
 
@@ -85,7 +85,7 @@ def test_a_crash_costs_the_others_nothing_and_newcomers_get_level_delayed_or_not
         sim.join("erin", at=10.0)
         sim.join("frank", at=11.0)
         results = sim.run(
-            lambda swarm: train_freely(swarm, 14, target_batch_size=40, delayed=swarm.name != "frank")
+            lambda swarm: train_freely(swarm, 14, target_batch_size=40, overlap=swarm.name != "frank")
         )
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         assert results.keys() == {"alice", "bob", "dave", "erin", "frank"}
@@ -103,7 +103,7 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
         net = model()
-        optimizer = join_training(swarm, net, delayed=True)
+        optimizer = join_training(swarm, net, overlap=True)
         loss_of(net, 0).backward()
         assert optimizer.step(samples=10) is None  # the round began, and will be refused
         assert optimizer.wait_step() is not None
@@ -120,7 +120,7 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
 def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
         net = model()
-        optimizer = join_training(swarm, net, delayed=True)
+        optimizer = join_training(swarm, net, overlap=True)
         for step in range(3):
             loss_of(net, step).backward()
             optimizer.step(samples=10)
@@ -136,7 +136,7 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
 def test_a_grad_scaler_sees_the_models_gradients() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         net = model()
-        optimizer = join_training(swarm, net, delayed=True)
+        optimizer = join_training(swarm, net, overlap=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
         for step in range(2):
             scaler.scale(loss_of(net, step)).backward()

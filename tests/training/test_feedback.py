@@ -80,11 +80,11 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
     return optimizer._gathered.feedback.residual
 
 
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
+@pytest.mark.parametrize("compression", ["int8", "onebit", "topk:0.1"])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_checkpoint_keeps_what_a_peer_owes(codec: str, delayed: bool, tmp_path: Path) -> None:
     def owes(swarm: Swarm) -> float:
-        options = {"codec": codec, "error_feedback": True, "delayed": delayed}
+        options = {"compression": codec, "error_feedback": True, "overlap": delayed}
         optimizer = join_training(swarm, net := model(), **options)
         owed = train(swarm, optimizer, net).copy()
         optimizer.save(path := tmp_path / swarm.name)
@@ -100,7 +100,7 @@ def test_a_checkpoint_keeps_what_a_peer_owes(codec: str, delayed: bool, tmp_path
 
 def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     def load(swarm: Swarm) -> None:
-        optimizer = join_training(swarm, model(), codec="int8", error_feedback=True)
+        optimizer = join_training(swarm, model(), compression="int8", error_feedback=True)
         optimizer.save(path := tmp_path / "saved")
         save_checkpoint(path, {**load_checkpoint(path), "step": 3, "feedback": {"residual": torch.zeros(5)}})
         with pytest.raises(StateError, match="another model"):
@@ -112,7 +112,7 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
 
 
 def test_means_travel_finer_than_what_needs_feedback() -> None:
-    settings = TrainingSettings.of("run/model", 10.0, None, {"codec": "topk:0.01"})
-    assert (settings.codec, settings.mean_codec) == ("topk:0.01", "float16")
-    chosen = TrainingSettings.of("run/model", 10.0, None, {"codec": "onebit", "mean_codec": "int8"})
+    settings = TrainingSettings.of("run/model", 10.0, None, {"compression": "topk:0.01"})
+    assert (settings.compression, settings.mean_compression) == ("topk:0.01", "float16")
+    chosen = TrainingSettings.of("run/model", 10.0, None, {"compression": "onebit", "mean_compression": "int8"})
     assert chosen.mean_codec == "int8"

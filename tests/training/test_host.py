@@ -53,7 +53,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
     net = model()
     with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
         (tmp_path / "invite").write_text(carol.invite())
-        optimizer = join_training(carol, net, matchmaking_s=20.0)
+        optimizer = join_training(carol, net, matchmaking_timeout_s=20.0)
         for step in range(ALONE_STEPS):  # so that the host has something to catch up with
             loss_of(net, step).backward()
             optimizer.step(samples=10)

@@ -94,7 +94,7 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
         with pytest.raises(ValueError, match="pass 1 to 64, or 'auto'"):
             join_training(swarm, model(), local_steps=steps)
         with pytest.raises(ValueError, match="choose one"):
-            join_training(swarm, model(), local_steps=2, delayed=True)
+            join_training(swarm, model(), local_steps=2, overlap=True)
 
     with cs.simulate(1) as sim:
         sim.run(train)

@@ -123,7 +123,7 @@ def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
         sim.run(train)
 
 
-@pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"codec": "float12"}])
+@pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"compression": "float12"}])
 def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
     with simulation(1) as sim, pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         sim.run(lambda swarm: join_training(swarm, model(), **settings))
@@ -404,7 +404,7 @@ def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
 def test_a_trainer_that_leaves_hands_over_what_it_has(delayed: bool) -> None:
     def train(swarm: Swarm) -> float:
         net = model()
-        optimizer = join_training(swarm, net, target_batch_size=40, delayed=delayed)
+        optimizer = join_training(swarm, net, target_batch_size=40, overlap=delayed)
         wait_for_peers(swarm, optimizer, 3)
         if swarm.name == "carol":
             for _ in range(3):

@@ -13,7 +13,7 @@ from tests.training.toy import ROWS, join_training, loss_of, model
 def train(swarm: Swarm, rounding: float) -> bytes:
     """On a processor that rounds gradients in its own way; alice only helps."""
     if swarm.name == "alice":
-        swarm.assist()
+        swarm.serve_as_reducer()
         return b""
     net = model()
     optimizer = join_training(swarm, net, target_batch_size=80)

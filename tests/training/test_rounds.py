@@ -15,7 +15,7 @@ def test_whoever_takes_another_codec_than_the_others_is_told_once() -> None:
     def train(swarm: Swarm) -> list[str]:
         net = model()
         codec = "float16" if swarm.name == "alice" else "float32"
-        optimizer = join_training(swarm, net, codec=codec)
+        optimizer = join_training(swarm, net, compression=codec)
         wait_for_peers(swarm, optimizer, 3)
         for step in range(4):
             loss_of(net, step).backward()
@@ -24,6 +24,6 @@ def test_whoever_takes_another_codec_than_the_others_is_told_once() -> None:
 
     with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as simulation:
         told = simulation.run(train, seconds=300)
-    texts = [text for texts in told.values() for text in texts if "codec" in text]
+    texts = [text for texts in told.values() for text in texts if "compression" in text]
     assert texts and len(texts) == len(set(texts))
     assert all("all peers of a run take the same model, codec and mean_codec" in text for text in texts)

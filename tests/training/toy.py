@@ -47,7 +47,7 @@ def joint_reference(steps: int) -> torch.Tensor:
 
 
 def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmOptimizer:
-    chosen = {"target_batch_size": BATCH, "matchmaking_s": 2.0, **settings}
+    chosen = {"target_batch_size": BATCH, "matchmaking_timeout_s": 2.0, **settings}
     return swarm.optimizer(Lamb(net.parameters(), lr=0.01), **chosen)
 
 
@@ -63,7 +63,7 @@ def train_own_rows(
     """Each peer takes its own rows of each step's batch, once, and waits for the others; begins when all are there."""
     net = model()
     optimizer = join_training(
-        swarm, net, matchmaking_s=20.0
+        swarm, net, matchmaking_timeout_s=20.0
     )  # everybody's rows are needed, however busy the machine
     wait_for_peers(swarm, optimizer, len(ROWS))
     meet()

@@ -1,6 +1,6 @@
 """A job among unreliable volunteers, its coordinator killed again and again: no unit is lost or counted twice.
 
-Volunteers vanish, send rubbish, come late, send twice, give back; parameter servers take results in any order; and at
+Volunteers kill, send rubbish, come late, send twice, give back; parameter servers take results in any order; and at
 random moments the dispatcher is built anew from the log, and must know what it knew.
 """
 
@@ -75,7 +75,7 @@ class Ordeal:
         self.commit(self.dispatcher.advance(now=self.now))
         volunteer = self.rng.choice([*MISBEHAVIOUR])
         if self.rng.random() < MISBEHAVIOUR[volunteer]:
-            self.rng.choice([self.vanish, self.give_back, self.send_again, *[self.send_rubbish] * 3])(
+            self.rng.choice([self.kill, self.give_back, self.send_again, *[self.send_rubbish] * 3])(
                 volunteer
             )
         elif self.held[volunteer] and self.rng.random() < 0.6:
@@ -119,7 +119,7 @@ class Ordeal:
             )
         )
 
-    def vanish(self, volunteer: str) -> None:
+    def kill(self, volunteer: str) -> None:
         """It may come back with what it had."""
         self.sent[volunteer] += self.held[volunteer]
         self.held[volunteer].clear()
