@@ -1,8 +1,12 @@
 """Finding the group of a round: ask the organizer, or be it.
 
-Everyone who has a group hands it out to its fellow members, and answers an organizer's call with it: a group
+Every member of a group hands it out to its fellow members, and answers an organizer's call with it: a group
 that was formed survives the loss of its organizer. Organizers whose views differ are sorted out by rank: who
 is asked but knows a live candidate before itself redirects there, so redirections only ever lead up.
+
+A group is history once its round is over and the swarm did not follow: the peer that took that step alone, or among
+few, no longer tells of it, so that the others can take the step together. Nobody tells of a group of others: such
+news would be passed on among them for ever.
 """
 
 from __future__ import annotations
@@ -177,6 +181,7 @@ class Matchmaker:
         expected: ``expected(step, lineage)``: peers believed to take part, this one included or not.
         on_called: ``on_called(terms, peer)``: in how many seconds this peer joins whom calls; None: it will not.
             Returns at once.
+        stands: ``stands(step, lineage)``: whether the group that this peer had then still is the swarm's.
         strategy: who reduces how much.
     """
 
@@ -187,6 +192,7 @@ class Matchmaker:
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[Ticket, PeerId], float | None],
+        stands: Callable[[int, bytes], bool] = lambda step, lineage: True,
         strategy: Strategy = adaptive_shares,
         settings: GroupFormationSettings | None = None,
     ) -> None:
@@ -194,6 +200,7 @@ class Matchmaker:
         self._prefix = prefix
         self._expected = expected
         self._on_called = on_called
+        self._stands = stands
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
@@ -224,7 +231,7 @@ class Matchmaker:
         """
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
-        self._groups.pop((ticket.step, ticket.lineage), None)  # whoever asks again wants another
+        self.forget(ticket.step, ticket.lineage)  # whoever asks again wants another
         began = _now()
         try:
             async with asyncio.timeout_at(deadline):
@@ -329,15 +336,24 @@ class Matchmaker:
     def _barred(self, peer: PeerId) -> bool:
         return self._bars.barred(peer, now=_now())
 
+    def forget(self, step: int, lineage: bytes) -> None:
+        """This peer came back to the step without what the group's round made of it: it wants another."""
+        self._groups.pop((step, lineage), None)
+
     def _remember(self, group: Group) -> None:
+        if group.index_of(self._peers.id) is None:  # its members know it, and whether it still stands
+            return
         self._groups[group.step, group.lineage] = group, _now()
         while len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: Ticket) -> Group | None:
-        """The group of this step, unless it is long over: a run may come back to a step from a checkpoint."""
+        """The group of this step, unless the swarm did not follow it, or it is long over: a run may come back to a
+        step from a checkpoint."""
         group, since = self._groups.get((terms.step, terms.lineage), (None, 0.0))
-        return group if _now() - since < REMEMBERED_S else None
+        if group is None or _now() - since >= REMEMBERED_S:
+            return None
+        return group if self._stands(terms.step, terms.lineage) else None
 
     def _on_lost(self, peer: PeerId) -> None:
         """Its link broke: whoever said that it was coming is not waited for; who is here already is in."""

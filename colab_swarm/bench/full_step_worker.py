@@ -37,7 +37,9 @@ def no_state() -> Snapshot:
 async def begin(swarm: Swarm, numel: int) -> Collaboration:
     """Join the training of a vector, of which each peer alone has a batch at once."""
     own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=True, reduces=True, name=swarm.name)
-    settings = TrainingSettings("bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0)
+    settings = TrainingSettings(
+        "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
+    )
     services = swarm.services
     collaboration = Collaboration(services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
     await collaboration.start()

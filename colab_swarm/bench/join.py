@@ -105,7 +105,9 @@ def _train(swarm: Swarm) -> None:
     from colab_swarm.training.layerwise import Lamb
 
     model, batches = albert("tiny", swarm=swarm)
-    optimizer = swarm.optimizer(Lamb(parameter_groups(model), lr=1e-2), target_batch_size=64, compression="float16")
+    optimizer = swarm.optimizer(
+        Lamb(parameter_groups(model), lr=1e-2), target_batch_size=64, compression="float16"
+    )
     while optimizer.global_step < 1:
         model(**next(batches)).loss.backward()
         optimizer.step(samples=16)

@@ -454,9 +454,7 @@ def add_work_commands(commands: Any) -> None:
     volunteer.set_defaults(command=_volunteer)
 
     for command in (coordinate, volunteer):
-        command.add_argument(
-            "--accept-terms", action="store_true", help="of Colab, where this runs there"
-        )
+        command.add_argument("--accept-terms", action="store_true", help="of Colab, where this runs there")
         command.add_argument(
             "--json-lines", action="store_true", help="one JSON object per line, for programs"
         )
@@ -475,9 +473,7 @@ def _coordinate(options: argparse.Namespace) -> None:
         name: getattr(options, name) for name in names if getattr(options, name) is not None
     }  # type: ignore[assignment]
     access: Access = "open" if options.open else "invite"
-    with coordinate(
-        options.job, access=access, accept_terms=options.accept_terms, **given
-    ) as coordinator:
+    with coordinate(options.job, access=access, accept_terms=options.accept_terms, **given) as coordinator:
         _tell(options, "link", str(coordinator.link), link=str(coordinator.link), page=coordinator.url)
         if not options.json_lines:
             print(f"status page: {coordinator.url}\nCtrl-C ends it; the same command goes on.", flush=True)

@@ -293,9 +293,9 @@ class MixtureOptions(TypedDict, total=False):
 
     Attributes:
         k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
-        compression: of activations and gradients on the wire, as for `Swarm.optimizer`, but not adaptive. Warning: onebit
-            and topk have no error feedback here, for no call is like the one before: an expert sees little of its
-            input, and what was cut off is lost. Train with them from the beginning, or take int8.
+        compression: of activations and gradients on the wire, as for `Swarm.optimizer`, but not adaptive. Warning:
+            onebit and topk have no error feedback here, so the lost values never arrive. Train with them from the
+            beginning, or use int8.
         timeout_s: for finding experts, and again for calling them.
     """
 

@@ -53,8 +53,8 @@ def create(
 ) -> Swarm:
     """Begin a run and be its first peer and its authority; `Swarm.invite` gives the line that lets others join.
 
-    With ``state_dir`` the run survives a restart of its authority: the same folder, the same run. Creating it again while
-    it is open gives the same swarm (re-run cells freely).
+    With ``state_dir`` the run survives a restart of its authority: the same folder, the same run. Creating it again
+    while it is open returns the same swarm, so cells can be run again.
 
     Args:
         name: of the run, for people.
@@ -112,8 +112,8 @@ def join(
 
     Without an invitation it lists the runs in the local network; those that are open can be joined: ``join(found[0])``.
 
-    With ``state_dir`` (a folder, see `create`) this peer is the same one each time, and goes on where it was: in a later
-    session, too, and if the invitation has expired meanwhile.
+    With ``state_dir`` (a folder, see `create`) this peer is the same one each time and continues where it was, also
+    in a later session and after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -125,7 +125,9 @@ def join(
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
-    if (swarm := _open_in(state_dir)) is not None and swarm.run_id == _invitation(invite, came_before=True).run_id:
+    if (swarm := _open_in(state_dir)) is not None and swarm.run_id == _invitation(
+        invite, came_before=True
+    ).run_id:
         return swarm
     with _taken(state_dir) as keeping:
         kept = None if keeping is None else keeping.found
@@ -152,7 +154,7 @@ def join(
 
 
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
-    """Come back as the peer that a folder keeps: ``cs.join(…, state_dir=folder)`` or ``cs.create(…, state_dir=folder)``.
+    """Come back as the peer saved in a folder by ``create`` or ``join`` with ``state_dir=folder``.
 
     It has the same id, and so the same line in the leaderboard. Then make the model and call `Swarm.optimizer` as
     before: it goes on from what was kept, or from the swarm's newer state. While the peer is here already, it is the

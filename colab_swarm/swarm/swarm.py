@@ -183,8 +183,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             budget: limits the traffic of this peer.
-            **averaging: ``compression``, ``mean_compression``, ``error_feedback``, ``overlap``, ``local_steps``, ``matchmaking_timeout_s``:
-                see `AveragingOptions`. All peers use the same, except for ``overlap``.
+            **averaging: see `AveragingOptions`. All peers use the same, except for ``overlap``.
 
         Raises:
             ValueError, TypeError: a setting is not usable.
@@ -213,8 +212,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             optimizer: a torch optimizer over the model's parameters; all members use the same kind and settings.
             peers: members of the group, this one included, 2 to 16.
             name: of the group; distinguishes several models of one run.
-            **options: ``scheduler`` (see `colab_swarm.elastic`), ``compression``, ``error_feedback``, ``wait_s``: see
-                `ElasticSettings`. All members use the same.
+            **options: see `ElasticSettings`. All members use the same.
 
         Raises:
             ValueError: a setting is not usable, or differs from the other members'.
@@ -247,7 +245,9 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: this peer joined as a viewer or reducer.
         """
         self._check_worker()
-        return self.training.average(values, weight=weight, group_size=group_size, name=name, compression=compression)
+        return self.training.average(
+            values, weight=weight, group_size=group_size, name=name, compression=compression
+        )
 
     def serve_as_reducer(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
@@ -354,8 +354,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             model: contains mixtures of experts.
             loss: takes a copy of the model and a batch.
             optimizer: of the model's own parameters; may come from `optimizer`.
-            **settings: see `TrainerSettings`: ``concurrency``, ``max_grad_norm``, ``patience_s``, ``progress``,
-                ``on_update``.
+            **settings: see `TrainerSettings`.
 
         Raises:
             RuntimeError: in a simulation, whose peers have one thread each.

@@ -101,7 +101,9 @@ class SwarmTraining:
         self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str
     ) -> tuple[Any, MoshpitResult]:
         """Average an array; see `Swarm.average`."""
-        average = self._averages.average(values, weight=weight, group_size=group_size, name=name, codec=compression)
+        average = self._averages.average(
+            values, weight=weight, group_size=group_size, name=name, codec=compression
+        )
         try:
             return self._context.runtime.call(average)
         except KeyboardInterrupt:

@@ -109,10 +109,7 @@ class Collaboration:
         self._settings = settings
         peers = services.peers
         self.progress = Progress(
-            peers.id,
-            own,
-            target_batch_size=settings.target_batch_size,
-            local=settings.local_steps != 1,
+            peers.id, own, target_batch_size=settings.target_batch_size, local=settings.local_steps != 1
         )
         self.assistants = Assistants(settings.prefix)
         services.rooms.make_room(settings.prefix)
@@ -123,6 +120,7 @@ class Collaboration:
             schema=schema,
             expected=self._expected,
             on_called=self._on_called,
+            stands=self.progress.stands,
         )
         self._states = StateSharing(services.rooms, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
@@ -338,9 +336,9 @@ class Collaboration:
         self._called = None
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        """By the records, and who was there a step before: a record may be late."""
+        """By the records, and who was there a step before or has called: a record may be late."""
         expected = {*self.progress.participants(step, lineage), *self.assistants.records}
-        expected |= self._rounds.members_of(step - 1) & self.services.peers.linked()
+        expected |= self._rounds.likely(step, lineage) & self.services.peers.linked()
         return sorted(expected - self.progress.paused)
 
     def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
@@ -366,7 +364,11 @@ class Collaboration:
             return None
         self._called = (step, lineage)
         self._wake.set()
-        return 0.0 if own.syncing else self._tempo.ready_in_s(now, patience_s=self._settings.matchmaking_timeout_s)
+        return (
+            0.0
+            if own.syncing
+            else self._tempo.ready_in_s(now, patience_s=self._settings.matchmaking_timeout_s)
+        )
 
     # --- catching up --------------------------------------------------------------------------------------------
 
@@ -420,6 +422,7 @@ class Collaboration:
     def level_with(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         """The state of ``step`` is here or about to be loaded: this peer trains or, ``syncing``, will catch up."""
         self._steps_alone = 0
+        self._rounds.forget(step, lineage)
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
 

@@ -204,6 +204,14 @@ class Progress:
         ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
         return not ahead
 
+    def stands(self, step: int, lineage: bytes) -> bool:
+        """Whether the swarm follows the group that this peer had at a step, or may yet.
+
+        It does not if this peer took that step and the branch is there yet: the group was this peer, or a few.
+        """
+        branch = self.branch()
+        return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
+
     def samples(self, now: float) -> float:
         """Samples accumulated by all peers on the own branch for the next step."""
         mine = self.own.samples if not self.own.syncing else 0.0

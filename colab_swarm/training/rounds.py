@@ -84,7 +84,7 @@ class Rounds:
 
     Args:
         schema: digest of what is averaged.
-        expected, on_called: see `Matchmaker`.
+        expected, on_called, stands: see `Matchmaker`.
     """
 
     def __init__(
@@ -96,11 +96,13 @@ class Rounds:
         schema: bytes,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[Ticket, PeerId], float | None],
+        stands: Callable[[int, bytes], bool],
     ) -> None:
         self.numel = numel
         self.choice: CommunicationPlan | None = None
         self._services, self._settings, self._schema = services, settings, schema
-        self._expected = expected
+        self._expected, self._on_called = expected, on_called
+        self._callers: dict[PeerId, tuple[int, bytes]] = {}  # for what they called us last
         self._last: Group | None = None
         self._told: set[str] = set()
         self._line = LinkBandwidth()
@@ -117,7 +119,8 @@ class Rounds:
             services.rooms,
             settings.prefix,
             expected=expected,
-            on_called=on_called,
+            on_called=self._on_call,
+            stands=stands,
             strategy=self._shares,
             settings=GroupFormationSettings(
                 window_s=settings.matchmaking_timeout_s,
@@ -130,10 +133,22 @@ class Rounds:
         """Take part in nothing more."""
         self._matchmaker.close()
 
-    def members_of(self, step: int) -> frozenset[PeerId]:
-        """Who was in the last round, if it was that of ``step``."""
-        last = self._last if self._last is not None and self._last.step == step else None
-        return frozenset(member.id for member in last.members) if last else frozenset()
+    def forget(self, step: int, lineage: bytes) -> None:
+        """This peer comes back to the step: it tells no more of the group that it had there."""
+        self._matchmaker.forget(step, lineage)
+
+    def likely(self, step: int, lineage: bytes) -> frozenset[PeerId]:
+        """Who comes to the round of ``step``, whatever its record tells: it was in the one before, or has called us."""
+        last = self._last if self._last is not None and self._last.step == step - 1 else None
+        members = [member.id for member in last.members] if last else []
+        callers = (peer for peer, called in self._callers.items() if called == (step, lineage))
+        return frozenset((*members, *callers))
+
+    def _on_call(self, terms: Ticket, caller: PeerId) -> float | None:
+        ready_in_s = self._on_called(terms, caller)
+        if ready_in_s is not None:
+            self._callers[caller] = terms.step, terms.lineage
+        return ready_in_s
 
     async def take_part(
         self,
@@ -174,7 +189,7 @@ class Rounds:
         """What will not pass by itself, such as another codec, is told once; the peer trains alone meanwhile."""
         if refused.reason == "invalid" and str(refused) not in self._told:
             self._told.add(str(refused))
-            fix = "all peers of a run take the same model, codec and mean_codec"
+            fix = "all peers of a run take the same model, compression and mean_compression"
             self._services.events.emit(
                 Fault(now, "rounds, which this peer is kept out of", f"{refused}; {fix}")
             )

@@ -208,11 +208,11 @@ class AveragingOptions(TypedDict, total=False):
     """How peers average; what `Swarm.optimizer` takes besides.
 
     Attributes:
-        compression: gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors float16), onebit,
-            or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without ``error_feedback``, and
-            train a worse model.
-        mean_compression: the same of their means; as ``compression`` if it is not given, but float16 beside onebit and topk: what
-            they would cut off a mean is fed back by nobody.
+        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors
+            float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without
+            ``error_feedback``, and train a worse model.
+        mean_compression: of averaged gradients; by default the same, but float16 with onebit and topk, because no
+            peer feeds back what they would cut off a mean.
         error_feedback: what compression cut off a gradient is added to the next; costs two vectors of memory.
         overlap: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
             step, on copies in main memory, run while this peer computes on.
@@ -236,7 +236,7 @@ class TrainingSettings:
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
-        compression, mean_compression: on the wire, of gradients and of their means (see `colab_swarm.tensors.codecs.Precision`).
+        compression, mean_compression: of gradients and their means (see `colab_swarm.tensors.codecs.Precision`).
         local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's; "auto": as the budget needs.
         budget: for this peer's traffic.
         error_feedback: what compression cut off a gradient is added to the next.

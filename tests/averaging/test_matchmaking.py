@@ -26,15 +26,25 @@ TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
 
 
 class Trainer:
-    """A peer with a matchmaker; ``ready_in_s`` is what it answers when called."""
+    """A peer with a matchmaker.
+
+    Attributes:
+        ready_in_s: what it answers when called.
+        followed: whether the swarm follows the groups that it had.
+    """
 
     def __init__(self, peers: SimPeers) -> None:
         self.peers = peers
         self.candidates: list[PeerId] = []
         self.ready_in_s: float | None = 0.0
         self.ticket = TICKET
+        self.followed = True
         self.matchmaker = Matchmaker(
-            PrefixRouter(peers), "run", expected=self._expected, on_called=self._on_called
+            PrefixRouter(peers),
+            "run",
+            expected=self._expected,
+            on_called=self._on_called,
+            stands=lambda step, lineage: self.followed,
         )
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
@@ -127,6 +137,47 @@ def test_a_run_that_comes_back_to_a_step_is_not_told_of_its_group_for_ever() -> 
         assert refused(outcome[0]) == "late"
         group = await newcomer.join(after_s=REMEMBERED_S)
         assert [member.id for member in group.members] == [newcomer.peers.id]
+
+    in_town(3, script)
+
+
+async def go_on_alone(trainer: Trainer) -> Group:
+    """It is its own group, and at the next step then."""
+    candidates, trainer.candidates = trainer.candidates, []
+    group = await trainer.join()
+    assert len(group.members) == 1
+    trainer.candidates, trainer.ticket = candidates, msgspec.structs.replace(TICKET, step=8)
+    return group
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_group_that_the_swarm_did_not_follow_stops_nobody_and_comes_back_to_nobody(first: int) -> None:
+    async def script(town: Town) -> None:
+        alone = town.trainers[first]
+        others = [trainer for trainer in town.trainers if trainer is not alone]
+        old = await go_on_alone(alone)
+        late = await asyncio.gather(*(other.join() for other in others), return_exceptions=True)
+        assert set(map(refused, late)) == {"late"}  # its round may go on
+        alone.followed = False
+        groups = await asyncio.gather(*(other.join() for other in others))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 2
+        alone.ticket = TICKET  # it has caught up, and takes the step once more
+        alone.matchmaker.forget(TICKET.step, TICKET.lineage)
+        again = await asyncio.gather(*(t.join() for t in town.trainers))
+        assert len(set(again)) == 1 and len(again[0].members) == 3 and old not in again
+
+    in_town(3, script)
+
+
+def test_nobody_tells_of_a_group_of_others() -> None:
+    async def script(town: Town) -> None:
+        alone, *others = town.trainers
+        await go_on_alone(alone)
+        for other in others:  # each hears of the group
+            assert refused((await asyncio.gather(other.join(), return_exceptions=True))[0]) == "late"
+        town.network.now().crash(alone.peers.name)
+        groups = await asyncio.gather(*(other.join() for other in others))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 2
 
     in_town(3, script)
 

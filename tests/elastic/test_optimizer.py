@@ -84,7 +84,9 @@ def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler
 @pytest.mark.parametrize("compression", ["float16", "int8", "topk:0.1", "onebit"])
 def test_members_apply_what_the_others_decode_so_that_they_stay_equal(compression: str) -> None:
     with simulation() as sim:
-        results = sim.run(lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), compression=compression))
+        results = sim.run(
+            lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), compression=compression)
+        )
     (alice, told), (bob, _) = results.values()
     assert torch.equal(alice, bob)
     assert told[-1].bound and told[-1].inconsistency <= told[-1].bound

@@ -120,7 +120,9 @@ def trial() -> Trial:
         model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
 
         def ask() -> Prediction:
-            found = doctor(swarm, model=model, batches=batches, target_batch_size=TARGET, compression="float16")
+            found = doctor(
+                swarm, model=model, batches=batches, target_batch_size=TARGET, compression="float16"
+            )
             assert found.prediction is not None
             return found.prediction
 

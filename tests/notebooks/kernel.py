@@ -15,6 +15,7 @@ from colab_swarm.bench.join import code_cells, filled_in
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CELL_TIMEOUT_S = 300
+TRIES = 40
 
 
 class CellFailed(AssertionError):
@@ -52,6 +53,16 @@ class Kernel:
         output = self.execute(cell)
         self.next += 1
         return output
+
+    def train_to(self, step: int, **form: object) -> str:
+        """Run the next cell, which trains for a time, again and again until the swarm is at ``step``: on a busy machine
+        that time may be too short."""
+        for _ in range(TRIES):
+            shown = self.run(**form)
+            if int(self.execute("print(optimizer.global_step)")) >= step:
+                return shown
+            self.next -= 1
+        raise CellFailed(f"not at step {step} after {TRIES} runs of the cell")
 
     def run_all(self, **form: object) -> list[str]:
         """Run the cells that are left."""

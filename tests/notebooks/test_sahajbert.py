@@ -44,8 +44,12 @@ def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: P
         share = "print(swarm.invite(settings=wanted | {'tokenizer': '../organizer/tokenizer'}))"
         invitation = organizer.execute(share).strip()
         until_trained(volunteer, sources, INVITATION=invitation, MY_NAME="carol", **form | {"SIZE": "large"})
+        volunteer.run()
+        volunteer.train_to(1, **form)
         volunteer.run_all(**form, HELD_OUT=str(tmp_path / "text.txt"))
         assert "1 peer linked" not in volunteer.execute("print(swarm)")
+        organizer.run()
+        organizer.train_to(1, **form)
         organizer.run_all(**form, DATA=str(tmp_path / "names.conll"))
         same = "print([tuple(batches.tokenizer('আমি যাই')['input_ids']), optimizer.global_step > 0])"
         assert volunteer.execute(same) == organizer.execute(same)

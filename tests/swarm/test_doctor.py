@@ -94,7 +94,7 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
+@pytest.mark.parametrize(("compression", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
 def test_a_swarm_that_compresses_much_is_predicted_too(
     swarm: cs.Swarm, codec: str, value_bytes: float
 ) -> None:
@@ -119,11 +119,11 @@ def test_the_command_prints_and_tells_whether_all_is_ready(capsys: pytest.Captur
 
 
 def test_the_invitation_suggests_what_the_user_left_open() -> None:
-    suggested = {"target_batch_size": 512, "codec": "int8"}
+    suggested = {"target_batch_size": 512, "compression": "int8"}
     assert _suggested(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
     assert _suggested(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
-    assert _suggested(Subject(None, None, 96, None), {"codec": "topk:0.01"}).codec == "topk:0.01"
-    strange = {"target_batch_size": "many", "codec": "mp3"}
+    assert _suggested(Subject(None, None, 96, None), {"compression": "topk:0.01"}).compression == "topk:0.01"
+    strange = {"target_batch_size": "many", "compression": "mp3"}
     assert _suggested(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
 
 

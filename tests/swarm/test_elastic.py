@@ -59,7 +59,7 @@ def test_leaving_the_swarm_leaves_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"peers": 1}, "peers=1"), ({"peers": 2, "codec": "zip"}, "unknown codec")]
+    ("options", "message"), [({"peers": 1}, "peers=1"), ({"peers": 2, "compression": "zip"}, "unknown codec")]
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     def loop(swarm: cs.Swarm) -> None:

@@ -127,4 +127,4 @@ def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: 
                 come(state_dir=tmp_path)
             assert not (tmp_path / "in-use.json").exists()
         with come(state_dir=tmp_path) as kept:
-            assert kept.id == unkept.id and kept.folder == tmp_path
+            assert kept.id == unkept.id and kept.session.folder == tmp_path

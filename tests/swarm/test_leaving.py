@@ -83,7 +83,7 @@ def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leav
     alice, stopped = cs.create("test-run"), threading.Event()
     alice.session.stops.append(fail)
     alice.session.stops.append(stopped.set)
-    alice._end_session(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    alice.session._end(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
     assert stopped.is_set() and alice.left
     faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault) if isinstance(fault, Fault)]
     assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]
@@ -104,7 +104,7 @@ def test_a_part_that_cannot_be_closed_leaves_no_other_open(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
     assert alice.left and second.turn.closed.is_set() and not (tmp_path / "in-use.json").exists()
-    assert alice._presence is not None and alice._presence.node.linker.closed
+    assert alice.network is not None and alice.network.node.linker.closed
     alice.leave()
 
 
@@ -119,8 +119,8 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
     stop_serving = {FindPeers.__name__, ShareRevoked.__name__, PresentMembership.__name__}
-    assert alice._presence is not None and alice._presence.node.linker.closed
-    assert not stop_serving & set(alice._presence.node.linker.services[0]._by_name)
+    assert alice.network is not None and alice.network.node.linker.closed
+    assert not stop_serving & set(alice.network.node.linker.services[0]._by_name)
 
 
 def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm
         assert resume(tmp_path / "bob") is bob
     with resume(tmp_path / "bob") as again:
         assert (again.id, again.name) == (bob.id, "bob") and again is not bob
-        assert again._presence is not None and again._presence._options.upload_mbit_s == 50.0
+        assert again.network is not None and again.network._options.upload_mbit_s == 50.0
 
 
 def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path:
 
 def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: Path) -> None:
     began = cs.create("test-run", state_dir=tmp_path / "alice")
-    port = began._require_real().node.port
+    port = began.context.require_network().node.port
     began.leave()
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -80,7 +80,7 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
     return optimizer._gathered.feedback.residual
 
 
-@pytest.mark.parametrize("compression", ["int8", "onebit", "topk:0.1"])
+@pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_checkpoint_keeps_what_a_peer_owes(codec: str, delayed: bool, tmp_path: Path) -> None:
     def owes(swarm: Swarm) -> float:
@@ -114,5 +114,7 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
 def test_means_travel_finer_than_what_needs_feedback() -> None:
     settings = TrainingSettings.of("run/model", 10.0, None, {"compression": "topk:0.01"})
     assert (settings.compression, settings.mean_compression) == ("topk:0.01", "float16")
-    chosen = TrainingSettings.of("run/model", 10.0, None, {"compression": "onebit", "mean_compression": "int8"})
-    assert chosen.mean_codec == "int8"
+    chosen = TrainingSettings.of(
+        "run/model", 10.0, None, {"compression": "onebit", "mean_compression": "int8"}
+    )
+    assert chosen.mean_compression == "int8"

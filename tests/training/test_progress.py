@@ -34,6 +34,15 @@ def test_a_minority_ahead_does_not_move_the_swarm() -> None:
     assert swarm.branch().step == 5 and not swarm.behind
 
 
+def test_a_group_stands_while_its_round_goes_on_and_if_the_swarm_followed() -> None:
+    swarm = progress(record(5), {BOB: record(5), CAROL: record(5)})
+    assert swarm.stands(5, b"same")  # this peer may be in the round
+    swarm.advance(b"alone")
+    assert not swarm.stands(5, b"same")
+    swarm.on_round([BOB], 6, b"alone", now=0.0)
+    assert swarm.stands(5, b"same")  # half of them took the step
+
+
 def test_half_the_peers_ahead_move_the_swarm_and_the_rest_is_behind() -> None:
     swarm = progress(record(5), {BOB: record(6), CAROL: record(5), DAVE: record(6)})
     assert swarm.branch().peers == {BOB, DAVE} and swarm.behind

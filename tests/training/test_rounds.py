@@ -1,11 +1,13 @@
-"""A trainer that is kept out of the rounds is told why."""
+"""A trainer that is kept out of the rounds is told why, and none is for long."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import Fault
+from colab_swarm.events import Fault, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model, wait_for_peers
 
@@ -26,4 +28,37 @@ def test_whoever_takes_another_codec_than_the_others_is_told_once() -> None:
         told = simulation.run(train, seconds=300)
     texts = [text for texts in told.values() for text in texts if "compression" in text]
     assert texts and len(texts) == len(set(texts))
-    assert all("all peers of a run take the same model, codec and mean_codec" in text for text in texts)
+    assert all(
+        "all peers of a run take the same model, compression and mean_compression" in text for text in texts
+    )
+
+
+WAKE_AT_S, COMMON_STEPS, END = 60.0, 3, 12
+
+
+def train_idle_and_train(swarm: Swarm, eager: str) -> bytes:
+    """All stop after `COMMON_STEPS`, but one goes on for one; a minute later all train to the same step."""
+    optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
+    wait_for_peers(swarm, optimizer, 3)
+
+    def train_until(step: int) -> None:
+        while optimizer.global_step < step:
+            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+
+    train_until(COMMON_STEPS + (swarm.name == eager))
+    swarm.runtime.call(asyncio.sleep(WAKE_AT_S - swarm.runtime.time()))
+    train_until(END)
+    return optimizer.lineage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("eager", ["alice", "bob", "carol"])
+def test_a_step_that_one_takes_alone_while_the_others_idle_stops_nobody(eager: str, seed: int) -> None:
+    with cs.simulate(3, network="lan", seed=seed, samples_per_s=40.0) as sim:
+        lineages = sim.run(lambda swarm: train_idle_and_train(swarm, eager), seconds=600)
+        alone = [e for e in sim.swarms[eager].events.recent(RoundFinished) if e.group_size == 1]
+        assert [e.step for e in alone] == [COMMON_STEPS]
+        assert sim.time < WAKE_AT_S + 5.0  # what a round that waits for somebody in vain would take
+    assert len(lineages) == 3 and len(set(lineages.values())) == 1

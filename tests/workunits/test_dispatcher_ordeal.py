@@ -75,9 +75,7 @@ class Ordeal:
         self.commit(self.dispatcher.advance(now=self.now))
         volunteer = self.rng.choice([*MISBEHAVIOUR])
         if self.rng.random() < MISBEHAVIOUR[volunteer]:
-            self.rng.choice([self.kill, self.give_back, self.send_again, *[self.send_rubbish] * 3])(
-                volunteer
-            )
+            self.rng.choice([self.kill, self.give_back, self.send_again, *[self.send_rubbish] * 3])(volunteer)
         elif self.held[volunteer] and self.rng.random() < 0.6:
             self.return_one(volunteer, value=0.0)
         else:

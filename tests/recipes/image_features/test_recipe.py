@@ -72,7 +72,9 @@ def test_peers_of_a_swarm_stay_equal_though_each_has_its_own_images_and_statisti
         model = models[swarm.name]
         _, batches = swav(images=PICTURES, swarm=swarm, batch_size=8)
         inner, scheduler = swav_optimizer(model)
-        optimizer = swarm.optimizer(inner, scheduler=scheduler, target_batch_size=16, matchmaking_timeout_s=20.0)
+        optimizer = swarm.optimizer(
+            inner, scheduler=scheduler, target_batch_size=16, matchmaking_timeout_s=20.0
+        )
         while optimizer.global_step < 4:
             model(**next(batches), step=optimizer.global_step).loss.backward()
             optimizer.step(samples=8)
