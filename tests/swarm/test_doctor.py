@@ -94,7 +94,7 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compression", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
+@pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
 def test_a_swarm_that_compresses_much_is_predicted_too(
     swarm: cs.Swarm, codec: str, value_bytes: float
 ) -> None:
