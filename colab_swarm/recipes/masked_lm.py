@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, Predictor
-from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
+from colab_swarm.recipes.pretraining import HasId, PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
@@ -197,13 +197,6 @@ WITHOUT_GPU_BYTES = 8 << 30
 """Where there is no GPU, the micro-batch is chosen as if there were one with so much memory."""
 
 Batches: TypeAlias = PretrainingBatches | StreamedBatches
-
-
-class HasId(Protocol):
-    """All that the recipe wants of a swarm."""
-
-    @property
-    def id(self) -> bytes: ...
 
 
 class Probe(Protocol):

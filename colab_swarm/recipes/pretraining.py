@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ IGNORED = -100
 
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 """The tokens of two pieces, without special ones, and whether they are swapped."""
+
+
+class HasId(Protocol):
+    """A swarm, as far as a recipe needs it."""
+
+    @property
+    def id(self) -> bytes: ...
 
 
 def peer_seed(seed: int, peer: bytes) -> int:
