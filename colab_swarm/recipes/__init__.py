@@ -3,7 +3,7 @@
 | call | model | source |
 |---|---|---|
 | `cs.recipes.albert("tiny", text="python-docs", swarm=swarm)` | ALBERT on any text | DeDLOC, section 4.2 |
-| `cs.recipes.albert("large", text={…: weight}, language="bn", batch_size=None, swarm=swarm)` | sahajBERT | section 4.3 |
+| `cs.recipes.albert("large", text={…: weight}, language="bn", batch_size=None)` | sahajBERT | section 4.3 |
 | `cs.recipes.swav(…)` | image features without labels | Caron et al. 2020; section 4.1 |
 | `cs.recipes.parameter_groups(model)` | no decay for biases and layer norms | |
 
