@@ -186,7 +186,7 @@ class ElasticSteps:
         piece = own.piece
         self._exchange.send(piece, own.payload)
         self.ledger.on_own(piece.step, piece.bucket, own.arrived, now=self._loop.time())
-        self.meter.on_told(self._exchange.me, piece.step, piece.squares, piece.residual_squares)
+        self.meter.on_norms(self._exchange.me, piece.step, piece.squares, piece.residual_squares)
 
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
         """See `Receiver`. Who sends what no honest peer would is dropped."""
@@ -203,7 +203,7 @@ class ElasticSteps:
         except ValueError as error:
             self._exchange.drop(peer, str(error))
             return
-        self.meter.on_told(peer, piece.step, piece.squares, piece.residual_squares)
+        self.meter.on_norms(peer, piece.step, piece.squares, piece.residual_squares)
         self._changed.set()
 
     def on_lost(self, peer: int, reason: str) -> None:
