@@ -221,4 +221,6 @@ class GradientLedger:
         assert all(buckets and step < self.step for (_, step), buckets in self._owed.items())
         assert not self.lost & {peer for peer, _ in self._owed}, "a lost peer owes something"
         oldest = self.step - 1 - self._scheduler.max_delay
-        assert all(step > oldest for _, step in self._owed), "a step ended although something too old was missing"
+        assert all(step > oldest for _, step in self._owed), (
+            "a step ended although something too old was missing"
+        )

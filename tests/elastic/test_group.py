@@ -60,7 +60,7 @@ def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "named"),
     [
-        ({"codec": "int8"}, "int8"),
+        ({"compression": "int8"}, "int8"),
         ({"scheduler": NormBounded(0.5)}, "NormBounded(beta=0.5"),
         ({"hidden": 3}, "values"),
     ],
@@ -82,7 +82,7 @@ def test_peers_with_other_settings_are_told_at_once_and_both(theirs: dict[str, o
 def test_who_waits_in_vain_is_told_how_many_came_and_may_try_again() -> None:
     def wait(swarm: Swarm) -> None:
         for _ in range(2):
-            with pytest.raises(StateError, match="3 peers were to train 'model', 2 came in 5 s"):
+            with pytest.raises(StateError, match="training 'model' needs 3 peers, 2 came in 5 s"):
                 join_group(swarm, model(), 3, wait_s=5.0)
 
     with cs.simulate(2, network="lan", seed=1) as sim:

@@ -83,7 +83,9 @@ def test_a_bucket_counts_once() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "furthest"), [(Synchronous(), 1), (NormBounded(0.5), 2), (BoundedStaleness(4), 5)]
 )
-def test_a_bucket_further_ahead_than_the_scheduler_allows_is_refused(scheduler: Scheduler, furthest: int) -> None:
+def test_a_bucket_further_ahead_than_the_scheduler_allows_is_refused(
+    scheduler: Scheduler, furthest: int
+) -> None:
     ledger = alice(scheduler)
     assert ledger.on_received(BOB, furthest, 1, of(5))
     assert not ledger.on_received(BOB, furthest + 1, 1, of(5))
@@ -154,7 +156,9 @@ def test_an_own_bucket_of_another_step_or_a_duplicate_is_an_error() -> None:
     peers=st.integers(2, 5),
     scheduler=st.sampled_from([Synchronous(), NormBounded(0.3), VarianceBounded(0.0), BoundedStaleness(3)]),
 )
-def test_every_value_is_applied_once_in_any_order_of_arrival(seed: int, peers: int, scheduler: Scheduler) -> None:
+def test_every_value_is_applied_once_in_any_order_of_arrival(
+    seed: int, peers: int, scheduler: Scheduler
+) -> None:
     """Values arrive in any order that the scheduler allows; after the last the sum is that of synchronous steps."""
     rng, steps, sizes = random.Random(seed), 6, [3, 1, 2]
     gradients = np.random.default_rng(seed).normal(size=(steps, peers, len(sizes), 3)).astype(np.float32)

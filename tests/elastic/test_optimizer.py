@@ -192,7 +192,7 @@ def test_it_says_what_to_do_instead_of_what_cannot_be_done() -> None:
         assert "of 2, counted from 0" in optimizer._repr_html_()
         optimizer.close()
         optimizer.close()
-        with pytest.raises(RuntimeError, match="make a new one"):
+        with pytest.raises(RuntimeError, match="create a new one"):
             optimizer.step()
         return text
 
