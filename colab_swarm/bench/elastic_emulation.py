@@ -174,7 +174,7 @@ class Emulation:
         sent, residual_squares = self._encode(member, part.start, gradient[part])
         told = (_square(gradient[part]), residual_squares)
         member.ledger.on_own(step, bucket, sent, now=self._now)
-        member.meter.on_told(peer, step, *told)
+        member.meter.on_norms(peer, step, *told)
         crashes = crash is not None and crash.step == step
         for other in range(self._scene.peers):
             if other != peer and not (crashes and other not in crash.reached):  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ class Emulation:
         def arrive() -> None:
             member = self.members[other]
             if member.ledger.on_received(peer, step, bucket, sent):
-                member.meter.on_told(peer, step, *told)
+                member.meter.on_norms(peer, step, *told)
                 self._ask(other)
 
         self._at(at, arrive)

@@ -1,12 +1,10 @@
-"""How a group comes together: peers that wait tell so in the DHT, agree on who is in, and start from equal parameters.
+"""Form an elastic group, and exchange buckets over peer links.
 
-The first member (by id) gives its parameters and the optimizer's state to all others. Nothing of this goes on while
-the group trains: it begins complete, and whoever is lost does not come back.
+Waiting peers publish a record in the DHT, agree on the members, and start from equal parameters. The first member (by
+id) sends its parameters and optimizer state to all others. A group starts complete: a lost member cannot rejoin.
 
-Buckets over peer links: one stream between any two members, both ways, for as long as the group lives.
-
-So the price of a round trip is paid when the group is formed, and a bucket takes one way. Whoever's stream breaks is
-lost, for good: the others go on without it.
+Any two members share one stream, in both directions, as long as the group lives. So the round trip is paid once, and a
+bucket travels one way. If a stream breaks, each of the two members counts the other as lost and continues without it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -29,7 +27,8 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.dht.service import is_sound
-from colab_swarm.elastic.settings import ElasticSettings, Piece, PieceExchange, PieceReceiver
+from colab_swarm.elastic.settings import ElasticSettings, Piece
+from colab_swarm.elastic.steps import ElasticSteps
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
@@ -37,28 +36,37 @@ from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import StateSharing, download_state
 
-READY = Piece(-1, 0)
+logger = logging.getLogger(__name__)
 
-FAREWELL_S = 5.0
+READY = Piece(-1, 0)
+GOODBYE_S = 5.0
+POLL_S = 0.5
+RECORD_TTL_S = 15.0
+RENEW_S = 5.0
+MEETING_S = 20.0
+MAX_TERMS = 512
+GATHERING = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
 
 
 class ElasticLink(Message, frozen=True):
-    """Opens the stream between two members of a group, whose ids it tells."""
+    """Opens the stream between two members of a group; ``members`` are the ids of all."""
 
     prefix: str
     members: tuple[PeerId, ...]
 
 
 class PeerExchange:
-    """This peer's streams to the other members; an `PieceExchange`.
+    """This peer's streams to the other members; a `PieceExchange`.
 
     Args:
         members: in the order of their numbers.
-        timeout_s: for all to be ready.
+        timeout_s: until all members must be ready.
 
     Attributes:
+        opening: names the group on the wire.
         me: this peer's number.
-        lost: who is gone, and why.
+        members: size of the group.
+        lost: lost members, with reasons.
     """
 
     def __init__(
@@ -72,11 +80,11 @@ class PeerExchange:
     ) -> None:
         self._peers, self._events = peers, events
         self._members, self._timeout_s = members, timeout_s
-        self._opening = ElasticLink(prefix, tuple(member.id for member in members))
-        self.me = self._opening.members.index(peers.id)
+        self.opening = ElasticLink(prefix, tuple(member.id for member in members))
+        self.me = self.opening.members.index(peers.id)
         self.members = len(members)
         self.lost: dict[int, str] = {}
-        self._receiver: PieceReceiver | None = None
+        self._steps: ElasticSteps | None = None
         self._begun, self._all_ready = asyncio.Event(), asyncio.Event()
         self._unready = {index for index in range(len(members)) if index != self.me}
         self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {
@@ -85,9 +93,8 @@ class PeerExchange:
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, receiver: PieceReceiver) -> None:
-        """See `PieceExchange`."""
-        self._receiver = receiver
+    async def begin(self, steps: ElasticSteps) -> None:
+        self._steps = steps
         self._begun.set()
         for index in self._queues:
             if self._opens(index):
@@ -98,71 +105,67 @@ class PeerExchange:
                 await self._all_ready.wait()
         except TimeoutError:
             names = ", ".join(short(self._members[index].id) for index in self._unready)
-            raise StateError(
-                f"{names} did not get ready in {self._timeout_s:g} s: begin again, all peers"
-            ) from None
+            text = f"{names} did not get ready in {self._timeout_s:g} s: restart all peers"
+            raise StateError(text) from None
         if self.lost:
-            told = "; ".join(
+            reasons = "; ".join(
                 f"{short(self._members[index].id)}: {reason}" for index, reason in self.lost.items()
             )
-            raise StateError(f"a member was lost before the first step ({told}): begin again, all peers")
+            raise StateError(f"a member was lost before the first step ({reasons}): restart all peers")
 
     def _opens(self, index: int) -> bool:
-        """Of two members the first dials the second, unless only the first can be dialled."""
+        """Whether this peer dials: of two members the first does, unless only the first can be dialled."""
         second = self._members[max(index, self.me)]
         return (self.me < index) == bool(second.addresses)
 
     async def _dial(self, index: int) -> None:
         try:
             peer = self._members[index].id
-            stream = await self._peers.stream(peer, self._opening, timeout_s=self._timeout_s)
+            stream = await self._peers.stream(peer, self.opening, timeout_s=self._timeout_s)
         except PeerError as error:
             self._lose(index, str(error))
         else:
             await self._converse(index, stream)
 
     async def serve(self, opening: ElasticLink, stream: Stream) -> None:
-        """A member opened its stream to this peer.
+        """Use the stream that a member opened to this peer.
 
         Raises:
-            Refusal: it is none of this group, or has one already.
+            Refusal: the peer is not in this group, or has a stream already.
         """
-        if opening != self._opening or stream.peer not in opening.members:
-            raise Refusal("this peer trains in another group: begin again, all peers")
+        if opening != self.opening or stream.peer not in opening.members:
+            raise Refusal("this peer trains in another group: restart all peers")
         await self._begun.wait()
         index = opening.members.index(stream.peer)
         if index == self.me or self._opens(index) or index in self._streams or index in self.lost:
-            raise Refusal("there is, or was, such a stream already")
+            raise Refusal("there is, or was, a stream already")
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         await self._converse(index, stream)
 
     async def _converse(self, index: int, stream: Stream) -> None:
-        """Both directions, until one is over."""
+        """Send and receive until one direction ends."""
         self._streams[index] = stream
         async with stream:
-            ways = [
-                asyncio.create_task(self._receive(index, stream)),
-                asyncio.create_task(self._send(index, stream)),
-            ]
+            tasks = [asyncio.create_task(job(index, stream)) for job in (self._receive, self._send)]
             try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self, index: int, stream: Stream) -> None:
-        assert self._receiver is not None
+        assert self._steps is not None
         try:
             while True:
                 piece, payload = await stream.receive(Piece)
                 if piece == READY:
                     self._on_settled(index)
                 else:
-                    self._receiver.on_piece(index, piece, payload)
-        except PeerError as error:  # a stream that ended included
+                    self._steps.on_piece(index, piece, payload)
+        except PeerError as error:  # or the stream ended
             self._lose(index, str(error))
 
     async def _send(self, index: int, stream: Stream) -> None:
@@ -174,13 +177,11 @@ class PeerExchange:
             self._lose(index, str(error))
 
     def send(self, piece: Piece, payload: Buffer) -> None:
-        """See `PieceExchange`."""
         for index, queue in self._queues.items():
             if index not in self.lost:
                 queue.put_nowait((piece, payload))
 
     def drop(self, peer: int, reason: str) -> None:
-        """See `PieceExchange`."""
         self._lose(peer, reason)
         if peer in self._streams:
             self._streams[peer].reset(reason)
@@ -188,11 +189,11 @@ class PeerExchange:
     def _lose(self, index: int, reason: str) -> None:
         if index in self.lost:
             return
-        assert self._receiver is not None
+        assert self._steps is not None
         self.lost[index] = reason
         at = asyncio.get_running_loop().time()
         self._events.emit(PeerLeft(at, self._members[index].id.hex(), reason))
-        self._receiver.on_lost(index, reason)
+        self._steps.on_lost(index, reason)
         self._on_settled(index)
 
     def _on_settled(self, index: int) -> None:
@@ -201,39 +202,22 @@ class PeerExchange:
             self._all_ready.set()
 
     async def close(self) -> None:
-        """See `PieceExchange`."""
         for queue in self._queues.values():
             queue.put_nowait(None)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=FAREWELL_S)
+            await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         self.kill()
 
     def kill(self) -> None:
-        """See `PieceExchange`."""
         for task in self._tasks:
             task.cancel()
 
 
-logger = logging.getLogger(__name__)
-
-POLL_S = 0.5
-
-RECORD_TTL_S = 15.0
-
-RENEW_S = 5.0
-
-MEETING_S = 20.0
-
-MAX_TERMS = 512
-
-GATHERING = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
-
-
 class WaitingRecord(Message, frozen=True):
-    """A peer waits for a group; signed, under its own subkey.
+    """Published by a peer that waits for a group; signed, under its own subkey.
 
     Attributes:
-        addresses: where it can be dialled.
+        addresses: at which it can be dialled.
         terms: see `ElasticSettings.terms`.
     """
 
@@ -241,39 +225,25 @@ class WaitingRecord(Message, frozen=True):
     terms: str
 
 
-class PeerGroup:
-    """A way into a group of peers of a swarm; an `Entrance`."""
-
-    def __init__(self, services: PeerServices) -> None:
-        self._services = services
-
-    async def enter(
-        self,
-        settings: ElasticSettings,
-        terms: str,
-        replica: Replica,
-        receive: Callable[[PieceExchange], PieceReceiver],
-    ) -> PeerExchange:
-        """See `Entrance`."""
-        forming = _Forming(self._services, settings, terms, replica)
-        try:
-            members = await forming.meet()
-            exchange = forming.connect(members)
-            if exchange.me:
-                snapshot = await download_state(self._services.peers, settings.prefix, [members[0].id])
-                await asyncio.to_thread(replica.load_snapshot, snapshot)
-            try:
-                await exchange.begin(receive(exchange))
-            except BaseException:
-                exchange.kill()
-                raise
-            return exchange
-        finally:
-            await forming.close()
+@contextlib.asynccontextmanager
+async def enter_group(
+    services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
+) -> AsyncIterator[PeerExchange]:
+    """Enter a group of peers of a swarm; with ``services`` bound, an `EnterGroup`."""
+    forming = _Forming(services, settings, terms, replica)
+    try:
+        exchange = await forming.connect()
+        if exchange.me:
+            first = exchange.opening.members[0]
+            snapshot = await download_state(services.peers, settings.prefix, [first])
+            await asyncio.to_thread(replica.load_snapshot, snapshot)
+        yield exchange
+    finally:
+        await forming.close()
 
 
 class _Forming:
-    """The forming of one group, at one peer: serves it until all members are ready."""
+    """Forms one group at one peer; its services run until all members are ready."""
 
     def __init__(
         self, services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
@@ -290,10 +260,9 @@ class _Forming:
             reduces=bool(services.peers.contact.addresses),
         )
         self._present: set[PeerId] = set()
-        self._callers: set[PeerId] = (
-            set()
-        )  # since the records were last asked for: theirs may be missing there
-        self._others: dict[PeerId, float] = {}  # with other terms: when their records expire
+        self._callers: set[PeerId] = set()  # since the records were last read, which may lack theirs
+        self._others: dict[PeerId, float] = {}  # peers with other terms: when their records expire
+        self._key = f"{settings.prefix}/waiting"
         self._called = asyncio.Event()
         self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
         rooms, prefix = services.rooms, settings.prefix
@@ -310,21 +279,26 @@ class _Forming:
         rooms.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
 
     async def close(self) -> None:
-        """Serve no more, and wait no more for others."""
+        """Stop serving and waiting."""
         self._matchmaker.close()
         self._states.close()
         self._services.rooms.unserve(self._settings.prefix, ElasticLink)
         self._exchange.cancel()
-        await self._tell(ttl_s=0.5)
+        await self._publish(ttl_s=0.5)
 
-    def connect(self, members: Sequence[GroupMember]) -> PeerExchange:
-        """The exchange of the group."""
+    async def connect(self) -> PeerExchange:
+        """Find the members and return the exchange with them.
+
+        Raises:
+            StateError: they did not come together in time, or this peer is one too many.
+            ValueError: another waiting peer has other terms.
+        """
         services, settings = self._services, self._settings
         exchange = PeerExchange(
             services.peers,
             services.events,
             prefix=settings.prefix,
-            members=members,
+            members=await self._meet(),
             timeout_s=settings.wait_s,
         )
         self._exchange.set_result(exchange)
@@ -334,25 +308,20 @@ class _Forming:
         exchange = await asyncio.shield(self._exchange)
         await exchange.serve(opening, stream)
 
-    # --- meeting --------------------------------------------------------------------------------------------------
-
-    async def meet(self) -> Sequence[GroupMember]:
-        """The members, in the order of their numbers.
-
-        Raises:
-            StateError: they did not come together in time, or this peer is one too many.
-            ValueError: a peer that waits, too, has other terms.
-        """
+    async def _meet(self) -> Sequence[GroupMember]:
+        """The members, in the order of their numbers."""
         settings, name = self._settings, self._settings.prefix.rpartition("/")[2]
         logger.info("waiting for %d peers of %r", settings.peers - 1, name)
-        renewing = asyncio.create_task(self._keep_telling(), name="elastic waiting")
+        renewing = asyncio.create_task(self._renew_record(), name="elastic waiting")
         try:
             async with asyncio.timeout(settings.wait_s):
                 while (group := await self._try_to_meet()) is None:
-                    await self._pause()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S):
+                            await self._called.wait()
         except TimeoutError:
             raise StateError(
-                f"{settings.peers} peers were to train {name!r}, {1 + len(self._present)} came in "
+                f"training {name!r} needs {settings.peers} peers, {1 + len(self._present)} came in "
                 f"{settings.wait_s:g} s: start the others with the same name, or raise wait_s"
             ) from None
         finally:
@@ -375,18 +344,11 @@ class _Forming:
             return None
         return group if len(group.members) >= self._settings.peers else None
 
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(POLL_S):
-                await self._called.wait()
-        except TimeoutError:
-            pass
-
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         return sorted(self._present)
 
     def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
-        """Somebody has seen enough peers and begins: come at once."""
+        """A peer that has seen enough others starts the group: join at once."""
         if terms.lineage != self._ticket.lineage:
             return None
         self._present.add(caller)
@@ -394,20 +356,18 @@ class _Forming:
         self._called.set()
         return 0.0
 
-    # --- who waits ------------------------------------------------------------------------------------------------
-
-    async def _keep_telling(self) -> None:
+    async def _renew_record(self) -> None:
         while True:
-            await self._tell(RECORD_TTL_S)
+            await self._publish(RECORD_TTL_S)
             await asyncio.sleep(RENEW_S)
 
-    async def _tell(self, ttl_s: float) -> None:
+    async def _publish(self, ttl_s: float) -> None:
         with contextlib.suppress(PeerError):
             me = self._services.peers.id
             await self._services.dht.store(self._key, self._record, subkey=me, ttl_s=ttl_s, signed=True)
 
     async def _look(self) -> None:
-        """Read which other peers wait now; until the answer is complete, those known before are expected."""
+        """Read the records of waiting peers; until the answer is complete, the earlier ones are expected."""
         self._callers.clear()
         present: set[PeerId] = set()
         for subkey, found in (await self._services.dht.get(self._key)).items():
@@ -419,21 +379,12 @@ class _Forming:
             contact = Contact(peer, record.addresses)
             if peer == self._services.peers.id or not is_sound(contact):
                 continue
-            if record.terms != self._terms:
-                self._on_other_terms(peer, record.terms, found.expires_at)
-                continue
-            self._services.peers.learn(contact)
-            present.add(peer)
+            if record.terms == self._terms:
+                self._services.peers.learn(contact)
+                present.add(peer)
+            elif self._others.setdefault(peer, found.expires_at) != found.expires_at:  # renewed: no leftover
+                raise ValueError(
+                    f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
+                    "Give all peers the same settings"
+                )
         self._present = present | self._callers
-
-    def _on_other_terms(self, peer: PeerId, terms: str, expires_at: float) -> None:
-        """A record that is renewed is no leftover."""
-        if self._others.setdefault(peer, expires_at) != expires_at:
-            raise ValueError(
-                f"{short(peer)} wants to train otherwise: {terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
-                "Give all peers the same settings"
-            )
-
-    @property
-    def _key(self) -> str:
-        return f"{self._settings.prefix}/waiting"

@@ -1,4 +1,4 @@
-"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group, as far as they have arrived."""
+"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group that have arrived so far."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.meter import Meter
-from colab_swarm.elastic.settings import (
-    ElasticSettings,
-    ElasticSnapshot,
-    ElasticStep,
-    GroupTransport,
-    Piece,
-    PieceExchange,
-)
-from colab_swarm.elastic.steps import Buckets, ElasticSteps, OwnBucket
+from colab_swarm.elastic.settings import ElasticSettings, ElasticSnapshot, ElasticStep, Piece
+from colab_swarm.elastic.steps import Buckets, ElasticSteps, PieceExchange
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 
 HISTORY = 500
-"""Steps that a snapshot tells of."""
+"""Steps in a snapshot."""
+
+EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
+"""Finds the other members, which must agree on the settings and on the terms (a text). Loads the first member's
+parameters and optimizer state into the replica, and gives an exchange to `begin` with.
+
+It raises StateError if the group is not formed, ValueError if another peer has other terms.
+"""
 
 
 class ElasticOptimizer(Optimizer):
     """Data-parallel training in a small group whose members need not wait for all gradients (Elastic Consistency).
 
-    Each member's gradient goes to all others in buckets, last layer first, while ``backward()`` goes on. `step` waits
-    until the scheduler has enough and applies, by equation 11, what is there::
+    Each member sends its gradient to all others in buckets, last layer first, during ``backward()``. `step` waits
+    until the scheduler has enough, and applies, by equation 11::
 
-        g_i + those of the others that arrived + stand-ins for what did not + corrections of earlier steps,   all / p
+        g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
 
-    so that p members with batches of n train as one process with batches of p n would, but for what is late. Call it
-    once after each ``backward()``. The parameters must be the same tensors throughout; buffers, such as the statistics
-    of a batch normalisation, are each member's own.
+    So p members with batches of n train like one process with batches of p n, except for what is late. Call `step` once
+    after each ``backward()``. The parameters must stay the same tensors. Buffers, such as the statistics of batch
+    normalization, are local to each member.
     """
 
     def __init__(
@@ -52,41 +53,40 @@ class ElasticOptimizer(Optimizer):
         runtime: Runner,
         optimizer: Optimizer,
         settings: ElasticSettings,
-        entrance: GroupTransport,
+        enter: EnterGroup,
         events: EventLog,
         pace: Callable[[float], float] | None = None,
     ) -> None:
         """Use `Swarm.elastic_optimizer` or `group_optimizer`. Returns when the group is complete.
 
         Args:
-            pace: in a simulation, what the computation of so many samples takes, seconds.
+            pace: in a simulation, seconds of computation for so many samples.
         """
         self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
         self._pace, self._closed = pace, False
         self._replica = Replica(UpdateRule(optimizer))
         self._buckets = Buckets(self._replica.model, most=settings.bucket_values, on_full=self._on_full)
-        self._codec, sizes = settings.wire, self._buckets.sizes
+        self._codec, sizes = codec_of(settings.compression), self._buckets.sizes
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
-        self._carried: Floats | None = None  # corrections of a former group, for all members
+        self._carried: Floats | None = None  # corrections of an earlier group, for all members
         self._step, self._history = 0, deque[ElasticStep](maxlen=HISTORY)
-        terms = settings.terms(sizes, self._replica.schema)
         try:
-            runtime.call(self._enter(entrance, terms, sizes))
+            runtime.call(self._enter(enter))
         except BaseException:
             self._buckets.close()
             raise
 
-    async def _enter(self, entrance: GroupTransport, terms: str, sizes: list[int]) -> None:
-        self._loop = asyncio.get_running_loop()
-
-        def receive(exchange: PieceExchange) -> ElasticSteps:
-            self._steps = ElasticSteps(exchange, self._settings, sizes)
-            return self._steps
-
-        self._exchange = await entrance.enter(self._settings, terms, self._replica, receive)
-
-    # --- what a trainer uses --------------------------------------------------------------------------------------
+    async def _enter(self, enter: EnterGroup) -> None:
+        self._loop, sizes = asyncio.get_running_loop(), self._buckets.sizes
+        terms = self._settings.terms(sizes, self._replica.schema)
+        async with enter(self._settings, terms, self._replica) as exchange:
+            self._exchange, self._steps = exchange, ElasticSteps(exchange, self._settings, sizes)
+            try:
+                await exchange.begin(self._steps)
+            except BaseException:
+                exchange.kill()
+                raise
 
     @property
     def member(self) -> int:
@@ -95,11 +95,11 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def meter(self) -> Meter:
-        """How far this member is off; for charts."""
+        """Estimate of this member's inconsistency."""
         return self._steps.meter
 
     def snapshot(self) -> ElasticSnapshot:
-        """How far this member is off, and was."""
+        """Return this member's state, for charts."""
         scheduler, exchange = repr(self._settings.scheduler), self._exchange
         return ElasticSnapshot(scheduler, exchange.me, exchange.members, tuple(self._history), self._closed)
 
@@ -107,23 +107,22 @@ class ElasticOptimizer(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
     ) -> ElasticStep:
-        """Wait until the scheduler lets this member go on, and apply what is there; gradients are zeroed.
+        """Wait until the scheduler lets this member continue, apply what has arrived, and zero the gradients.
 
-        An interrupt leaves the step open: call it again, without another ``backward()``.
+        An interrupt leaves the step open: call `step` again, without another ``backward()``.
 
         Args:
             closure: not supported, must be None.
-            samples: of a batch; only a simulation wants it, to know how long the next one takes.
+            samples: of a batch; only a simulation uses it, for the duration of the next one.
         """
         if closure is not None:
             raise ValueError("a closure cannot be re-run by a group: call loss.backward() and step()")
         if self._closed:
             raise RuntimeError(
-                "this optimizer has left its group: make a new one with swarm.elastic_optimizer(…)"
+                "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)"
             )
         if self._steps.finished is None:
-            if self._buckets.lacking:
-                uninterrupted(self._buckets.flush)
+            uninterrupted(self._buckets.flush)
             self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
         return uninterrupted(self._apply)
 
@@ -143,11 +142,11 @@ class ElasticOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the model's gradients; what was sent is not taken back."""
+        """Zero the model's gradients; those already sent still count."""
         self._inner.zero_grad(set_to_none)
 
     def close(self) -> None:
-        """Leave the group; the others go on. Idempotent."""
+        """Leave the group; the others continue. Idempotent."""
         if not self._closed:
             self._closed = True
             self._buckets.close()
@@ -158,14 +157,12 @@ class ElasticOptimizer(Optimizer):
         await self._exchange.close()
 
     def kill(self) -> None:
-        """End without a word, as a crash would; on the runtime's loop."""
+        """End without a goodbye, as a crash would; on the runtime's loop."""
         self._closed = True
         self._exchange.kill()
 
-    # --- buckets --------------------------------------------------------------------------------------------------
-
     def _on_full(self, bucket: int, values: Floats) -> None:
-        """Encode a bucket and hand it to the loop; on the thread that runs backward."""
+        """Encode a bucket and hand it to the loop. Runs on the thread of backward."""
         if self._carried is not None:
             values += self._carried[self._buckets.span(bucket)]
         squares = _squares(values)
@@ -173,59 +170,47 @@ class ElasticOptimizer(Optimizer):
             reason = f"bucket {bucket} of step {self._step} was not finite (NaN or Inf) and counts as zero"
             self._events.emit(BatchDropped(self._loop.time(), reason))
             values, squares = np.zeros_like(values), 0.0
-        payload, arrived, residual_squares = self._encode(bucket, values)
-        piece = Piece(self._step, bucket, squares, residual_squares)
-        self._steps.hand_over(OwnBucket(piece, arrived, payload))
-
-    def _encode(self, bucket: int, values: Floats) -> tuple[Any, Floats, float]:
+        residual_squares = 0.0
         if self._feedback is None:
             payload = self._codec.encode(values)
-            return payload, self._codec.decode(payload, values.size), 0.0
-        span = self._buckets.span(bucket)
-        payload, arrived = self._feedback.encode(self._codec, span.start, values)
-        return payload, arrived, _squares(values + self._feedback.residual[span] - arrived)
-
-    # --- torch's face ---------------------------------------------------------------------------------------------
+            arrived = self._codec.decode(payload, values.size)
+        else:
+            span = self._buckets.span(bucket)
+            payload, arrived = self._feedback.encode(self._codec, span.start, values)
+            residual_squares = _squares(values + self._feedback.residual[span] - arrived)
+        self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares), arrived, payload)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
         return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
         return self._inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and what this member still owes: residuals of compression, late corrections."""
-        corrections = self._runtime.call(self._corrections())
+        """Return the wrapped optimizer's state, and what this member owes: residuals and late corrections."""
+        corrections = torch.from_numpy(self._runtime.call(self._corrections()))
         residual = {} if self._feedback is None else self._feedback.state_dict()
-        return {
-            "optimizer": self._inner.state_dict(),
-            "corrections": torch.from_numpy(corrections),
-            **residual,
-        }
+        return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}
 
     async def _corrections(self) -> Floats:
-        """What arrived late and is not applied yet."""
-        total = (
-            np.zeros(sum(self._buckets.sizes), np.float32) if self._carried is None else self._carried.copy()
-        )
+        """Late gradients that are not applied yet."""
+        carried = self._carried
+        total = np.zeros(sum(self._buckets.sizes), np.float32) if carried is None else carried.copy()
         for late in self._steps.ledger.late:
             total[self._buckets.span(late.bucket)] += late.change
         return total
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Owe what is owed in a state; call it before the first ``backward()``.
+        """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        The wrapped optimizer's part, and the parameters, are to be loaded before the group is formed: all members take
-        over the first one's. So of the corrections only the first one's count; they go out with its next gradient.
+        Load the wrapped optimizer's part and the parameters before the group is formed: all members copy the first
+        member's. So only the first member's corrections count; they are sent with its next gradient.
 
         Raises:
             StateError: the state belongs to another model.
@@ -242,32 +227,29 @@ class ElasticOptimizer(Optimizer):
             self._carried = corrections
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered: the group has agreed on the parameters."""
+        """Not supported: the group has agreed on the parameters."""
         raise TypeError(
             "the group has agreed on the parameters: add groups before swarm.elastic_optimizer(…)"
         )
 
     def __repr__(self) -> str:
         inner, scheduler = type(self._inner).__name__, self._settings.scheduler
-        state = (
-            "left"
-            if self._closed
-            else f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
-        )
+        members = f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
+        state = "left" if self._closed else members
         return f"ElasticOptimizer({inner}, {scheduler}, step={self._step}, {state})"
 
     def _repr_html_(self) -> str:
         snapshot = self.snapshot()
-        told: dict[str, object] = {"member": f"{snapshot.member} of {snapshot.members}, counted from 0"}
+        rows: dict[str, object] = {"member": f"{snapshot.member} of {snapshot.members}, counted from 0"}
         if snapshot.steps:
             last = snapshot.steps[-1]
             allowed = "no bound is known" if last.bound is None else f"{last.bound:.3g} allowed"
-            told["inconsistency"] = f"{last.inconsistency:.3g}, {allowed}"
-            told["waited in the last step"] = f"{1000 * last.waited_s:.0f} ms"
-            told["not there by then"] = f"{last.missing:.0%}"
-        return facts(repr(self), told)
+            rows["inconsistency"] = f"{last.inconsistency:.3g}, {allowed}"
+            rows["waited in the last step"] = f"{1000 * last.waited_s:.0f} ms"
+            rows["not arrived by then"] = f"{last.missing:.0%}"
+        return facts(repr(self), rows)
 
 
 def _squares(values: Floats) -> float:
-    with np.errstate(over="ignore"):  # who asks looks whether it is finite
+    with np.errstate(over="ignore"):  # the caller checks for infinity
         return float(np.dot(values, values))

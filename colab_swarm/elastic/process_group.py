@@ -1,8 +1,8 @@
-"""Buckets over `torch.distributed`: the same schedulers where a group lives in one data centre, or on one host.
+"""Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Messages go from member to member through gloo, each direction of each pair in a thread of its own: gloo's calls block.
-All are of one size, that of the largest bucket behind a header, so that a receiver knows it in advance. Unlike peer
-links nothing is encrypted, and what ranks tell each other is trusted.
+Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread, because gloo's calls
+block. All messages have the size of the largest bucket with its header, so a receiver knows the size in advance. Unlike
+peer links, nothing is encrypted, and ranks trust each other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -22,93 +24,85 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Piece, PieceExchange, PieceReceiver
+from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Piece
+from colab_swarm.elastic.steps import ElasticSteps
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
 from colab_swarm.runtime import Runtime
+from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.state import Snapshot, StateManifest
 
 HEADER = struct.Struct("<qqddq")
 """Step, bucket, squares, residual squares, and bytes of payload."""
 GOODBYE = Piece(-1, 0)
-FAREWELL_S = 5.0
-PATIENCE = timedelta(days=1)
-"""With a rank that lives but is silent; one that dies is noticed at once."""
+GOODBYE_S = 5.0
+SILENCE = timedelta(days=1)
+"""Timeout of a rank that lives but is silent; a dead one is noticed at once."""
 
 
 def group_optimizer(optimizer: Optimizer, **options: Unpack[ElasticOptions]) -> ElasticOptimizer:
-    """Let all ranks of a `torch.distributed` job train elastically; every rank calls it, after ``init_process_group``.
+    """Train elastically with all ranks of a `torch.distributed` job. Every rank calls it after ``init_process_group``.
 
     Args:
-        optimizer: over the same parameters in the same order on all ranks; values and state become rank 0's.
-        **options: ``scheduler``, ``codec``, ``error_feedback``, ``wait_s``: see `ElasticSettings`.
+        optimizer: over the same parameters in the same order on all ranks; all ranks copy rank 0's values and state.
+        **options: ``scheduler``, ``compression``, ``error_feedback``, ``wait_s``: see `ElasticSettings`.
 
     Raises:
         RuntimeError: there is no process group.
         ValueError: there are too few or too many ranks, or they have different settings.
     """
     if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
+        raise RuntimeError(
+            "call torch.distributed.init_process_group(…) first; torchrun sets its environment"
+        )
     settings, events = ElasticSettings("", dist.get_world_size(), **options), EventLog()
-    return ElasticOptimizer(Runtime.shared(), optimizer, settings, Ranks(events), events)
+    return ElasticOptimizer(Runtime.shared(), optimizer, settings, partial(_enter_ranks, events), events)
 
 
-class Ranks:
-    """A way into the group of all ranks; an `Entrance`."""
-
-    def __init__(self, events: EventLog) -> None:
-        self._events = events
-
-    async def enter(
-        self,
-        settings: ElasticSettings,
-        terms: str,
-        replica: Replica,
-        receive: Callable[[PieceExchange], PieceReceiver],
-    ) -> ProcessGroupExchange:
-        """See `Entrance`."""
-        try:
-            await asyncio.to_thread(_level, terms, replica, timedelta(seconds=settings.wait_s))
-        except RuntimeError as error:
-            raise StateError(
-                f"a rank was missed; its own output tells why. Start all ranks again. ({error})"
-            ) from error
-        largest = settings.wire.encoded_bytes(settings.bucket_values)
-        exchange = ProcessGroupExchange(self._events, largest_bytes=largest)
-        await exchange.begin(receive(exchange))
-        return exchange
+@asynccontextmanager
+async def _enter_ranks(
+    events: EventLog, settings: ElasticSettings, terms: str, replica: Replica
+) -> AsyncIterator[ProcessGroupExchange]:
+    """Enter the group of all ranks; with ``events`` bound, an `EnterGroup`."""
+    try:
+        await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))
+    except RuntimeError as error:
+        text = f"a rank is missing; its own output says why. Restart all ranks. ({error})"
+        raise StateError(text) from error
+    largest = codec_of(settings.compression).encoded_bytes(settings.bucket_values)
+    yield ProcessGroupExchange(events, largest_bytes=largest)
 
 
-def _level(terms: str, replica: Replica, timeout: timedelta) -> None:
-    """Check that all ranks have the same terms, and give them rank 0's parameters and optimizer state."""
-    words = dist.new_group(backend="gloo", timeout=timeout)
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, terms, group=words)
-    if len(set(told)) > 1:
+def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
+    """Check that all ranks have the same terms, and load rank 0's parameters and optimizer state."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    gathered: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, terms, group=group)
+    if len(set(gathered)) > 1:
         raise ValueError(
-            f"ranks want to train differently: {sorted(set(told))}. Give all ranks the same settings"
+            f"ranks have different settings: {sorted(set(gathered))}. Give all ranks the same settings"
         )
     own = replica.snapshot()
     box: list[StateManifest] = [own.manifest]
-    dist.broadcast_object_list(box, 0, group=words)
+    dist.broadcast_object_list(box, 0, group=group)
     blob = own.blob if dist.get_rank() == 0 else np.empty(box[0].size_bytes, np.uint8)
-    dist.broadcast(torch.from_numpy(blob), 0, group=words)
+    dist.broadcast(torch.from_numpy(blob), 0, group=group)
     if dist.get_rank():
         replica.load_snapshot(Snapshot(box[0], blob))
 
 
 class ProcessGroupExchange:
-    """A rank's lines to the others; an `PieceExchange`. Every rank makes one at the same time.
+    """A rank's connections to the others; a `PieceExchange`. All ranks create theirs at the same time.
 
     Args:
         largest_bytes: of a payload.
 
     Attributes:
         me: this rank.
-        members: how many ranks there are.
-        lost: who is gone.
+        members: number of ranks.
+        lost: lost ranks.
     """
 
     def __init__(self, events: EventLog, *, largest_bytes: int) -> None:
@@ -121,10 +115,9 @@ class ProcessGroupExchange:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    async def begin(self, receiver: PieceReceiver) -> None:
-        """See `PieceExchange`."""
-        self._receiver, self._loop = receiver, asyncio.get_running_loop()
-        self._group = await asyncio.to_thread(dist.new_group, backend="gloo", timeout=PATIENCE)
+    async def begin(self, steps: ElasticSteps) -> None:
+        self._steps, self._loop = steps, asyncio.get_running_loop()
+        self._group = await asyncio.to_thread(dist.new_group, backend="gloo", timeout=SILENCE)
         for rank in self._queues:
             for body in (self._send_to, self._receive_from):
                 thread = threading.Thread(target=body, args=(rank,), name=f"elastic rank {rank}", daemon=True)
@@ -132,7 +125,6 @@ class ProcessGroupExchange:
                 self._threads.append(thread)
 
     def send(self, piece: Piece, payload: Buffer) -> None:
-        """See `PieceExchange`."""
         frame, payload = np.zeros(self._frame_bytes, np.uint8), memoryview(payload).cast("B")
         fields = piece.step, piece.bucket, piece.squares, piece.residual_squares, len(payload)
         HEADER.pack_into(frame.data, 0, *fields)
@@ -142,16 +134,15 @@ class ProcessGroupExchange:
                 frames.put(torch.from_numpy(frame))
 
     def drop(self, peer: int, reason: str) -> None:
-        """See `PieceExchange`."""
         self._lose(peer, reason)
 
     async def close(self) -> None:
-        """See `PieceExchange`. Waits for the other ranks' goodbye, too: gloo cannot be told to receive no more."""
+        """Wait for the goodbye of all other ranks as well: gloo cannot cancel a receive."""
         if not self._closed:
             self._closed = True
             self.send(GOODBYE, b"")
             self.kill()
-            until = time.monotonic() + FAREWELL_S
+            until = time.monotonic() + GOODBYE_S
             for thread in self._threads:
                 await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
             if not any(thread.is_alive() for thread in self._threads):
@@ -159,7 +150,6 @@ class ProcessGroupExchange:
                 del self._group
 
     def kill(self) -> None:
-        """See `PieceExchange`."""
         for frames in self._queues.values():
             frames.put(None)
 
@@ -168,7 +158,7 @@ class ProcessGroupExchange:
             while (frame := self._queues[rank].get()) is not None:
                 dist.send(frame, rank, group=self._group)
         except RuntimeError as error:
-            self._tell_lost(rank, error)
+            self._report_lost(rank, error)
 
     def _receive_from(self, rank: int) -> None:
         try:
@@ -178,22 +168,22 @@ class ProcessGroupExchange:
                 *fields, size_bytes = HEADER.unpack_from(frame.numpy().data)
                 piece = Piece(*fields)
                 if piece == GOODBYE:
-                    self._loop.call_soon_threadsafe(self._lose, rank, "it has left")
+                    self._loop.call_soon_threadsafe(self._lose, rank, "it left")
                     return
                 payload = frame.numpy().data[HEADER.size : HEADER.size + size_bytes]
                 self._loop.call_soon_threadsafe(self._on_piece, rank, piece, payload)
         except RuntimeError as error:
-            self._tell_lost(rank, error)
+            self._report_lost(rank, error)
 
     def _on_piece(self, rank: int, piece: Piece, payload: memoryview) -> None:
         if rank not in self.lost:
-            self._receiver.on_piece(rank, piece, payload)
+            self._steps.on_piece(rank, piece, payload)
 
-    def _tell_lost(self, rank: int, error: RuntimeError) -> None:
+    def _report_lost(self, rank: int, error: RuntimeError) -> None:
         self._loop.call_soon_threadsafe(self._lose, rank, str(error).partition("\n")[0])
 
     def _lose(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:
             self.lost.add(rank)
             self._events.emit(PeerLeft(self._loop.time(), f"rank {rank}", reason))
-            self._receiver.on_lost(rank, reason)
+            self._steps.on_lost(rank, reason)

@@ -1,30 +1,23 @@
-"""How a group trains elastically, and what came of a step."""
+"""Settings of an elastic group, and its results step by step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from colab_swarm.elastic.schedulers import Scheduler, Synchronous
-from colab_swarm.net.peers import Buffer, Message
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Codec, codec_of
-from colab_swarm.training.replica import Replica
+from colab_swarm.net.peers import Message
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, codec_of
 
 MAX_PEERS = 16
-
 BUCKET_BYTES = 120 << 10
-
-"""A bucket, as it is encoded, is one packet on a peer link."""
-
-MOST_BLOCKS = 64
-
+"""An encoded bucket is one packet on a peer link."""
 EXCESS = 1.1
 
 
 class ElasticOptions(TypedDict, total=False):
-    """What an elastic optimizer takes besides; see `ElasticSettings`."""
+    """Options of an elastic optimizer; see `ElasticSettings`."""
 
     scheduler: Scheduler
     compression: str
@@ -34,16 +27,15 @@ class ElasticOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """How a group trains. All its members use the same.
+    """Settings of a group. All members use the same.
 
     Attributes:
-        prefix: names the group; peers of one prefix train one model.
-        peers: how many they are, 2 to 16.
-        scheduler: when a peer goes on to its next step.
+        prefix: name of the group; peers with the same prefix train one model.
+        peers: size of the group, 2 to 16.
+        scheduler: decides when a peer continues with its next step.
         compression: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
-        error_feedback: what compression cut off a gradient is added to the next; without it nothing is known of how
-            far a lossy codec leads the peers off.
-        wait_s: how long to wait for the others when the group is formed.
+        error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
+        wait_s: how long to wait for the other peers when the group is formed.
     """
 
     prefix: str
@@ -61,20 +53,14 @@ class ElasticSettings:
         codec_of(self.compression)
 
     @property
-    def wire(self) -> Codec:
-        """The codec."""
-        return codec_of(self.compression)
-
-    @property
     def bucket_values(self) -> int:
-        """Values of a bucket, at most."""
-        fitting = (
-            n for n in range(MOST_BLOCKS, 0, -1) if self.wire.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES
-        )
+        """Most values of a bucket."""
+        codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
+        fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
         return next(fitting) * BLOCK_VALUES
 
     def terms(self, sizes: list[int], schema: bytes) -> str:
-        """What all members must agree on, for people to compare."""
+        """Return what all members must agree on, as readable text."""
         return (
             f"{self.peers} peers, {self.scheduler!r}, {self.compression}, error_feedback={self.error_feedback}, "
             f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
@@ -83,17 +69,16 @@ class ElasticSettings:
 
 @dataclass(frozen=True)
 class ElasticStep:
-    """What came of one step at this peer.
+    """Result of one step at this peer.
 
     Attributes:
         step: from 0, since the group was formed.
-        waited_s: between the end of its own backward pass and the scheduler's consent.
+        waited_s: from the end of its own backward pass until the scheduler let it continue.
         missing: share of the others' values of this step that had not arrived.
-        inconsistency: how far this peer's parameters are from the group's, by learning rate: the root mean square over
-            the last steps whose gradients have all arrived.
-        bound: what the theory allows it to be, with M and sigma as estimated so far; None: nothing is known for this
-            codec.
-        lost: members (by number) that are gone.
+        inconsistency: distance of this peer's parameters from the group's, divided by the learning rate: the root mean
+            square over recent steps whose gradients have all arrived.
+        bound: the theory's limit for it, with M and sigma as estimated so far; None: unknown for this codec.
+        lost: numbers of the lost members.
     """
 
     step: int
@@ -105,16 +90,16 @@ class ElasticStep:
 
     @property
     def passed(self) -> bool:
-        """Whether the inconsistency is above its bound, by more than means of few steps are uncertain."""
+        """Whether the inconsistency is above its bound by more than the uncertainty of a mean over few steps."""
         return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0
 
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
-    """One member of a group and how far it is off.
+    """State of one member of a group.
 
     Attributes:
-        scheduler: that decides when it goes on, with its settings.
+        scheduler: its scheduler with settings.
         member, members: its number, and the group's size at its start.
         steps: the latest, oldest first.
         left: whether it has left the group.
@@ -128,7 +113,7 @@ class ElasticSnapshot:
 
     @property
     def passed(self) -> bool:
-        """Whether the last measured inconsistency is above its bound; see `ElasticStep.passed`."""
+        """Whether the last measured inconsistency is above its bound."""
         return bool(self.steps) and self.steps[-1].passed
 
 
@@ -137,7 +122,7 @@ class Piece(Message, frozen=True):
 
     Attributes:
         squares: squared norm of the values before compression.
-        residual_squares: of what compression has kept back of them, for the step after.
+        residual_squares: squared norm of what compression keeps back for the next step.
     """
 
     step: int
@@ -148,66 +133,3 @@ class Piece(Message, frozen=True):
     def __post_init__(self) -> None:
         if not (0 <= self.squares < math.inf and 0 <= self.residual_squares < math.inf):
             raise ValueError(f"a bucket of squared norms {self.squares} and {self.residual_squares}")
-
-
-class PieceReceiver(Protocol):
-    """Whoever takes what the other members send. Called on the runtime's loop, and never raises."""
-
-    def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
-        """A bucket arrived."""
-
-    def on_lost(self, peer: int, reason: str) -> None:
-        """A member is gone, for good; called once."""
-
-
-class PieceExchange(Protocol):
-    """One member's lines to all others of its group. Used on the runtime's loop.
-
-    Attributes:
-        me: this member's number.
-        members: how many there are.
-    """
-
-    me: int
-    members: int
-
-    async def begin(self, receiver: PieceReceiver) -> None:
-        """Return when all members are ready to receive.
-
-        Raises:
-            StateError: one of them was lost meanwhile.
-        """
-
-    def send(self, piece: Piece, payload: Buffer) -> None:
-        """Send a bucket to all others, without waiting. The payload must not change any more."""
-
-    def drop(self, peer: int, reason: str) -> None:
-        """Have nothing more to do with a member, which is told to the receiver as a loss."""
-
-    async def close(self) -> None:
-        """Send what is left to send, and say goodbye. Idempotent."""
-
-    def kill(self) -> None:
-        """End without a word, as a crash would."""
-
-
-class GroupTransport(Protocol):
-    """A way into a group."""
-
-    async def enter(
-        self,
-        settings: ElasticSettings,
-        terms: str,
-        replica: Replica,
-        receive: Callable[[PieceExchange], PieceReceiver],
-    ) -> PieceExchange:
-        """Find the others, take over the first member's parameters and optimizer state, and begin.
-
-        Args:
-            terms: what all members must agree on.
-            receive: what takes the others' buckets, given the exchange.
-
-        Raises:
-            StateError: the group did not come together.
-            ValueError: another peer has other terms.
-        """

@@ -1,22 +1,21 @@
-"""Ready to run: models with their data, the way the papers trained them.
+"""Models with their data, ready to train with the papers' settings.
 
-| call | what | source |
+| call | model | source |
 |---|---|---|
 | `cs.recipes.albert("tiny", text="python-docs", swarm=swarm)` | ALBERT on any text | DeDLOC, section 4.2 |
-| `cs.recipes.albert("large", text={…: share}, language="bn", batch_size=None, swarm=swarm)` | sahajBERT | section 4.3 |
-| `cs.recipes.swav(…)` | image features from pictures without labels | Caron et al. 2020 |
+| `cs.recipes.albert("large", text={…: weight}, language="bn", batch_size=None)` | sahajBERT | section 4.3 |
+| `cs.recipes.swav(…)` | image features without labels | Caron et al. 2020; section 4.1 |
 | `cs.recipes.parameter_groups(model)` | no decay for biases and layer norms | |
-| `python -m colab_swarm.recipes.finetune ner MODEL DATA` | fine-tunes the result | section 4.3 |
 
-Text is streamed, shuffled and mixed by shares (`{"texts/wiki*.parquet": 0.23, "me/web-text:bn": 0.77}`); each
-peer reads it in an order of its own. `batch_size=None` takes the micro-batch that should fit your GPU.
-`albert_optimizer(model, "large")` has the published settings (`colab_swarm.recipes.masked_lm`).
-`notebooks/sahajbert.ipynb` is the whole run, `notebooks/reproduce` draws the papers' figures anew.
+Text is streamed, shuffled and mixed by weights (`{"texts/wiki*.parquet": 0.23, "me/web-text:bn": 0.77}`); each peer
+reads it in a different order. `batch_size=None` chooses the micro-batch that fits your GPU.
+`colab_swarm.recipes.masked_lm.albert_optimizer(model, "large")` has the published settings.
+`notebooks/sahajbert.ipynb` is the whole run with fine-tuning; `notebooks/reproduce` repeats the papers' figures.
 """
 
 from __future__ import annotations
 
-from colab_swarm.recipes.image_features.recipe import swav
+from colab_swarm.recipes.image_features import swav
 from colab_swarm.recipes.masked_lm import albert, parameter_groups
 
 __all__ = ["albert", "parameter_groups", "swav"]

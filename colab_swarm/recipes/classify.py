@@ -1,8 +1,4 @@
-"""Image classification as a job of work units: handwritten digits, or any images in an ``.npz`` file.
-
-job = classification_job()                                     # an MLP learns scikit-learn's digits in seconds
-job = classification_job("cifar10.npz", shape=(3, 32, 32), model="resnet")
-"""
+"""Image classification as a job of work units: scikit-learn's digits, or images in an ``.npz`` file."""
 
 from __future__ import annotations
 
@@ -18,22 +14,21 @@ from torch.nn import functional as F
 from colab_swarm.workunits.job import Array, Job, WorkPlan
 
 TEST_SHARE = 0.2
-"""Of the digits, always the same ones."""
+"""Held-out share of the digits, always the same ones."""
 HIDDEN = 128
 WIDTH = 16
 _PLAN = WorkPlan()
 
 
 class Pixels(nn.Module):
-    """uint8 pixels, of 0 to 255, as floats of 0 to 1."""
+    """Scales uint8 pixels to floats in [0, 1]."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, channels, h, w) -> the same."""
         return images.float() / 255
 
 
 class PreActivation(nn.Module):
-    """Residual block of ResNetV2: norm, activation, convolution, twice; halves the sides if it gets wider."""
+    """Residual block of ResNetV2: norm, activation, convolution, twice; halves height and width if it widens."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -44,7 +39,6 @@ class PreActivation(nn.Module):
         self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride == 2 else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, channels, h, w) -> (n, out, h / stride, w / stride)."""
         active = F.relu(self.norms[0](images))
         changed: Tensor = self.second(F.relu(self.norms[1](self.first(active))))
         kept: Tensor = self.shortcut(active)
@@ -52,7 +46,7 @@ class PreActivation(nn.Module):
 
 
 def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """A ResNetV2 of 8 layers for small images; the paper's has 552."""
+    """Return a ResNetV2 of 8 layers for small images; the paper's has 552."""
     widths = [WIDTH, WIDTH, 2 * WIDTH, 4 * WIDTH]
     stem = nn.Conv2d(shape[0], WIDTH, 3, padding=1, bias=False)
     blocks = [PreActivation(*pair) for pair in pairwise(widths)]
@@ -61,7 +55,7 @@ def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def perceptron(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Two linear layers."""
+    """Return an MLP of two linear layers."""
     inner = nn.Linear(int(np.prod(shape)), HIDDEN)
     return nn.Sequential(Pixels(), nn.Flatten(), inner, nn.ReLU(), nn.Linear(HIDDEN, classes))
 
@@ -74,15 +68,15 @@ def classification_job(
     model: Literal["mlp", "resnet"] = "mlp",
     plan: WorkPlan = _PLAN,
 ) -> Job:
-    """A job that learns to classify images. Volunteers need no file of data.
+    """Return a job that trains an image classifier. Volunteers need no data file.
 
     Args:
-        data: ``digits`` (1,797 that scikit-learn carries), or an ``.npz`` file with ``x_train``, ``y_train``,
-            ``x_test`` and ``y_test``: pixels (n, h, w) or (n, h, w, channels) of 0 to 255, and labels.
+        data: ``digits`` (1,797 images from scikit-learn), or an ``.npz`` file with ``x_train``, ``y_train``,
+            ``x_test`` and ``y_test``: pixels (n, h, w) or (n, h, w, channels), 0 to 255, and labels.
         shape: channels, height and width of an image.
-        classes: how many labels there are.
+        classes: number of labels.
         model: an MLP or a small ResNetV2.
-        plan: how it is cut into units.
+        plan: how the job is cut into units.
     """
     make = {"mlp": perceptron, "resnet": resnet}[model]
     return Job(
@@ -95,18 +89,16 @@ def classification_job(
 
 
 def _images(data: str, part: Literal["train", "test"], shape: tuple[int, int, int]) -> tuple[Array, Array]:
-    """Images (n, channels, h, w) of uint8, and labels (n,) of int64.
+    """Return images (n, channels, h, w), uint8, and labels (n,), int64.
 
     Raises:
-        FileNotFoundError, ValueError: the file is not there, or holds something else.
+        FileNotFoundError, ValueError: the file is missing or holds something else.
     """
-    pixels, labels = _digits(part) if data == "digits" else _file(data, part)
+    pixels, labels = _digits(part) if data == "digits" else _load(data, part)
     if pixels.ndim == 4:
         pixels = pixels.transpose(0, 3, 1, 2)
     if pixels.size != len(labels) * np.prod(shape):
-        raise ValueError(
-            f"{data} holds images of {pixels.shape[1:]}, and the job was made for {shape}: say shape="
-        )
+        raise ValueError(f"{data} holds images of {pixels.shape[1:]}, the job expects {shape}: pass shape=")
     return np.ascontiguousarray(pixels).reshape(-1, *shape).astype(np.uint8), labels.astype(np.int64)
 
 
@@ -120,7 +112,7 @@ def _digits(part: str) -> tuple[Any, Any]:
     return (pixels[chosen] * 15).reshape(-1, 8, 8), labels[chosen]
 
 
-def _file(path: str, part: str) -> tuple[Any, Any]:
+def _load(path: str, part: str) -> tuple[Any, Any]:
     with np.load(path) as arrays:
         missing = {f"x_{part}", f"y_{part}"} - set(arrays.files)
         if missing:

@@ -1,14 +1,14 @@
-"""How many samples fit a GPU, and how to make more of them fit.
+"""ALBERT as sahajBERT trained it: model, batches, optimizer, and the micro-batch that fits a GPU.
 
-What training of ALBERT keeps in memory, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
+Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
 
-- 6 P: parameters, gradient, LAMB's two moments, the swarm's accumulated gradient and its copy under way;
-- per token and layer 28 H for the backward pass: 8 H of the layer's input, queries, keys, values, attention and layer
-  norms, and 20 H of the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
-- per token 3 V: logits, their softmax, and the gradient of it.
+- 6 P: parameters, gradient, LAMB's two moments, the accumulated gradient and its copy in a round;
+- per token and layer 28 H for the backward pass: 8 H for the layer's input, queries, keys, values, attention and layer
+  norms, and 20 H for the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
+- per token 3 V: logits, their softmax, and its gradient.
 
-With checkpointing a layer keeps only its input, H per token, and one layer at a time is computed again. The count
-of 28 H is what autograd keeps: the test asks it. Autocast to half precision needs less.
+With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed. A test measures
+the 28 H that autograd keeps. Autocast to half precision needs less.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import functools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, Predictor
-from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText
+from colab_swarm.recipes.pretraining import HasId, PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
@@ -39,43 +39,56 @@ from colab_swarm.training.layerwise import Lamb
 if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
+Batches: TypeAlias = PretrainingBatches | StreamedBatches
 
+MAX_POSITIONS = 512
 VALUE_BYTES = 4
-
 STATE_COPIES = 6
-
 LAYER_VALUES = 28
-
 VOCABULARY_VALUES = 3
-
 RESERVED_BYTES = 1 << 30
-
 """CUDA's context, kernels and work space."""
-
 USABLE = 0.85
-
-"""Share of the memory that fragmentation leaves."""
-
+"""Share of the memory left by fragmentation."""
+WITHOUT_GPU_BYTES = 8 << 30
+"""Without a GPU, the micro-batch is chosen for this much memory."""
 ENOUGH = 4
-
-"""Samples at once that keep a GPU busy: with so many, computing every layer twice would only cost time."""
-
+"""A micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time."""
 MOST = 64
 
 
 @dataclass(frozen=True)
+class AlbertSize:
+    """What differs between the sizes. The FFN is four times as wide as ``hidden``; layers share weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 32_000
+    sequence_length: int = 512
+
+
+SIZES = {
+    "tiny": AlbertSize(layers=2, hidden=128, heads=2, vocabulary=2_000, sequence_length=64),
+    "base": AlbertSize(layers=12, hidden=768, heads=12),
+    "large": AlbertSize(layers=24, hidden=1024, heads=16),
+    "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
+}
+"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny one that learns within a minute on one CPU core."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """How to train on one GPU: samples at once, and whether to compute layers twice to save memory."""
+    """How to train on one GPU: samples per micro-batch, and whether to recompute layers to save memory."""
 
     batch_size: int
     checkpointing: bool
 
 
 def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """The micro-batch for a GPU, a power of two: without checkpointing if `ENOUGH` samples fit, else with it.
+    """Return the micro-batch for a GPU, a power of two; it is checkpointed if fewer than `ENOUGH` samples fit.
 
     Args:
-        size: of the model.
         memory_bytes: of the whole GPU.
         sequence_length: tokens of a sample; None for the size's own.
 
@@ -89,19 +102,19 @@ def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | No
     fitting = min(saving if checkpointing else plain, MOST)
     if fitting < 1:
         raise ValueError(
-            f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: take a smaller size or shorter samples"
+            f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size or shorter samples"
         )
     return MicroBatch(1 << (fitting.bit_length() - 1), checkpointing)
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
-    """Memory that one more sample in a micro-batch takes while it is trained on."""
+    """Return the memory that one more sample in a micro-batch takes."""
     layers = LAYER_VALUES + size.layers if checkpointing else LAYER_VALUES * size.layers
     return sequence_length * VALUE_BYTES * (layers * size.hidden + VOCABULARY_VALUES * size.vocabulary)
 
 
 def parameter_count(size: AlbertSize) -> int:
-    """Parameters of an ALBERT for pretraining: embeddings, one layer that all share, and three heads."""
+    """Count the parameters of an ALBERT for pretraining: embeddings, one shared layer, and three heads."""
     hidden, embedding = size.hidden, 128
     embeddings = (size.vocabulary + 512 + 2 + 2) * embedding + (embedding + 1) * hidden
     layer = 4 * (hidden + 1) * hidden + 8 * hidden * hidden + 5 * hidden + 4 * hidden
@@ -110,24 +123,24 @@ def parameter_count(size: AlbertSize) -> int:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Let an ALBERT compute its layers again in the backward pass; `transformers` does not offer it for ALBERT."""
+    """Recompute an ALBERT's layers in the backward pass; `transformers` does not offer it for ALBERT."""
     for group in model.albert.encoder.albert_layer_groups:
         group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False)
 
 
 @dataclass(frozen=True)
 class AlbertSettings:
-    """The settings that sahajBERT was trained with (DeDLOC, section 4.3).
+    """sahajBERT's training settings (DeDLOC, section 4.3).
 
-    Its public run had a schedule of 1,000,000 steps and ended after 19,519: the learning rate hardly fell.
+    Its public run had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly fell.
 
     Attributes:
         lr, betas, eps, weight_decay, clamp: of `Lamb`; no decay for biases and layer norms.
-        max_grad_norm: the averaged gradient is clipped to it.
+        max_grad_norm: limit of the averaged gradient's norm.
         warmup_steps, total_steps: global steps over which the learning rate rises, then falls to 0, linearly.
-        target_batch_size: samples per global step, of the whole swarm.
+        target_batch_size: samples per global step of the whole swarm.
         compression: of gradients on the wire.
-        matchmaking_timeout_s: how long a round waits for peers; notebooks need longer than machines of one data centre.
+        matchmaking_timeout_s: how long a round waits for peers; notebooks need longer than a data centre.
     """
 
     lr: float = 1.76e-3
@@ -149,17 +162,16 @@ SETTINGS = {
     "large": AlbertSettings(),
     "xlarge": AlbertSettings(lr=5e-3, warmup_steps=3_125, total_steps=15_625, target_batch_size=16_384),
 }
-
-"""By size. Large is sahajBERT, xlarge the second run of its makers, sahajBERT-XL (DeDLOC, appendix I.7)."""
+"""By size. Large is sahajBERT, xlarge is sahajBERT-XL (DeDLOC, appendix I.7)."""
 
 
 def albert_optimizer(
     model: torch.nn.Module, settings: AlbertSettings | str = "tiny"
 ) -> tuple[Lamb, LambdaLR]:
-    """LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
+    """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
     Args:
-        settings: the size's, by its name, or your own.
+        settings: a size's name, or your own settings.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     optimizer = Lamb(
@@ -179,67 +191,12 @@ def albert_optimizer(
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: matrices with weight decay; biases and layer norms without.
-
-    The latter are told by having one axis, so it holds for any model.
-    """
+    """Return two groups for an optimizer: matrices with weight decay; biases and layer norms (one axis) without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-MAX_POSITIONS = 512
-
-WITHOUT_GPU_BYTES = 8 << 30
-
-"""Where there is no GPU, the micro-batch is chosen as if there were one with so much memory."""
-
-Batches: TypeAlias = PretrainingBatches | StreamedBatches
-
-
-class HasId(Protocol):
-    """All that the recipe wants of a swarm."""
-
-    @property
-    def id(self) -> bytes: ...
-
-
-class Probe(Protocol):
-    """What lets the user of a swarm ask a model."""
-
-    def can_ask(self, model: torch.nn.Module, askable: Predictor) -> None:
-        """Ask this model from now on."""
-
-
-@runtime_checkable
-class HasProbe(Protocol):
-    """A swarm whose user can ask the model."""
-
-    @property
-    def probe(self) -> Probe: ...
-
-
-@dataclass(frozen=True)
-class AlbertSize:
-    """What differs between the sizes. The FFN is four times as wide as ``hidden``; layers share weights."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int = 32_000
-    sequence_length: int = 512
-
-
-SIZES = {
-    "tiny": AlbertSize(layers=2, hidden=128, heads=2, vocabulary=2_000, sequence_length=64),
-    "base": AlbertSize(layers=12, hidden=768, heads=12),
-    "large": AlbertSize(layers=24, hidden=1024, heads=16),
-    "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
-}
-
-"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny one that learns within a minute on one CPU core."""
 
 
 def albert(
@@ -253,23 +210,22 @@ def albert(
     sequence_length: int | None = None,
     seed: int = 0,
 ) -> tuple[AlbertForPreTraining, Batches]:
-    """An untrained ALBERT and endless batches for it: ``model(**batch).loss`` is what to minimise.
+    """Return an untrained ALBERT and endless batches for it. Minimize ``model(**batch).loss``.
 
-    Peers that give the same ``size``, ``text``, ``tokenizer`` and ``seed`` hold equal parameters and
-    tokenizers; each reads the text in an order of its own. Where texts differ, give all peers one tokenizer.
+    Peers with the same ``size``, ``text``, ``tokenizer`` and ``seed`` get equal parameters and tokenizers, and read the
+    text in different orders. If their texts differ, give all peers one tokenizer.
 
     Args:
         size: ``"tiny"``, ``"base"``, ``"large"`` or ``"xlarge"``.
-        text: see `open_text`; or several sources with their weights, such as ``{"wiki/*.jsonl": 0.23, "oscar":
-            0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
+        text: see `open_text`; or several sources with weights, such as ``{"wiki/*.jsonl": 0.23, "oscar": 0.77}``,
+            which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
         tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
-        language: of a tokenizer that is trained here, see `train_tokenizer`.
-        swarm: whose ``id`` decides this peer's order, and whose ``try_model`` asks this model; None stands for a peer
-            without a name.
-        batch_size: samples of one batch; None: what this machine's GPU holds, see `fit_memory`, and if need be with
-            a model that computes its layers twice to save memory.
+        language: of a tokenizer trained here, see `train_tokenizer`.
+        swarm: its ``id`` seeds this peer's order, and its ``try_model`` queries this model.
+        batch_size: samples of one batch; None: what fits this machine's GPU, with gradient checkpointing if needed
+            (see `fit_memory`).
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
-        seed: of the initial parameters and, together with the peer's id, of the batches.
+        seed: of the initial parameters and, with the peer's id, of the batches.
 
     Raises:
         ValueError: an argument is out of range, or text or tokenizer cannot be found.
@@ -280,41 +236,32 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    fit = (
-        _fit_this_machine(shape, length)
-        if batch_size is None
-        else MicroBatch(batch_size, checkpointing=False)
-    )
+    fit = _fit_this_machine(shape, length) if batch_size is None else MicroBatch(batch_size, False)
     if tokenizer is None:
-        words = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
+        tokenizer = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
+    words = load_tokenizer(tokenizer)
+    sizes = {"batch_size": fit.batch_size, "sequence_length": length}
+    own_seed = peer_seed(seed, swarm.id if swarm else b"")
+    batches: Batches
+    if isinstance(text, Mapping):
+        batches = StreamedBatches(text, words, **sizes, seed=own_seed)
     else:
-        words = load_tokenizer(tokenizer)
-    batches = _batches(text, words, fit.batch_size, length, peer_seed(seed, swarm.id if swarm else b""))
-    model = _build(albert_config(shape, words), seed)
+        batches = PretrainingBatches(open_text(text), words, **sizes, seed=own_seed)
+    from transformers import AlbertForPreTraining
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        model = AlbertForPreTraining(albert_config(shape, words)).train()
     if fit.checkpointing:
         checkpoint_layers(model)
-    if isinstance(swarm, HasProbe):
+    if (probe := getattr(swarm, "probe", None)) is not None:
         examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        swarm.probe.can_ask(model, MaskedText(words, examples))
+        probe.can_ask(model, MaskedText(words, examples))
     return model, batches
 
 
-def _batches(
-    text: TextSource | Mapping[str, float],
-    words: PreTrainedTokenizerFast,
-    batch_size: int,
-    length: int,
-    seed: int,
-) -> Batches:
-    if isinstance(text, Mapping):
-        return StreamedBatches(text, words, batch_size=batch_size, sequence_length=length, seed=seed)
-    return PretrainingBatches(
-        open_text(text), words, batch_size=batch_size, sequence_length=length, seed=seed
-    )
-
-
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
-    """Text to train a tokenizer on, the same for all peers."""
+    """One pass over the text in an order that all peers share, to train a tokenizer on."""
     rng = random.Random(seed)
     if isinstance(text, Mapping):
         return pack(TextMix(text, seed=seed).until_read(rng))
@@ -328,7 +275,7 @@ def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
 
 
 def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> AlbertConfig:
-    """The configuration of `transformers` for a size and a tokenizer; no dropout, as in ALBERT v2."""
+    """Return the `transformers` configuration for a size and a tokenizer; no dropout, as in ALBERT v2."""
     from transformers import AlbertConfig
 
     return AlbertConfig(
@@ -350,7 +297,7 @@ def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> Albe
 
 
 def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
-    """The loss over the next ``count`` batches, without training on them."""
+    """Return the mean loss over the next ``count`` batches, without training on them."""
     was_training = model.training
     device = next(model.parameters()).device
     model.eval()
@@ -361,12 +308,3 @@ def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> fl
         ]
     model.train(was_training)
     return sum(losses) / count
-
-
-def _build(config: AlbertConfig, seed: int) -> AlbertForPreTraining:
-    """Parameters drawn from ``seed``, so that all peers begin equal; other randomness is untouched."""
-    from transformers import AlbertForPreTraining
-
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
-        return AlbertForPreTraining(config).train()

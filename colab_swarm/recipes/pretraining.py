@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,29 +23,34 @@ MASKED = 0.15
 SHUFFLE_WINDOWS = 1024
 MIN_WINDOW = 8
 IGNORED = -100
-"""The label that the loss of `transformers` leaves out."""
-
+"""A label that the loss of `transformers` ignores."""
 
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
-"""The tokens of two pieces, without special ones, and whether they are swapped."""
+"""The tokens of two pieces, without special tokens, and whether they are swapped."""
+
+
+class HasId(Protocol):
+    """A swarm, as far as a recipe needs it."""
+
+    @property
+    def id(self) -> bytes: ...
 
 
 def peer_seed(seed: int, peer: bytes) -> int:
-    """A seed of the peer's own that is the same in every process, unlike ``hash()``."""
-    return int.from_bytes(
-        hashlib.blake2b(peer, digest_size=7, salt=seed.to_bytes(16, "big", signed=True)).digest()
-    )
+    """Return a seed for one peer that is the same in every process, unlike ``hash()``."""
+    salt = seed.to_bytes(16, "big", signed=True)
+    return int.from_bytes(hashlib.blake2b(peer, digest_size=7, salt=salt).digest())
 
 
 def check_sizes(batch_size: int, sequence_length: int) -> None:
-    """Refuse batches without samples, and samples without room for text."""
+    """Raise `ValueError` if batches would have no sample, or samples no room for text."""
     if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
         least = f"at least 1 and {MIN_WINDOW + 3} are needed"
         raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
 
 
 class Collator:
-    """Makes batches of samples: special tokens, padding, masks.
+    """Turns samples into batches: special tokens, padding, masks.
 
     Args:
         tokenizer: with pad, cls, sep and mask tokens.
@@ -59,7 +64,7 @@ class Collator:
         self._specials = torch.tensor(tokenizer.all_special_ids)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """A batch as `PretrainingBatches` gives it."""
+        """Return a batch like those of `PretrainingBatches`."""
         cls, sep = self._tokenizer.cls_token_id, self._tokenizer.sep_token_id
         input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
         attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
@@ -78,10 +83,10 @@ class Collator:
         }
 
     def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Hide 15 % of each sample's tokens, one at least: 80 % masked, 10 % replaced, 10 % shown.
+        """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
 
         Returns:
-            The input to show and the labels, both (B, L); `IGNORED` where nothing is to be predicted.
+            The model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
@@ -101,7 +106,7 @@ class PretrainingBatches:
     shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped.
 
     Args:
-        blocks: where the text comes from.
+        blocks: source of the text.
         tokenizer: with pad, cls, sep and mask tokens.
         batch_size: B.
         sequence_length: L.
@@ -121,12 +126,8 @@ class PretrainingBatches:
         seed: int,
     ) -> None:
         check_sizes(batch_size, sequence_length)
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self._blocks = blocks
-        self._rng = random.Random(seed)
+        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
+        self._blocks, self._rng = blocks, random.Random(seed)
         self._collate = Collator(tokenizer, sequence_length, seed)
         self._windows = self._shuffled_windows()
 
@@ -134,20 +135,20 @@ class PretrainingBatches:
         return self
 
     def __next__(self) -> dict[str, Tensor]:
-        swaps = [self._rng.random() < 0.5 for _ in range(self.batch_size)]
-        return self._collate([self._sample(next(self._windows), swap) for swap in swaps])
+        samples: list[Sample] = []
+        for swap in [self._rng.random() < 0.5 for _ in range(self.batch_size)]:
+            window = next(self._windows)
+            cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
+            first, second = window[:cut], window[cut:]
+            samples.append((second, first, True) if swap else (first, second, False))
+        return self._collate(samples)
 
     def __repr__(self) -> str:
-        return (
-            f"PretrainingBatches({self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens)"
-        )
-
-    def _sample(self, window: list[int], swap: bool) -> Sample:
-        cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
-        return (window[cut:], window[:cut], True) if swap else (window[:cut], window[cut:], False)
+        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
+        return f"PretrainingBatches({size})"
 
     def _shuffled_windows(self) -> Iterator[list[int]]:
-        """Windows in random order: the text's blocks are shuffled, and the windows of many blocks again."""
+        """Windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
         held: list[list[int]] = []
         for window in self._endless_windows():
             held.append(window)
@@ -166,4 +167,4 @@ class PretrainingBatches:
                     found = True
                     yield tokens[start : start + size]
             if not found:
-                raise ValueError("the text is too short or an iterator that has run dry: give a longer list")
+                raise ValueError("the text is too short or an exhausted iterator: give a longer list")

@@ -82,7 +82,7 @@ class SwarmTraining:
         self, optimizer: Optimizer, *, peers: int, name: str, options: ElasticOptions
     ) -> ElasticOptimizer:
         """Join an elastic group; see `Swarm.elastic_optimizer`."""
-        from colab_swarm.elastic.group import PeerGroup
+        from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
         from colab_swarm.elastic.settings import ElasticSettings
 
@@ -90,9 +90,9 @@ class SwarmTraining:
         settings = ElasticSettings(f"{context.run_id}/elastic/{name}", peers, **options)
         if name in self.elastic:
             self.elastic.pop(name).close()
-        group, services = PeerGroup(context.services), context.services
+        services, enter = context.services, partial(enter_group, context.services)
         elastic = ElasticOptimizer(
-            context.runtime, optimizer, settings, group, services.events, services.pace
+            context.runtime, optimizer, settings, enter, services.events, services.pace
         )
         self.elastic[name] = elastic
         return elastic

@@ -1,33 +1,28 @@
-"""How float32 values travel: codecs that know the encoded size in advance and refuse anything odd.
+"""Codecs for float32 vectors on the wire. They know the encoded size in advance and reject invalid input.
 
     ==========  ===============  ==============================================  ===============================
-    codec       bytes a value    error of one value x                            not a number, too large
+    codec       bytes a value    error of one value x                            NaN, and values too large
     ==========  ===============  ==============================================  ===============================
-    float32     4                none                                            as they are
+    float32     4                none                                            unchanged
     float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
     bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
     int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
-    topk:0.01   0.051            |x|, where it is not among the largest 1 %      the encoder refuses the vector
+    topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
     ==========  ===============  ==============================================  ===============================
 
-Of onebit and topk little is left: what they cut off must travel later (`colab_swarm.tensors.feedback`).
-Each codec states gamma, which bounds the error of a whole vector.
+Use onebit and topk with error feedback (`colab_swarm.tensors.feedback`), which sends later what they cut off.
 
-Everything is numpy and little-endian. Where the process has loaded torch, the 16-bit casts go through it
-(ten times numpy's speed); a peer that only reduces never loads it.
+Everything is numpy and little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 
-Only the largest values travel, and where they stand: the topk codec.
+**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code. The lowest
+``l = floor(log2(d / K))`` bits of each index are written directly. The rest, h, is a one at place ``h + i`` of a string
+of ``K + ((d - 1) >> l)`` bits, for the i-th index. An index takes at most ``log2(d / K) + 2`` bits, half a bit over the
+minimum. The size depends on d and K alone. At 1 % a sent value costs 5.07 bytes, 0.051 overall.
 
-Layout of K of d values: the values as float32; then their indices, ascending, in the code of Elias and Fano. Of each
-index the lowest ``l = floor(log2(d / K))`` bits are written as they are; the rest, h, as a one at place ``h + i`` of a
-string of ``K + ((d - 1) >> l)`` bits, for the i-th index. That is ``log2(d / K) + 2`` bits an index at most, half a bit
-over the least possible, and the size depends on d and K alone: a receiver knows it before anything arrives. At 1 % a
-value costs 5.07 bytes where it travels, 0.051 overall.
-
-Who looks for the K largest need not sort. A threshold is estimated from a sample, a little too low; what exceeds it is
-found in one pass, and among those few the K largest are picked: the exact result, at the speed of the estimate. On one
-core 1 % of 4 M values is encoded at 3.3 GB/s and decoded at 12; ``torch.topk`` alone finds it at 0.24.
+The encoder does not sort. It estimates a threshold from a sample, slightly too low, collects all values above it in one
+pass, and picks the K largest of those: the exact result. On one core 1 % of 4 M values is encoded at 3.3 GB/s and
+decoded at 12 GB/s; ``torch.topk`` alone reaches 0.24 GB/s.
 """
 
 from __future__ import annotations
@@ -43,16 +38,12 @@ import numpy as np
 import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 BLOCK_VALUES = 4096
-
 """Values that share one scale in the int8 and onebit codecs; chunk offsets are multiples of it."""
-
 MAX_BLOCKS = 64
-
-"""Encoded at once, at most, however few bytes they need: a mebibyte of float32, which a message can carry."""
+"""Most blocks encoded at once, for every codec: one mebibyte of float32, which fits a message."""
 
 
 class Codec(Protocol):
@@ -62,27 +53,27 @@ class Codec(Protocol):
     def name(self) -> str: ...
 
     def encoded_bytes(self, numel: int) -> int:
-        """Exact size of ``numel`` encoded values."""
+        """Return the exact size of ``numel`` encoded values."""
 
     def gamma(self, numel: int) -> float:
-        """The least known number, 0 to 1, with ``||Q(w) - w||^2 <= gamma ||w||^2`` for all w of ``numel`` values.
+        """Return the least known gamma, 0 to 1, with ``||Q(w) - w||^2 <= gamma ||w||^2`` for w of ``numel`` values.
 
-        Q(w) is what `decode` makes of the encoded w. Values beyond the codec's range, or so small that it cannot tell
-        them from 0, are left out of account (Elastic Consistency, equation 25).
+        Q(w) is the decoded encoding of w. Values beyond the codec's range, or too small to differ from 0, are
+        excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:
         """Encode a contiguous vector; the result may be a view of ``values``.
 
         Raises:
-            ValueError: ``values`` are not finite, and the codec (onebit, topk) has no place for that.
+            ValueError: ``values`` are not finite, which onebit and topk cannot represent.
         """
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode exactly ``numel`` values.
 
         Args:
-            scratch: memory of at least ``numel`` values to decode into; saves an allocation.
+            scratch: optional memory of at least ``numel`` values to decode into.
 
         Returns:
             The values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
@@ -93,36 +84,25 @@ class Codec(Protocol):
 
 
 def all_finite(values: Floats) -> bool:
-    """Whether no value is NaN or infinite."""
+    """Return whether no value is NaN or infinite."""
     return bool(np.isfinite(values).all())
 
 
-def checked(buffer: Buffer, size_bytes: int) -> Buffer:
-    """The buffer, if it is as long as it must be.
-
-    Raises:
-        ValueError: it is not.
-    """
+def _checked(buffer: Buffer, size_bytes: int) -> Buffer:
     if len(buffer) != size_bytes:
         raise ValueError(f"{len(buffer)} encoded bytes, {size_bytes} expected")
     return buffer
 
 
-def target(numel: int, scratch: Floats | None) -> Floats:
-    """Where ``numel`` decoded values go."""
+def _target(numel: int, scratch: Floats | None) -> Floats:
     return np.empty(numel, np.float32) if scratch is None else scratch[:numel]
 
 
 LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
-
-"""Below, a few bytes would claim a gibibyte of memory; above, float16 is both smaller and better."""
-
+"""Below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better."""
 SAMPLE_VALUES = 1 << 14
-
 MARGIN = 3.0
-
-"""Standard deviations by which a sample's threshold is put lower, so that it is seldom too high."""
-
+"""Standard deviations by which a sample's threshold is lowered, so that it is rarely too high."""
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 Indices = npt.NDArray[np.int64]
@@ -130,17 +110,14 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TopK:
-    """The ``share`` of largest magnitude, exactly ``ceil(share * numel)`` values; all others arrive as 0.
-
-    Biased: without error feedback, what is seldom large never arrives (`colab_swarm.tensors.feedback`).
-    """
+    """Sends the ``share`` of largest magnitude, exactly ``ceil(share * numel)`` values; all others decode as 0."""
 
     share: float
 
     def __post_init__(self) -> None:
         if not LEAST_SHARE <= self.share <= LARGEST_SHARE:
             raise ValueError(
-                f"topk:{self.share:g}: the share of values to send is {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
+                f"topk:{self.share:g}: the share of values to send must be {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
                 "such as topk:0.01"
             )
 
@@ -149,7 +126,7 @@ class TopK:
         return f"topk:{self.share:g}"
 
     def kept(self, numel: int) -> int:
-        """How many of ``numel`` values travel."""
+        """Return how many of ``numel`` values are sent."""
         return math.ceil(self.share * numel)
 
     def encoded_bytes(self, numel: int) -> int:
@@ -165,12 +142,12 @@ class TopK:
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         layout = _Layout.of(numel, self.kept(numel))
-        encoded = np.frombuffer(checked(buffer, layout.size_bytes), np.uint8)
+        encoded = np.frombuffer(_checked(buffer, layout.size_bytes), np.uint8)
         values = encoded[: 4 * layout.kept].view(np.float32)
         if not all_finite(values):
             raise ValueError("a topk vector has values that are not finite")
         indices = layout.decode(encoded[4 * layout.kept :])
-        out = target(numel, scratch)
+        out = _target(numel, scratch)
         out.fill(0.0)
         out[indices] = values
         return out
@@ -178,11 +155,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How ``kept`` ascending indices below ``numel`` are written.
+    """Elias-Fano layout of ``kept`` ascending indices below ``numel``.
 
     Attributes:
-        low_bits: of each index, written as they are.
-        high_bits: length of the string whose ones tell the rest.
+        low_bits: of each index, written directly.
+        high_bits: length of the string whose ones encode the rest.
     """
 
     numel: int
@@ -201,7 +178,7 @@ class _Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Of values and indices together."""
+        """Size of values and indices together."""
         return 4 * self.kept + self.low_bytes + -(-self.high_bits // 8)
 
     def encode(self, indices: Indices) -> bytes:
@@ -211,11 +188,7 @@ class _Layout:
         return np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
 
     def decode(self, encoded: npt.NDArray[np.uint8]) -> Indices:
-        """The indices, below ``numel`` and strictly ascending.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """Decode the indices; ValueError unless they are below ``numel`` and strictly ascending."""
         ones = np.flatnonzero(np.unpackbits(encoded[self.low_bytes :], count=self.high_bits))
         if len(ones) != self.kept:
             raise ValueError(f"a topk vector names {len(ones)} indices, {self.kept} expected")
@@ -228,18 +201,13 @@ class _Layout:
 
 
 def _largest(values: Floats, count: int) -> Indices:
-    """Where the ``count`` values of largest magnitude stand, ascending; of equal ones the first.
-
-    Raises:
-        ValueError: a value is not finite.
-    """
+    """Indices of the ``count`` values of largest magnitude, ascending; of equal ones the first."""
     if not count:
         return np.empty(0, np.int64)
-    magnitudes = (
-        values.view(np.int32) & _MAGNITUDE
-    )  # as integers floats keep their order; infinity, NaN come last
+    # As integers, floats keep their order; infinity and NaN come last.
+    magnitudes = values.view(np.int32) & _MAGNITUDE
     found = np.flatnonzero(magnitudes >= _threshold(magnitudes, count))
-    if len(found) < count:  # the sample was not like the rest
+    if len(found) < count:  # the sample was not representative
         found = np.arange(len(values))
     sizes = magnitudes[found]
     if sizes.max() >= _INFINITY:
@@ -252,8 +220,8 @@ def _largest(values: Floats, count: int) -> Indices:
 
 
 def _threshold(magnitudes: npt.NDArray[np.int32], count: int) -> int:
-    """What a little more than ``count`` values reach, by a sample of them; 0 if all must be looked at."""
-    sample = magnitudes[:: len(magnitudes) // SAMPLE_VALUES | 1]  # an odd stride walks through all columns
+    """Estimate a threshold that slightly more than ``count`` values reach; 0 if no sample is worthwhile."""
+    sample = magnitudes[:: len(magnitudes) // SAMPLE_VALUES | 1]  # an odd stride visits all columns
     expected = len(sample) * count / len(magnitudes)
     rank = math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
     if len(magnitudes) < SAMPLE_VALUES or rank > len(sample):
@@ -264,21 +232,17 @@ def _threshold(magnitudes: npt.NDArray[np.int32], count: int) -> int:
 T = TypeVar("T", bound=np.generic)
 
 FLOAT16_MAX = 65504.0
-
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
-
 MAX_MEAN_GAMMA = 0.1
-
 _SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
-
 _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
 
 
 def codec_of(name: str) -> Codec:
-    """The codec called ``name``: float32, float16, bfloat16, int8, onebit, or topk and a share, as in topk:0.01.
+    """Return the codec with this name: float32, float16, bfloat16, int8, onebit, or topk with a share (topk:0.01).
 
     Raises:
-        ValueError: there is none of this name; a share has one way only to be written.
+        ValueError: there is no such codec, or the share is not written in its shortest form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -287,28 +251,28 @@ def codec_of(name: str) -> Codec:
         raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
     codec = TopK(float(share[1]))
     if codec.name != name:
-        raise ValueError(f"codec {name!r} is to be written {codec.name!r}: all peers must name it alike")
+        raise ValueError(f"write codec {name!r} as {codec.name!r}: all peers must use the same name")
     return codec
 
 
 def mean_codec_for(codec: str) -> str:
-    """How a mean travels if vectors travel as ``codec`` and nothing else is asked for.
+    """Return the default codec of the mean for vectors sent as ``codec``.
 
-    The same way, but as float16 where a codec cuts off so much that it needs error feedback: a reducer keeps none.
+    It is the same codec, or float16 if that one needs error feedback: a reducer keeps no residual.
     """
     return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= MAX_MEAN_GAMMA else "float16"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How a flat vector travels: by one codec, or ``adaptive``: small tensors as float16, the others as int8.
+    """Compression of a flat vector: one codec, or ``adaptive``: small tensors as float16, the others as int8.
 
-    Normalisation and biases are few values that matter much; large matrices bear 8 bits (hivemind's
+    Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits (hivemind's
     SizeAdaptiveCompression).
 
     Attributes:
         name: of a codec, or adaptive.
-        fine: values at the front of the vector that belong to small tensors; None: not known here, all of them.
+        fine: values of small tensors, at the front of the vector; None: unknown, all values count as fine.
     """
 
     name: str
@@ -319,29 +283,29 @@ class Precision:
             codec_of(self.name)
 
     def at(self, start: int) -> Codec:
-        """The codec of the chunk that begins at ``start``."""
+        """Return the codec of the chunk at ``start``."""
         if self.name != ADAPTIVE:
             return codec_of(self.name)
         return CODECS["float16" if self.fine is None or start < self.fine else "int8"]
 
     @property
     def widest(self) -> Codec:
-        """Of all that `at` returns, the one that needs most bytes."""
+        """The codec with the most bytes of those that `at` returns."""
         return CODECS["float16"] if self.name == ADAPTIVE else codec_of(self.name)
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> memoryview:
-    """The array's memory, not copied."""
+    """The array's memory, without a copy."""
     return array.view(np.uint8).data if array.size else memoryview(b"")
 
 
 def _torch() -> Any:
-    """Torch if this process uses it anyway; loading it for a cast would cost seconds."""
+    """Torch if this process has loaded it; loading it for a cast would take seconds."""
     return sys.modules.get("torch")
 
 
 class Float32:
-    """Values as they are, without a copy either way."""
+    """Unchanged values, without a copy in either direction."""
 
     name = "float32"
 
@@ -355,11 +319,11 @@ class Float32:
         return _as_bytes(values)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        return np.frombuffer(checked(buffer, 4 * numel), np.float32)
+        return np.frombuffer(_checked(buffer, 4 * numel), np.float32)
 
 
 class Float16:
-    """IEEE half precision; values beyond +-65504, infinities too, clamp to it."""
+    """IEEE half precision; larger values and infinities clamp to +-65504."""
 
     name = "float16"
 
@@ -378,19 +342,17 @@ class Float16:
         return _as_bytes(clamped)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        halves = np.frombuffer(checked(buffer, 2 * numel), np.int16)
-        out = target(numel, scratch)
-        if torch := _torch():
-            torch.from_numpy(out).copy_(
-                torch.frombuffer(bytearray(halves), dtype=torch.float16)
-            ) if numel else None
+        halves = np.frombuffer(_checked(buffer, 2 * numel), np.int16)
+        out = _target(numel, scratch)
+        if numel and (torch := _torch()):
+            torch.from_numpy(out).copy_(torch.frombuffer(bytearray(halves), dtype=torch.float16))
         else:
             out[:] = halves.view(np.float16)
         return out
 
 
 class BFloat16:
-    """The upper half of a float32, rounded to nearest even; beyond 3.39e38, infinities too, values clamp."""
+    """The upper half of a float32, rounded to nearest even; values beyond 3.39e38 and infinities clamp."""
 
     name = "bfloat16"
 
@@ -404,12 +366,11 @@ class BFloat16:
         bits = np.clip(values, -BFLOAT16_MAX, BFLOAT16_MAX).view(np.uint32)
         rounded = bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))
         rounded[np.isnan(values)] = 0x7FC00000
-        upper = (rounded >> 16).astype(np.uint16)
-        return _as_bytes(upper)
+        return _as_bytes((rounded >> 16).astype(np.uint16))
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        upper = np.frombuffer(checked(buffer, 2 * numel), np.uint16)
-        out = target(numel, scratch)
+        upper = np.frombuffer(_checked(buffer, 2 * numel), np.uint16)
+        out = _target(numel, scratch)
         np.left_shift(upper, 16, out=out.view(np.uint32), dtype=np.uint32)
         return out
 
@@ -433,25 +394,20 @@ class Int8:
         encoded = bytearray(self.encoded_bytes(numel))
         scales = np.frombuffer(encoded, np.float32, count=blocks)
         levels = np.frombuffer(encoded, np.int8, offset=4 * blocks)
-        whole = numel // BLOCK_VALUES
-        cut = whole * BLOCK_VALUES
-        _quantize(
-            values[:cut].reshape(whole, BLOCK_VALUES),
-            scales[:whole],
-            levels[:cut].reshape(whole, BLOCK_VALUES),
-        )
-        if cut < numel:
-            _quantize(values[None, cut:], scales[whole:], levels[None, cut:])
+        block = 0
+        for rows, out in zip(_rows(values), _rows(levels), strict=True):
+            _quantize(rows, scales[block : block + len(rows)], out)
+            block += len(rows)
         return encoded
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         blocks = _blocks(numel)
-        checked(buffer, self.encoded_bytes(numel))
+        _checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
         if not bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()):
             raise ValueError("an int8 block has a scale that is negative, infinite or not a number")
         levels = np.frombuffer(buffer, np.int8, offset=4 * blocks) if numel else np.empty(0, np.int8)
-        out = target(numel, scratch)
+        out = _target(numel, scratch)
         cut = numel // BLOCK_VALUES * BLOCK_VALUES
         shape = (cut // BLOCK_VALUES, BLOCK_VALUES)
         np.multiply(levels[:cut].reshape(shape), scales[: shape[0], None], out=out[:cut].reshape(shape))
@@ -461,10 +417,10 @@ class Int8:
 
 
 class OneBit:
-    """Blocks of 4096 values: where a value is over 0, the mean of those; elsewhere the mean of the others.
+    """Blocks of 4096 values: positive ones become their mean, the others theirs.
 
-    (Elastic Consistency, section 5.2, there of a whole vector; by blocks it errs less.) Layout: two float32 means per
-    block, then one bit per value. Biased: use it with error feedback.
+    Elastic Consistency, section 5.2, uses one block for the whole vector; blocks have a smaller error. Layout: two
+    float32 means per block, then one bit per value.
     """
 
     name = "onebit"
@@ -480,12 +436,12 @@ class OneBit:
         return np.concatenate(means).tobytes() + np.packbits(values > 0).tobytes()
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
         means = encoded[: 8 * _blocks(numel)].view(np.float32).reshape(-1, 2)
         if not (all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all()):
             raise ValueError("a onebit block has means that are not finite, or of the wrong sign")
         over = np.unpackbits(encoded[means.nbytes :], count=numel)
-        out, block = target(numel, scratch), 0
+        out, block = _target(numel, scratch), 0
         for rows, bits in zip(_rows(out), _rows(over), strict=True):
             high, low = means[block : block + len(rows), :1], means[block : block + len(rows), 1:]
             np.multiply(bits, high, out=rows)
@@ -495,7 +451,7 @@ class OneBit:
 
 
 def _means(rows: Floats) -> Floats:
-    """Of each row, of its values over 0 and of the others: (k, 2) from (k, block)."""
+    """Means of each row's positive values and of the others: (k, 2) from (k, block)."""
     over = np.count_nonzero(rows > 0, axis=1)
     sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
     counts = np.maximum([over, rows.shape[1] - over], 1)
@@ -506,7 +462,7 @@ def _means(rows: Floats) -> Floats:
 
 
 def _rows(values: npt.NDArray[T]) -> Iterator[npt.NDArray[T]]:
-    """The whole blocks (k, 4096) and, if there is one, the shorter last (1, rest); views."""
+    """Views of the whole blocks (k, 4096) and, if there is one, the shorter last block (1, rest)."""
     cut = len(values) // BLOCK_VALUES * BLOCK_VALUES
     yield values[:cut].reshape(-1, BLOCK_VALUES)
     if cut < len(values):
@@ -523,7 +479,9 @@ def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> N
         return
     largest = np.maximum(values.max(axis=1), -values.min(axis=1))
     tiny = largest < _SMALLEST_SCALED
-    with np.errstate(all="ignore"):  # a NaN or an infinity shows in its block's scale; the decoder refuses it
+    with np.errstate(
+        all="ignore"
+    ):  # NaN or infinity sets the block's scale to NaN, which the decoder refuses
         scales[:] = np.where(
             tiny, 0, np.where(np.isfinite(largest), np.minimum(largest / 127, _LARGEST_SCALE), np.nan)
         )
@@ -536,9 +494,6 @@ def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> N
 CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), OneBit())
 }
-
 ADAPTIVE = "adaptive"
-
 PRECISIONS = (*CODECS, ADAPTIVE)
-
-"""What `Precision` takes, beside topk and a share."""
+"""Names for `Precision`, besides topk with a share."""

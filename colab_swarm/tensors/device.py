@@ -1,4 +1,4 @@
-"""The one thread that computes: it owns the accelerator, so that an expert is never called by two at a time."""
+"""One thread owns the accelerator, so that an expert is never called by two threads at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def accelerator() -> torch.device:
-    """Where experts live: the first CUDA device if there is one, else the CPU."""
+    """Return the first CUDA device if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class DeviceThread(Executor):
-    """Computes what it is given, one after the other, in order; a fault is its giver's and never the thread's end.
+    """Runs submitted functions one after the other, in order; errors go to the caller's future.
 
-    A daemon, which the pool threads of `concurrent.futures` are not: they would keep a notebook's kernel from ending.
-    It begins with the first thing to compute; on virtual time the loop computes itself, and there is no thread.
+    The thread is a daemon, unlike the pool threads of `concurrent.futures`, which would keep a notebook's kernel alive.
+    It starts with the first function. On virtual time the loop runs the functions, and there is no thread.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,7 @@ class DeviceThread(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See `concurrent.futures.Executor.submit`.
-
-        Raises:
-            RuntimeError: it was shut down.
-        """
+        """Queue a function; raises RuntimeError after `shutdown`."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -50,11 +46,11 @@ class DeviceThread(Executor):
         return future
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Compute ``function()`` on the thread; to be awaited on the running loop."""
+        """Run ``function()`` on the thread; await the result on the running loop."""
         return asyncio.get_running_loop().run_in_executor(self, function)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more; what was given is still computed. Idempotent."""
+        """Accept no more functions; queued ones still run. Idempotent."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)
@@ -68,6 +64,6 @@ class DeviceThread(Executor):
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # SystemExit in a user's module, too, is an answer
+            except BaseException as error:  # SystemExit of a user's module goes to its caller as well
                 future.set_exception(error)
-            del task, future, function  # arrays are not kept while waiting for the next
+            del task, future, function  # do not hold arrays while waiting for the next task

@@ -10,16 +10,16 @@ import torch
 from colab_swarm.tensors.codecs import Floats
 
 SMALL_VALUES = 1 << 16
-"""A tensor of fewer values is small: a bias, a normalisation."""
+"""Tensors with fewer values are small: biases, normalization layers."""
 
 
 class FlatVector:
-    """Where each parameter lies in the flat vector: small ones first. Any device and floating dtype will do.
+    """Layout of parameters in a flat vector, small ones first. They may have any device and floating dtype.
 
     Attributes:
-        numel: values in all parameters together.
+        numel: values of all parameters.
         fine: values of the small ones, at the front.
-        schema: 16-byte digest of the shapes and dtypes in order; peers of another model have another.
+        schema: 16-byte digest of the shapes and dtypes in order; it differs between models.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -36,7 +36,12 @@ class FlatVector:
         Returns:
             False, with ``total`` unchanged, if a gradient is not finite.
         """
-        if not self._gradients_finite():
+        largest = [  # a NaN or an infinity shows in the largest magnitude
+            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
+            for p in self._parameters
+            if p.grad is not None and p.grad.numel()
+        ]
+        if largest and not torch.stack(largest).isfinite().all():
             return False
         for parameter, part in self._parts(total):
             if parameter.grad is not None:
@@ -52,7 +57,7 @@ class FlatVector:
 
     @torch.no_grad()
     def copy_to(self, values: Floats) -> None:
-        """The parameters' values into the flat vector."""
+        """Copy the parameters' values into the flat vector."""
         for parameter, part in self._parts(values):
             part.copy_(parameter)
 
@@ -63,23 +68,9 @@ class FlatVector:
             part.sub_(parameter.to(part))
 
     def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter with its part of the vector, a view in its shape.
-
-        Raises:
-            ValueError: the vector has another length.
-        """
+        """Each parameter with its part of the vector, a view in its shape."""
         if values.shape != (self.numel,):
-            raise ValueError(f"a flat vector of {self.numel} values is needed, got shape {values.shape}")
+            raise ValueError(f"expected a flat vector of {self.numel} values, got shape {values.shape}")
         flat = torch.from_numpy(values)
         parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
         return ((p, part.view(p.shape)) for p, part in zip(self._parameters, parts, strict=True))
-
-    def _gradients_finite(self) -> bool:
-        """Whether all gradients are finite."""
-        # A NaN or an infinity shows in the largest magnitude.
-        largest = [
-            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
-            for p in self._parameters
-            if p.grad is not None and p.grad.numel()
-        ]
-        return not largest or bool(torch.stack(largest).isfinite().all())

@@ -1,24 +1,23 @@
-"""Training state as named tensors plus a plain skeleton, for checkpoints and for the wire; never pickle.
+"""Training state as named tensors with a plain skeleton, and files that hold both. Never pickle.
 
-`flatten` takes anything an optimizer, a scheduler or a user may hold as state: None, bool, int, float, str,
-bytes, tensors, and lists, tuples and dicts of these. Tensors go into a dictionary; the rest, the *skeleton*,
-is made of None, bool, int, float, str, list and of dictionaries with exactly one entry, which stand for what
-JSON cannot say:
+`flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes, tensors, and lists,
+tuples and dicts of these. Tensors go into a dictionary. The rest is the *skeleton*: None, bool, int, float, str, list,
+and dictionaries with exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"int": hex, beyond 64 bits}   {"float": "nan" | "inf" | "-inf"}
     {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-A skeleton and its tensors may come from a stranger: `unflatten` checks all of it before anybody uses it.
+Skeleton and tensors may come from a stranger: `unflatten` checks all of it before use.
 
-Named tensors and a skeleton in one safetensors file, whole or not there at all. Needs no torch.
-
-The file's metadata hold the skeleton (`colab_swarm.tensors.statedict`) and a SHA-256 over tensors and skeleton, so
-that a garbled file is told from a good one. It is written beside its name, synced, and renamed.
+A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and skeleton, which
+detects damage. It is written under another name, synced and renamed, so it is complete or absent. This module does not
+import torch: a relay keeps checkpoints without it.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
@@ -27,39 +26,47 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import facts, size
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_DEPTH = 32
-
 MAX_NODES = 1_000_000
-
 MAX_SKELETON_BYTES = 64 << 20
-
 MAX_INT_DIGITS = 1024
-
-DTYPES = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-)
-
-"""Tensor types that may be part of a state."""
+MAX_HEAD_BYTES = 256 << 20
+VERSION = "1"
+KINDS = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "int32": ("I32", 4),
+    "int64": ("I64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+}
+"""Allowed types of values, as torch names them: the name in a file, and the size in bytes."""
+_TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 
 
 def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Split a state into named tensors and a skeleton that `encode_skeleton` can write.
 
-    Tensors are detached, on the CPU and contiguous; where they were so already they share the state's memory:
-    clone what must stay still. Tensors that are one memory (tied weights) get one name. A name is the path to
-    the tensor, such as ``optimizer/state/0/exp_avg``.
+    Tensors are detached, on the CPU and contiguous. Those that were already share the state's memory: clone them if
+    they must not change. Tensors with the same memory (tied weights) get one name. A name is the path to the tensor,
+    such as ``optimizer/state/0/exp_avg``.
 
     Raises:
-        TypeError: part of the state is of a kind not listed above; the text says where.
+        TypeError: part of the state has an unsupported type; the text names its place.
         ValueError: the state is nested deeper than `MAX_DEPTH` or has more than `MAX_NODES` parts.
     """
     flattener = _Flattener()
@@ -68,7 +75,7 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def copied(state: Any) -> Any:
-    """The state with tensors of its own, on the CPU: it stays as it is while training goes on.
+    """Return a copy of the state, with its tensors on the CPU.
 
     Raises:
         TypeError, ValueError: see `flatten`.
@@ -78,10 +85,10 @@ def copied(state: Any) -> Any:
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
-    """The state that `flatten` split; the tensors are used as they are, not copied.
+    """Return the state that `flatten` split; tensors are not copied.
 
     Raises:
-        StateError: the skeleton is not one, or does not name exactly these tensors.
+        StateError: the skeleton is invalid, or does not name exactly these tensors.
     """
     joiner = _Joiner(tensors)
     state = joiner.join(skeleton, 0)
@@ -93,12 +100,12 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
 
 
 def encode_skeleton(skeleton: Any) -> bytes:
-    """A skeleton as JSON."""
+    """Encode a skeleton as JSON."""
     return msgspec.json.encode(skeleton)
 
 
 def decode_skeleton(data: bytes | bytearray | memoryview) -> Any:
-    """Read what `encode_skeleton` wrote. Only `unflatten` tells whether it is a skeleton.
+    """Decode JSON from `encode_skeleton`. Only `unflatten` checks whether it is a skeleton.
 
     Raises:
         StateError: it is over `MAX_SKELETON_BYTES` or not JSON.
@@ -120,6 +127,8 @@ class _Flattener:
         self._nodes = 0
 
     def split(self, state: Any, path: str, depth: int) -> Any:
+        import torch
+
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise ValueError(
@@ -141,12 +150,13 @@ class _Flattener:
             raise TypeError(
                 f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
             )
-        self._nodes += 1  # as `unflatten` counts: what can be saved can be loaded
+        self._nodes += 1  # counted like `unflatten`, so every saved state can be loaded
         step = key if isinstance(key, str) else repr(key)
         return [_scalar(key, path), self.split(value, f"{path}/{step}" if path else step, depth)]
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+        known_kind = str(tensor.dtype).removeprefix("torch.") in KINDS
+        if not known_kind or str(tensor.layout) != "torch.strided" or tensor.is_meta:
             kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
             raise TypeError(f"state has a {kind} at {path!r}, which cannot be saved")
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -242,37 +252,9 @@ def _unusual_scalar(skeleton: Any) -> Any:
     raise StateError(f"state skeleton has a {type(skeleton).__name__} of unknown meaning")
 
 
-VERSION = "1"
-
-MAX_HEAD_BYTES = 256 << 20
-
-KINDS = {
-    "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "int8": ("I8", 1),
-    "int16": ("I16", 2),
-    "int32": ("I32", 4),
-    "int64": ("I64", 8),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4),
-    "float64": ("F64", 8),
-}
-
-"""What a value may be, as torch calls it: its name in the file, and its size in bytes."""
-
-_TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
-
-
 @dataclass(frozen=True)
 class TensorBytes:
-    """A tensor as bytes.
-
-    Attributes:
-        kind: of its values, one of `KINDS`.
-        shape: its sides.
-        data: its values, row by row.
-    """
+    """A tensor as bytes: the type of its values (one of `KINDS`), its shape, and its values row by row."""
 
     kind: str
     shape: tuple[int, ...]
@@ -280,10 +262,10 @@ class TensorBytes:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str) -> None:
-    """Write a file so that ``path`` holds either all of it or what it held before; its folder is made if need be.
+    """Write a file atomically: on failure ``path`` keeps its old content. Creates the folder if needed.
 
     Raises:
-        StateError: the disk is full or cannot be written; nothing is left behind.
+        StateError: the disk is full or cannot be written; no partial file remains.
     """
     head = _head(tensors, skeleton)
     partial = path.with_name(path.name + ".partial")
@@ -298,18 +280,23 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str)
         os.replace(partial, path)
         sync_folder(path.parent)
     except OSError as error:
-        size = len(head) + sum(tensor.data.nbytes for tensor in tensors.values())
-        raise StateError(f"cannot save {path} ({size:,} bytes): {error.strerror}; {_free(path)}") from error
+        needed = len(head) + sum(tensor.data.nbytes for tensor in tensors.values())
+        free = "its folder cannot be reached"
+        with contextlib.suppress(OSError):
+            free = (
+                f"{shutil.disk_usage(path.parent).free:,} bytes are free; the previous checkpoint is intact"
+            )
+        raise StateError(f"cannot save {path} ({needed:,} bytes): {error.strerror}; {free}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
-    """The tensors that `write_tensors` wrote, in the file's order, and the skeleton.
+    """Return the tensors of a file, in its order, and the skeleton.
 
     Raises:
         FileNotFoundError: there is no such file.
-        StateError: it is truncated, garbled or not a checkpoint of this package.
+        StateError: it is truncated, damaged or not a checkpoint of this package.
     """
     data = memoryview(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
@@ -319,12 +306,12 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
         head = json.loads(bytes(data[8 : 8 + size]))
         metadata = head.pop("__metadata__")
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
-        skeleton, told = metadata["skeleton"], metadata["sha256"]
+        skeleton, expected = metadata["skeleton"], metadata["sha256"]
         found = digest(tensors, skeleton)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
-    if told != found:
-        raise StateError(f"{path} is garbled: its contents do not match their checksum")
+    if expected != found:
+        raise StateError(f"{path} is damaged: its contents do not match their checksum")
     return tensors, skeleton
 
 
@@ -332,12 +319,12 @@ def _tensor(entry: Any, data: memoryview) -> TensorBytes:
     kind, shape = _TORCH_NAMES[entry["dtype"]], tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * KINDS[kind][1]:
-        raise ValueError("a tensor is cut off")
+        raise ValueError("a tensor is truncated")
     return TensorBytes(kind, shape, data[start:stop])
 
 
 def digest(tensors: Mapping[str, TensorBytes], skeleton: str) -> str:
-    """SHA-256 over all that is saved, in hex."""
+    """Return the SHA-256 over tensors and skeleton, in hex."""
     total = hashlib.sha256(skeleton.encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} torch.{tensor.kind} {tensor.shape}".encode())
@@ -346,12 +333,12 @@ def digest(tensors: Mapping[str, TensorBytes], skeleton: str) -> str:
 
 
 def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, TensorBytes]]:
-    """Widest values first, as the format wants them aligned; then by name."""
+    """Widest values first, because the format aligns them; then by name."""
     return sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0]))
 
 
 def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
-    """What a safetensors file begins with: length and JSON of names, types, shapes and offsets."""
+    """The head of a safetensors file: length and JSON of names, types, shapes and offsets."""
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton, "sha256": digest(tensors, skeleton)}
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -366,7 +353,7 @@ def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut; Windows has no such call."""
+    """Make a rename survive a power cut; Windows has no such call."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -375,20 +362,12 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _free(path: Path) -> str:
-    try:
-        free = shutil.disk_usage(path.parent).free
-        return f"{free:,} bytes are free there; the checkpoint before it is intact"
-    except OSError:
-        return "its folder cannot be reached"
-
-
 class StepFiles:
     """The last checkpoints of one run, ``step-000000000012.safetensors`` and so on.
 
     Args:
-        path: the folder; made at the first save.
-        keep: how many to keep.
+        path: the folder; created at the first save.
+        keep: number of checkpoints to keep.
 
     Raises:
         ValueError: ``keep`` is below 1.
@@ -396,16 +375,15 @@ class StepFiles:
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep}: at least one checkpoint must be kept")
-        self.path = Path(path)
-        self.keep = keep
+            raise ValueError(f"keep={keep}: keep at least one checkpoint")
+        self.path, self.keep = Path(path), keep
 
     def file_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path for the checkpoint of a step."""
         return self.path / f"step-{step:012}.safetensors"
 
     def paths(self) -> list[Path]:
-        """The files there are, newest step first, readable or not."""
+        """Return the existing files, newest step first, readable or not."""
         return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
 
     @property
@@ -414,9 +392,9 @@ class StepFiles:
         return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
 
     def prune(self, newest: Path) -> None:
-        """Delete what is beyond `keep`, ``newest`` never."""
+        """Delete the oldest files beyond `keep`, never ``newest``, and partial files of killed processes."""
         stale: Iterable[Path] = [other for other in self.paths() if other != newest][self.keep - 1 :]
-        for file in [*stale, *self.path.glob("step-*.partial")]:  # the partial ones: killed while saving
+        for file in [*stale, *self.path.glob("step-*.partial")]:
             file.unlink(missing_ok=True)
 
     def __repr__(self) -> str:

@@ -1,12 +1,13 @@
-"""A simulated group that trains the toy model of `tests.training.toy`, and what one process makes of it."""
+"""A simulated group that trains the toy model of `tests.training.toy`, and one process as reference."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from colab_swarm.elastic.group import PeerGroup
+from colab_swarm.elastic.group import enter_group
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.settings import ElasticSettings
 from colab_swarm.swarm.swarm import Swarm
@@ -16,10 +17,10 @@ LR = 0.05
 
 
 def join_group(swarm: Swarm, net: torch.nn.Module, peers: int, **options: Any) -> ElasticOptimizer:
-    services = swarm.services
+    services, enter = swarm.services, partial(enter_group, swarm.services)
     settings = ElasticSettings(f"{swarm.run_id}/elastic/model", peers, **options)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
-    return ElasticOptimizer(swarm.runtime, sgd, settings, PeerGroup(services), services.events, services.pace)
+    return ElasticOptimizer(swarm.runtime, sgd, settings, enter, services.events, services.pace)
 
 
 def rows_of(member: int, peers: int) -> slice:
@@ -29,7 +30,7 @@ def rows_of(member: int, peers: int) -> slice:
 
 
 def reference(steps: int, peers: int = 2, seed: int = 0) -> torch.Tensor:
-    """What one process with all members' rows gets."""
+    """Parameters of one process that trains on all members' rows."""
     net = model(seed)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     for step in range(steps):

@@ -31,13 +31,13 @@ def network() -> torch.nn.Sequential:
 
 
 def train(swarm: Swarm, peers: int, steps: int, dies_at: int) -> list[tuple[float, ElasticStep]]:
-    """When each step ended, and what came of it."""
+    """Time and result of each step."""
     net = network()
     optimizer = join_group(swarm, net, peers, scheduler=SCHEDULER, wait_s=60.0)
-    told: list[tuple[float, ElasticStep]] = []
+    steps_done: list[tuple[float, ElasticStep]] = []
 
     def die(_: torch.Tensor) -> None:
-        if len(told) == dies_at:
+        if len(steps_done) == dies_at:
             print(json.dumps({"at": time.monotonic()}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,9 +46,9 @@ def train(swarm: Swarm, peers: int, steps: int, dies_at: int) -> list[tuple[floa
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(17 * step + optimizer.member))
         (net(inputs) - inputs).square().mean().backward()
         result = optimizer.step()
-        told.append((time.monotonic(), result))
+        steps_done.append((time.monotonic(), result))
     optimizer.close()
-    return told
+    return steps_done
 
 
 def main(invite: str, peers: int, steps: int, dies_at: int) -> None:

@@ -42,7 +42,7 @@ def test_it_does_not_stick_at_beta_1_when_there_is_room() -> None:
         assert member.waited_s < 0.8 * slow.waited_s
 
 
-def test_one_step_far_off_is_paid_for_by_many_that_wait() -> None:
+def test_one_large_distance_is_compensated_by_many_waiting_steps() -> None:
     scheduler = AdaptiveBeta(1.0)
     for _ in range(20):
         scheduler.on_measured(0.0)
@@ -55,7 +55,7 @@ def test_one_step_far_off_is_paid_for_by_many_that_wait() -> None:
     assert waits >= 20
 
 
-def test_its_bound_is_that_of_one_step_of_delay_even_while_it_waits() -> None:
+def test_its_bound_allows_one_step_of_delay_even_while_it_waits() -> None:
     scheduler = AdaptiveBeta(1.0)
     assert scheduler.beta == 1.0
     assert scheduler.bound(StepFacts(peers=2, m=3.0, sigma=1.0)) == 1.5

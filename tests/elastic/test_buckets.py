@@ -14,12 +14,12 @@ MOST = 2 * BLOCK_VALUES
 
 
 class Full:
-    """The buckets of a model, and what they told."""
+    """The buckets of a model, and the full ones in order."""
 
     def __init__(self, model: nn.Module, most: int = MOST) -> None:
-        self.told: list[tuple[int, Floats]] = []
+        self.full_ones: list[tuple[int, Floats]] = []
         self.parameters = list(model.parameters())
-        self.buckets = Buckets(self.parameters, most=most, on_full=lambda *told: self.told.append(told))
+        self.buckets = Buckets(self.parameters, most=most, on_full=lambda *item: self.full_ones.append(item))
 
     def expected(self) -> Floats:
         """The gradients from last to first."""
@@ -31,15 +31,15 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * FEWEST)))
 
 
-def test_buckets_are_full_last_layer_first_while_backward_goes_on_and_hold_all_gradients() -> None:
+def test_buckets_fill_up_last_layer_first_during_backward_and_hold_all_gradients() -> None:
     model = deep()
     full = Full(model)
     first_layers: list[int] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: first_layers.append(len(full.told)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: first_layers.append(len(full.full_ones)))
     model(torch.randn(4, 64)).square().sum().backward()
-    assert [bucket for bucket, _ in full.told] == list(range(len(full.buckets.sizes)))
-    assert first_layers[0] >= len(full.told) - 1 >= FEWEST
-    np.testing.assert_array_equal(np.concatenate([values for _, values in full.told]), full.expected())
+    assert [bucket for bucket, _ in full.full_ones] == list(range(len(full.buckets.sizes)))
+    assert first_layers[0] >= len(full.full_ones) - 1 >= FEWEST
+    np.testing.assert_array_equal(np.concatenate([values for _, values in full.full_ones]), full.expected())
     assert not full.buckets.lacking
 
 
@@ -47,15 +47,17 @@ def test_a_parameter_larger_than_a_bucket_reaches_into_several() -> None:
     full = Full(nn.Linear(300, 100))
     assert max(full.buckets.sizes) <= MOST and sum(full.buckets.sizes) == 30_100
     full.parameters[0].square().sum().backward()
-    assert [bucket for bucket, _ in full.told] == list(range(1, len(full.buckets.sizes)))  # the bias has none
+    assert [bucket for bucket, _ in full.full_ones] == list(
+        range(1, len(full.buckets.sizes))
+    )  # the bias has none
     assert full.buckets.lacking
 
 
-def test_a_parameter_without_a_gradient_has_a_zero_one_when_backward_is_over() -> None:
+def test_a_parameter_without_a_gradient_gets_a_zero_one_after_backward() -> None:
     full = Full(nn.Linear(8, 4))
     full.parameters[0].sum().backward()
     full.buckets.flush()
-    (_, values), *rest = full.told
+    (_, values), *rest = full.full_ones
     assert not rest and values.tolist() == [0.0] * 4 + [1.0] * 32
 
 
@@ -67,34 +69,34 @@ def test_a_second_backward_in_a_step_says_to_call_step_first() -> None:
         model(torch.ones(1, 8)).sum().backward()
     full.buckets.begin()
     model(torch.ones(1, 8)).sum().backward()
-    assert len(full.told) == 2
+    assert len(full.full_ones) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_of_any_kind_come_and_go(dtype: torch.dtype) -> None:
+def test_gradients_of_any_dtype_are_read_and_set(dtype: torch.dtype) -> None:
     model = deep().to(dtype)
     full = Full(model)
     model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
     before = [one.grad.clone() for one in full.parameters]
-    full.buckets.to_gradients([values for _, values in full.told])
+    full.buckets.to_gradients([values for _, values in full.full_ones])
     for grad, parameter in zip(before, full.parameters, strict=True):
         assert parameter.grad.dtype == dtype
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_values_handed_over_stay_as_they_are_in_later_steps() -> None:
+def test_values_handed_over_do_not_change_in_later_steps() -> None:
     model = nn.Linear(8, 4)
     full = Full(model)
     model(torch.ones(1, 8)).sum().backward()
-    kept = full.told[0][1].copy()
+    kept = full.full_ones[0][1].copy()
     full.buckets.begin()
     model(5 * torch.ones(1, 8)).sum().backward()
-    np.testing.assert_array_equal(full.told[0][1], kept)
+    np.testing.assert_array_equal(full.full_ones[0][1], kept)
 
 
-def test_a_closed_one_takes_no_more() -> None:
+def test_closed_buckets_collect_no_gradients() -> None:
     model = nn.Linear(8, 4)
     full = Full(model)
     full.buckets.close()
     model(torch.ones(1, 8)).sum().backward()
-    assert not full.told
+    assert not full.full_ones

@@ -82,7 +82,7 @@ def test_beta_1_equals_one_process_with_the_joined_batch(peers: int, momentum: f
 
 
 @pytest.mark.parametrize("scheduler", [Synchronous(), VarianceBounded(0.5), CrashTolerant(1, 0.5)])
-def test_without_delays_variance_bounded_equals_it_too(scheduler: Scheduler) -> None:
+def test_without_delays_other_schedulers_equal_it_too(scheduler: Scheduler) -> None:
     run = elastic(lambda: scheduler, peers=3)
     for member in run.members:
         np.testing.assert_allclose(member.parameters, large_batch(3), atol=1e-5)
@@ -131,7 +131,7 @@ def test_late_gradients_are_all_corrected_in_the_end() -> None:
             np.testing.assert_allclose(member.parameters, expected, atol=1e-5)
 
 
-def test_a_crash_in_mid_broadcast_keeps_crash_tolerant_peers_within_its_bound() -> None:
+def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:
     """Carol's last gradient reaches bob and not alice: from then on alice lacks it, f M / p at most."""
     crashes = {2: Crash(step=20, reached=frozenset({1}))}
     run = elastic(lambda: CrashTolerant(1, 0.3), peers=3, crashes=crashes)

@@ -1,10 +1,11 @@
-"""Buckets over simulated peer links: what arrives, who is dropped, who is lost."""
+"""Buckets over simulated peer links: received buckets, dropped and lost members."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.group import GroupMember
 from colab_swarm.elastic.group import READY, ElasticLink, PeerExchange
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.settings import ElasticSettings, Piece, PieceExchange, PieceReceiver
-from colab_swarm.elastic.steps import ElasticSteps, OwnBucket
+from colab_swarm.elastic.settings import ElasticSettings, Piece
+from colab_swarm.elastic.steps import ElasticSteps, PieceExchange
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
@@ -28,7 +29,7 @@ SETTINGS = ElasticSettings(PREFIX, 2, NormBounded(0.5))
 
 @dataclass
 class Seen:
-    """A receiver that keeps what it is told."""
+    """A receiver that records everything."""
 
     pieces: list[tuple[int, Piece, bytes]] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Group:
 
     @classmethod
     def of(cls, *names: str, silent: str = "") -> Group:
-        """Of these; who is ``silent`` has no exchange."""
+        """Members with these names; the ``silent`` one has no exchange."""
         network = SimNetwork(LAN, seed=1)
         peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)
         network.introduce()
@@ -74,7 +75,7 @@ class Group:
                 exchanges.append(exchange)
         return cls(network, peers, exchanges, events)
 
-    async def begin(self, receivers: list[PieceReceiver]) -> None:
+    async def begin(self, receivers: list[Any]) -> None:
         await asyncio.gather(
             *(exchange.begin(receiver) for exchange, receiver in zip(self.exchanges, receivers, strict=True))
         )
@@ -83,7 +84,7 @@ class Group:
         await asyncio.gather(*(exchange.close() for exchange in self.exchanges))
 
 
-def test_all_others_get_what_one_sends_in_order_and_what_was_sent_before_a_goodbye() -> None:
+def test_all_others_receive_buckets_in_order_up_to_the_goodbye() -> None:
     async def main() -> None:
         group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
         await group.begin(list(seen))
@@ -101,7 +102,7 @@ def test_all_others_get_what_one_sends_in_order_and_what_was_sent_before_a_goodb
     run_virtual(main())
 
 
-def test_a_crash_is_told_once_and_within_two_seconds() -> None:
+def test_a_crash_is_reported_once_and_within_two_seconds() -> None:
     async def main() -> None:
         group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
         await group.begin(list(seen))
@@ -114,7 +115,7 @@ def test_a_crash_is_told_once_and_within_two_seconds() -> None:
             assert one.pieces == [(2, Piece(0, 0), b"half of it")]
         assert [fault.name for fault in group.network.fired] == ["crash"]
         assert clock() < group.network.fired[0].at + 2.0
-        group.exchanges[0].send(Piece(0, 1), b"goes on")
+        group.exchanges[0].send(Piece(0, 1), b"more")
         await seen[1].wait(lambda: len(seen[1].pieces) == 2)
         await asyncio.gather(*(exchange.close() for exchange in group.exchanges[:2]))
 
@@ -124,7 +125,7 @@ def test_a_crash_is_told_once_and_within_two_seconds() -> None:
 def test_a_member_that_does_not_come_is_named() -> None:
     async def main() -> None:
         group = Group.of("alice", "bob", silent="bob")
-        with pytest.raises(StateError, match="begin again, all peers"):
+        with pytest.raises(StateError, match="restart all peers"):
             await group.begin([Seen()])
         group.exchanges[0].kill()
 
@@ -162,7 +163,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_who_sends_what_no_honest_peer_would_is_dropped_and_the_step_goes_on(lie: str) -> None:
+def test_a_member_that_lies_is_dropped_and_the_step_continues(lie: str) -> None:
     async def main() -> None:
         group = Group.of("alice", "bob")
         honest = ElasticSteps(group.exchanges[0], SETTINGS, SIZES)
@@ -190,11 +191,11 @@ def test_who_sends_what_no_honest_peer_would_is_dropped_and_the_step_goes_on(lie
 def own(steps: ElasticSteps) -> None:
     for bucket, size in enumerate(SIZES):
         values = np.ones(size, np.float32)
-        steps.hand_over(OwnBucket(Piece(0, bucket, float(size)), values, values.tobytes()))
+        steps.hand_over(Piece(0, bucket, float(size)), values, values.tobytes())
 
 
-class Nobody:
-    """An exchange of two whose other member is made up."""
+class FakeExchange:
+    """An exchange of two without a real second member."""
 
     me, members = 0, 2
 
@@ -206,7 +207,7 @@ class Nobody:
 
     def send(self, piece: Piece, payload: Buffer) -> None: ...
 
-    async def begin(self, receiver: PieceReceiver) -> None: ...
+    async def begin(self, receiver: Any) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -219,12 +220,12 @@ class Nobody:
     st.binary(max_size=32) | st.sampled_from([b"\0" * 24, b"\0" * 16, b"\xff" * 24]),
     st.sampled_from(["float32", "float16", "int8", "topk:0.5", "onebit"]),
 )
-def test_whatever_bytes_come_a_member_is_believed_or_dropped(
+def test_a_member_that_sends_any_bytes_is_believed_or_dropped(
     step: int, bucket: int, payload: bytes, codec: str
 ) -> None:
     async def main() -> None:
-        exchange: PieceExchange = Nobody()
-        assert isinstance(exchange, Nobody)
+        exchange: PieceExchange = FakeExchange()
+        assert isinstance(exchange, FakeExchange)
         steps = ElasticSteps(exchange, ElasticSettings(PREFIX, 2, NormBounded(0.5), codec), SIZES)
         steps.on_piece(1, Piece(step, bucket), payload)
         believed = steps.ledger.standing(0.0).arrived[0].numel if step == 0 else 0
@@ -236,6 +237,6 @@ def test_whatever_bytes_come_a_member_is_believed_or_dropped(
 
 
 @pytest.mark.parametrize("squares", [-1.0, float("nan"), float("inf")])
-def test_a_norm_that_is_none_is_no_piece(squares: float) -> None:
+def test_an_invalid_norm_is_refused(squares: float) -> None:
     with pytest.raises(ValueError, match="squared norms"):
         Piece(0, 0, squares)

@@ -1,4 +1,4 @@
-"""How a group comes together, in simulated swarms."""
+"""Forming a group, in simulated swarms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
 
 
-def test_all_begin_with_the_first_members_parameters_and_optimizer_state() -> None:
+def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> None:
     def begin(swarm: Swarm) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
         net = model(seed=len(swarm.name))
         own = parameters_of(net)
@@ -60,18 +60,18 @@ def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "named"),
     [
-        ({"codec": "int8"}, "int8"),
+        ({"compression": "int8"}, "int8"),
         ({"scheduler": NormBounded(0.5)}, "NormBounded(beta=0.5"),
         ({"hidden": 3}, "values"),
     ],
 )
-def test_peers_with_other_settings_are_told_at_once_and_both(theirs: dict[str, object], named: str) -> None:
+def test_different_settings_are_reported_to_both_peers_at_once(theirs: dict[str, object], named: str) -> None:
     def begin(swarm: Swarm) -> str:
         options = {"scheduler": Synchronous(), **(theirs if swarm.name == "bob" else {})}
         net = torch.nn.Linear(8, int(str(options.pop("hidden", 2))))
-        with pytest.raises(ValueError, match="same settings") as told:
+        with pytest.raises(ValueError, match="same settings") as raised:
             join_group(swarm, net, 2, **options)
-        return str(told.value)
+        return str(raised.value)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
         results = sim.run(begin)
@@ -79,17 +79,17 @@ def test_peers_with_other_settings_are_told_at_once_and_both(theirs: dict[str, o
     assert len(results) == 2 and all(named in text for text in results.values())
 
 
-def test_who_waits_in_vain_is_told_how_many_came_and_may_try_again() -> None:
+def test_a_timeout_reports_how_many_peers_came_and_joining_can_be_repeated() -> None:
     def wait(swarm: Swarm) -> None:
         for _ in range(2):
-            with pytest.raises(StateError, match="3 peers were to train 'model', 2 came in 5 s"):
+            with pytest.raises(StateError, match="training 'model' needs 3 peers, 2 came in 5 s"):
                 join_group(swarm, model(), 3, wait_s=5.0)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
         assert len(sim.run(wait)) == 2
 
 
-def test_one_peer_too_many_is_told_to_choose_another_name() -> None:
+def test_a_surplus_peer_is_advised_to_choose_another_name() -> None:
     def begin(swarm: Swarm) -> str:
         try:
             optimizer = join_group(swarm, model(), 2, wait_s=30.0)
@@ -100,8 +100,8 @@ def test_one_peer_too_many_is_told_to_choose_another_name() -> None:
         return "in"
 
     with cs.simulate(3, network="lan", seed=1) as sim:
-        told = sorted(sim.run(begin).values(), key=len)
-    assert told[:2] == ["in", "in"] and ("choose another name" in told[2] or "1 came" in told[2])
+        messages = sorted(sim.run(begin).values(), key=len)
+    assert messages[:2] == ["in", "in"] and ("choose another name" in messages[2] or "1 came" in messages[2])
 
 
 def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
@@ -118,11 +118,11 @@ def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
         assert sorted(sim.run(twice).values()) == [0, 1]
 
 
-def test_a_member_that_crashes_while_the_group_is_formed_is_named() -> None:
+def test_a_crash_while_the_group_is_formed_is_reported() -> None:
     def begin(swarm: Swarm) -> str:
-        with pytest.raises(StateError) as told:
+        with pytest.raises(StateError) as raised:
             join_group(swarm, model(), 2, wait_s=20.0)
-        return str(told.value)
+        return str(raised.value)
 
     with cs.simulate(2, network="home", seed=1) as sim:
         sim.network.when(lambda message: type(message).__name__ == "FetchChunks").crash("bob")
@@ -133,7 +133,7 @@ def test_a_member_that_crashes_while_the_group_is_formed_is_named() -> None:
 
 
 class Answers:
-    """A DHT that knows no record and runs ``during`` while it is read."""
+    """An empty DHT that runs ``during`` while it is read."""
 
     def __init__(self, during: Any) -> None:
         self.during = during
@@ -143,7 +143,7 @@ class Answers:
         return {}
 
 
-def test_while_the_waiting_peers_are_read_again_the_known_ones_are_expected() -> None:
+def test_known_peers_are_expected_while_the_records_are_read_again() -> None:
     bob, carol = PeerId(b"b" * 32), PeerId(b"c" * 32)
     replica: Any = SimpleNamespace(flat=SimpleNamespace(numel=1), schema=b"")
     expected = []

@@ -1,4 +1,4 @@
-"""A member that leaves on another thread, as at a session's end, does not hang in its step."""
+"""A member that leaves on another thread, as at the end of a session, does not hang in its step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.training.toy import loss_of, model
 
 
 @pytest.mark.slow
-def test_a_step_that_waits_ends_when_its_member_leaves() -> None:
+def test_a_waiting_step_ends_when_its_member_leaves() -> None:
     with cs.create("elastic") as alice, cs.join(alice.invite(), peer_name="bob") as bob:
         with ThreadPoolExecutor(2) as pool:
             nets = model(), model()

@@ -45,7 +45,7 @@ def test_a_step_applies_the_mean_of_all_gradients() -> None:
     assert not closed.missing and ledger.step == 1
 
 
-def test_what_is_missing_counts_as_nothing_and_is_added_when_it_comes() -> None:
+def test_a_missing_bucket_counts_as_zero_and_is_added_when_it_arrives() -> None:
     ledger = alice(NormBounded(0.0))
     ledger.on_received(BOB, 0, 1, of(5))
     closed = ledger.close_step()
@@ -59,7 +59,7 @@ def test_what_is_missing_counts_as_nothing_and_is_added_when_it_comes() -> None:
     assert [(late.peer, late.step, late.bucket) for late in closed.late] == [(BOB, 0, 0)]
 
 
-def test_ones_own_values_stand_in_until_the_true_ones_come() -> None:
+def test_own_values_stand_in_until_the_late_ones_arrive() -> None:
     ledger = alice(VarianceBounded(0.0))
     assert [list(bucket) for bucket in ledger.close_step().gradients] == [[1, 2], [3]]
     ledger.on_received(BOB, 0, 0, of(3, 6))
@@ -83,13 +83,15 @@ def test_a_bucket_counts_once() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "furthest"), [(Synchronous(), 1), (NormBounded(0.5), 2), (BoundedStaleness(4), 5)]
 )
-def test_nobody_can_be_further_ahead_than_the_scheduler_lets_it(scheduler: Scheduler, furthest: int) -> None:
+def test_a_bucket_further_ahead_than_the_scheduler_allows_is_refused(
+    scheduler: Scheduler, furthest: int
+) -> None:
     ledger = alice(scheduler)
     assert ledger.on_received(BOB, furthest, 1, of(5))
     assert not ledger.on_received(BOB, furthest + 1, 1, of(5))
 
 
-def test_what_does_not_exist_is_not_wanted() -> None:
+def test_a_bucket_that_does_not_exist_is_refused() -> None:
     ledger = alice(Synchronous())
     for peer, bucket, values in (
         (ALICE, 1, of(5)),
@@ -103,7 +105,7 @@ def test_what_does_not_exist_is_not_wanted() -> None:
     assert not ledger.on_received(BOB, -1, 1, of(5))
 
 
-def test_a_lost_peers_values_count_and_its_missing_ones_are_waited_for_by_none() -> None:
+def test_a_lost_peers_values_count_and_its_missing_ones_are_not_waited_for() -> None:
     ledger = alice(Synchronous(), peers=3)
     ledger.on_received(BOB, 0, 0, of(3, 4))
     ledger.on_received(CAROL, 0, 0, of(2, 3))
@@ -125,7 +127,7 @@ def test_nothing_stands_in_for_a_lost_peer() -> None:
     assert [list(bucket) for bucket in ledger.close_step().gradients] == [[0.5, 1], [1.5]]
 
 
-def test_what_a_peer_owed_when_it_was_lost_is_forgotten() -> None:
+def test_the_debts_of_a_lost_peer_are_dropped() -> None:
     ledger = alice(CrashTolerant(1, 0.0))
     assert ledger.close_step().missing
     ledger.on_lost(BOB)
@@ -133,15 +135,15 @@ def test_what_a_peer_owed_when_it_was_lost_is_forgotten() -> None:
     ledger.check_invariants()
 
 
-def test_a_step_does_not_end_before_ones_own_gradient_is_whole() -> None:
+def test_a_step_does_not_end_before_the_own_gradient_is_complete() -> None:
     ledger = GradientLedger([2, 1], 2, ALICE, NormBounded(0.0))
     ledger.on_own(0, 1, of(3), now=0.0)
     assert not ledger.ready and ledger.standing(9.0).waited_s == 0.0
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="not complete"):
         ledger.close_step()
 
 
-def test_ones_own_bucket_of_another_step_or_twice_is_an_error() -> None:
+def test_an_own_bucket_of_another_step_or_a_duplicate_is_an_error() -> None:
     ledger = alice(Synchronous())
     for step, bucket, values in ((0, 1, of(3)), (1, 1, of(3)), (0, 7, of(3))):
         with pytest.raises(ValueError, match="bucket"):
@@ -154,7 +156,9 @@ def test_ones_own_bucket_of_another_step_or_twice_is_an_error() -> None:
     peers=st.integers(2, 5),
     scheduler=st.sampled_from([Synchronous(), NormBounded(0.3), VarianceBounded(0.0), BoundedStaleness(3)]),
 )
-def test_whatever_the_order_all_is_applied_once(seed: int, peers: int, scheduler: Scheduler) -> None:
+def test_every_value_is_applied_once_in_any_order_of_arrival(
+    seed: int, peers: int, scheduler: Scheduler
+) -> None:
     """Values arrive in any order that the scheduler allows; after the last the sum is that of synchronous steps."""
     rng, steps, sizes = random.Random(seed), 6, [3, 1, 2]
     gradients = np.random.default_rng(seed).normal(size=(steps, peers, len(sizes), 3)).astype(np.float32)

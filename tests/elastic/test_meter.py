@@ -1,4 +1,4 @@
-"""What a peer estimates of itself against what is exact."""
+"""A peer's own estimate against the exact distance."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RELAXED = [
 
 
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)
-def test_once_all_has_arrived_a_peers_own_figure_is_exact(scheduler: Scheduler) -> None:
+def test_a_peers_own_distance_is_exact_once_everything_has_arrived(scheduler: Scheduler) -> None:
     run = emulate(lambda: scheduler, peers=3)
     for peer, member in enumerate(run.members):
         exact = [run.exact.distances[peer, step] for step in range(1, STEPS + 1)]
@@ -65,7 +65,7 @@ def test_once_all_has_arrived_a_peers_own_figure_is_exact(scheduler: Scheduler) 
 
 
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)
-def test_the_estimate_at_once_is_right_on_average_and_seldom_far_off(scheduler: Scheduler) -> None:
+def test_the_first_estimate_is_right_on_average_and_rarely_far_off(scheduler: Scheduler) -> None:
     """Figures of this test: the mean estimate is 0.95 to 1.24 of the exact mean, the correlation 0.82 to 0.96."""
     run = emulate(lambda: scheduler, peers=3)
     exact = np.array(
@@ -95,7 +95,7 @@ def test_residuals_are_never_underestimated(codec: str) -> None:
         assert member.meter.measured < 2.5 * run.exact.measured, "nor by much overestimated"
 
 
-def test_what_a_lost_peer_owes_counts_for_good() -> None:
+def test_the_debts_of_a_lost_peer_count_permanently() -> None:
     run = emulate(lambda: NormBounded(0.0), peers=3, crashes={2: Crash(60, frozenset())})
     assert run.fired == [2]
     for peer in (0, 1):
@@ -105,7 +105,7 @@ def test_what_a_lost_peer_owes_counts_for_good() -> None:
         assert after == pytest.approx(run.exact.distances[peer, STEPS - 1], abs=0.5)
 
 
-def test_a_bucket_of_a_lost_peer_that_others_may_have_is_part_of_the_distance() -> None:
+def test_a_missing_bucket_of_a_lost_peer_is_part_of_the_distance() -> None:
     ledger = GradientLedger([1, 1], 2, 0, Synchronous())
     meter = Meter(buckets=2, peers=2)
     values = np.array([3], np.float32)

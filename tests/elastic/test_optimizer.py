@@ -35,16 +35,16 @@ def simulation(peers: int = 2, network: str = "lan") -> Simulation:
 def train(
     swarm: Swarm, peers: int = 2, steps: int = STEPS, **options: Any
 ) -> tuple[torch.Tensor, list[ElasticStep]]:
-    """Train one's own rows of each batch; only the first member has the right parameters at first."""
+    """Train on this member's rows of each batch."""
     net = model()
     optimizer = join_group(swarm, net, peers, **options)
     member = optimizer.member
-    told = []
+    steps_done = []
     for step in range(steps):
         loss_of(net, step, rows_of(member, peers)).backward()
-        told.append(optimizer.step(samples=5))
+        steps_done.append(optimizer.step(samples=5))
     optimizer.close()
-    return parameters_of(net), told
+    return parameters_of(net), steps_done
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,11 @@ def test_two_members_that_wait_equal_one_process_with_both_batches(scheduler: Sc
     with simulation() as sim:
         results = sim.run(lambda swarm: train(swarm, scheduler=scheduler))
     assert len(results) == 2
-    for parameters, told in results.values():
+    for parameters, steps_done in results.values():
         torch.testing.assert_close(parameters, reference(STEPS), rtol=0, atol=1e-5)
-        assert [one.step for one in told] == list(range(STEPS)) and not any(one.missing for one in told)
+        assert [one.step for one in steps_done] == list(range(STEPS)) and not any(
+            one.missing for one in steps_done
+        )
 
 
 @pytest.mark.slow
@@ -76,30 +78,34 @@ def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler
             results = sim.run(lambda swarm: train(swarm, scheduler=chosen))  # noqa: B023
             seconds[name] = sim.time
     assert seconds["goes on"] < seconds["waits"]
-    for parameters, told in results.values():
-        assert any(one.missing > 0 for one in told) and told[-1].bound and told[-1].inconsistency > 0
+    for parameters, steps_done in results.values():
+        assert (
+            any(one.missing > 0 for one in steps_done)
+            and steps_done[-1].bound
+            and steps_done[-1].inconsistency > 0
+        )
         assert (parameters - reference(STEPS)).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("compression", ["float16", "int8", "topk:0.1", "onebit"])
-def test_members_apply_what_the_others_decode_so_that_they_stay_equal(compression: str) -> None:
+def test_members_apply_decoded_values_so_they_stay_equal(compression: str) -> None:
     with simulation() as sim:
         results = sim.run(
             lambda swarm: train(swarm, steps=10, scheduler=Synchronous(), compression=compression)
         )
-    (alice, told), (bob, _) = results.values()
+    (alice, steps_done), (bob, _) = results.values()
     assert torch.equal(alice, bob)
-    assert told[-1].bound and told[-1].inconsistency <= told[-1].bound
+    assert steps_done[-1].bound and steps_done[-1].inconsistency <= steps_done[-1].bound
 
 
-def test_nothing_is_known_of_a_lossy_codec_without_error_feedback() -> None:
+def test_a_lossy_codec_without_error_feedback_has_no_bound() -> None:
     with simulation() as sim:
         results = sim.run(lambda swarm: train(swarm, steps=2, compression="topk:0.1", error_feedback=False))
     assert results["alice"][1][-1].bound is None
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["not a number", "squares overflow"])
-def test_a_gradient_that_is_not_finite_counts_as_zero_and_costs_nobody_the_group(factor: float) -> None:
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(factor: float) -> None:
     def train_with_nan(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped], ElasticStep]:
         net = model()
         optimizer = join_group(swarm, net, 2)
@@ -116,41 +122,41 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_costs_nobody_the_group
     assert len(dropped + others) == 1 and "NaN" in (dropped + others)[0].reason
 
 
-def test_who_closes_is_lost_to_the_others_which_go_on() -> None:
+def test_the_others_continue_when_a_member_closes() -> None:
     def leave_early(swarm: Swarm) -> list[tuple[int, ...]]:
         net = model()
         optimizer = join_group(swarm, net, 3)
-        told = []
+        steps_done = []
         for step in range(3 if optimizer.member == 2 else 8):
             loss_of(net, step, rows_of(optimizer.member, 3)).backward()
-            told.append(optimizer.step().lost)
+            steps_done.append(optimizer.step().lost)
         optimizer.close()
         assert swarm.events.recent(PeerLeft) or optimizer.member == 2
-        return told
+        return steps_done
 
     with simulation(3) as sim:
         results = sim.run(leave_early)
-    stayed = [told for told in results.values() if len(told) == 8]
+    stayed = [steps_done for steps_done in results.values() if len(steps_done) == 8]
     assert len(stayed) == 2
-    for told in stayed:
-        assert told[2] == () and told[4] == (2,)
+    for steps_done in stayed:
+        assert steps_done[2] == () and steps_done[4] == (2,)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [Synchronous(), CrashTolerant(1, 0.5)], ids=repr)
-def test_a_member_that_crashes_holds_nobody_up(scheduler: Scheduler) -> None:
+def test_a_member_that_crashes_does_not_delay_the_others(scheduler: Scheduler) -> None:
     with simulation(3) as sim:
         sim.network.at(4.0).crash("carol")
         results = sim.run(lambda swarm: train(swarm, 3, steps=100, scheduler=scheduler))
         assert [fault.name for fault in sim.network.fired] == ["crash"]
     assert results.keys() == {"alice", "bob"}
-    for _, told in results.values():
-        assert told[0].lost == () and len(told[-1].lost) == 1
-        assert max(one.waited_s for one in told) < 2.0
-        assert told[-1].bound and told[-1].inconsistency <= told[-1].bound
+    for _, steps_done in results.values():
+        assert steps_done[0].lost == () and len(steps_done[-1].lost) == 1
+        assert max(one.waited_s for one in steps_done) < 2.0
+        assert steps_done[-1].bound and steps_done[-1].inconsistency <= steps_done[-1].bound
 
 
-def test_what_is_owed_is_saved_and_owed_again() -> None:
+def test_residuals_and_corrections_are_saved_and_restored() -> None:
     def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
         net = model()
         optimizer = join_group(swarm, net, 2, compression="topk:0.1")
@@ -180,7 +186,7 @@ def test_what_is_owed_is_saved_and_owed_again() -> None:
     assert torch.equal(alice, bob) and not torch.equal(alice, parameters_of(model()))
 
 
-def test_it_says_what_to_do_instead_of_what_cannot_be_done() -> None:
+def test_unsupported_calls_name_the_alternative() -> None:
     def misuse(swarm: Swarm) -> str:
         net = model()
         optimizer = join_group(swarm, net, 2)
@@ -192,7 +198,7 @@ def test_it_says_what_to_do_instead_of_what_cannot_be_done() -> None:
         assert "of 2, counted from 0" in optimizer._repr_html_()
         optimizer.close()
         optimizer.close()
-        with pytest.raises(RuntimeError, match="make a new one"):
+        with pytest.raises(RuntimeError, match="create a new one"):
             optimizer.step()
         return text
 

@@ -54,19 +54,19 @@ def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.ordeal
-def test_a_rank_that_dies_is_lost_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_the_other_rank_continues_when_one_dies(tmp_path: Path) -> None:
     assert run_ranks("die", tmp_path) == [0, -signal.SIGKILL]
     assert (tmp_path / "lost").read_text() == f"{2 * DIES_AT - 1} (1,)"
 
 
 @pytest.mark.ordeal
-def test_ranks_with_different_settings_are_told(tmp_path: Path) -> None:
+def test_different_settings_are_reported_to_all_ranks(tmp_path: Path) -> None:
     assert run_ranks("differ", tmp_path) == [0, 0]
     for rank in range(RANKS):
-        told = (tmp_path / f"error {rank}").read_text()
-        assert "float16" in told and "int8" in told and "same settings" in told
+        text = (tmp_path / f"error {rank}").read_text()
+        assert "float16" in text and "int8" in text and "same settings" in text
 
 
-def test_without_a_process_group_the_call_says_what_to_do() -> None:
+def test_a_missing_process_group_is_reported_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         group_optimizer(sgd(model()))

@@ -20,7 +20,7 @@ NOTHING, PART, ALL = Arrived(0.0, 0, False), Arrived(0.6, 20, False), Arrived(1.
 
 
 def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> StepStatus:
-    """Of a peer whose gradient has norm 1 and 100 values; what did not arrive is owed."""
+    """Status of a peer whose gradient has norm 1 and 100 values; what has not arrived is owed."""
     owed = sum(not one.complete for one in arrived)
     peers = 1 + len(arrived) + lost
     return StepStatus(7, peers, 1.0, 100, arrived, overdue, owed, lost, waited_s)
@@ -33,10 +33,10 @@ def test_synchronous_waits_for_all_that_are_not_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beta", "goes_on"), [(0.0, True), (0.5, True), (0.6, True), (0.7, False), (1.0, False)]
+    ("beta", "continues"), [(0.0, True), (0.5, True), (0.6, True), (0.7, False), (1.0, False)]
 )
-def test_norm_bounded_goes_on_at_a_beta_fraction_of_its_own_norm(beta: float, goes_on: bool) -> None:
-    assert NormBounded(beta).may_go_on(standing(PART)) is goes_on
+def test_norm_bounded_continues_at_a_beta_fraction_of_its_own_norm(beta: float, continues: bool) -> None:
+    assert NormBounded(beta).may_go_on(standing(PART)) is continues
     assert NormBounded(beta).may_go_on(standing(ALL))
 
 
@@ -45,24 +45,24 @@ def test_norm_bounded_may_count_values_instead() -> None:
     assert not NormBounded(0.3, "l0").may_go_on(standing(PART))
 
 
-def test_norm_bounded_asks_enough_of_every_peer() -> None:
+def test_norm_bounded_needs_enough_from_every_peer() -> None:
     assert not NormBounded(0.5).may_go_on(standing(ALL, PART, NOTHING))
 
 
-def test_beta_1_waits_for_the_rest_of_a_gradient_that_is_larger_than_ones_own() -> None:
+def test_beta_1_waits_for_the_rest_of_a_gradient_larger_than_the_own() -> None:
     larger = Arrived(5.0, 99, False)
     assert not NormBounded(1.0).may_go_on(standing(larger))
     assert NormBounded(0.99).may_go_on(standing(larger))
 
 
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)])
-def test_none_goes_on_while_something_too_old_is_missing(scheduler: Scheduler) -> None:
+def test_no_scheduler_continues_while_something_too_old_is_missing(scheduler: Scheduler) -> None:
     assert scheduler.may_go_on(standing(NOTHING, waited_s=9.0))
     assert not scheduler.may_go_on(standing(NOTHING, overdue=1, waited_s=9.0))
     assert scheduler.ask_again_s(standing(NOTHING, overdue=1)) is None
 
 
-def test_variance_bounded_goes_on_when_its_timeout_is_over() -> None:
+def test_variance_bounded_continues_after_its_timeout() -> None:
     scheduler = VarianceBounded(timeout_s=0.5)
     assert not scheduler.may_go_on(standing(PART, waited_s=0.4))
     assert scheduler.ask_again_s(standing(PART, waited_s=0.4)) == pytest.approx(0.1)
@@ -70,7 +70,7 @@ def test_variance_bounded_goes_on_when_its_timeout_is_over() -> None:
     assert scheduler.may_go_on(standing(ALL)) and scheduler.ask_again_s(standing(ALL)) is None
 
 
-def test_who_asks_a_rounding_error_too_early_is_not_told_to_ask_at_once() -> None:
+def test_asking_a_rounding_error_too_early_does_not_repeat_at_once() -> None:
     asked = VarianceBounded(0.3).ask_again_s(standing(PART, waited_s=0.3 - 1e-15))
     assert asked is not None and asked >= 1e-3
 
@@ -90,7 +90,7 @@ def test_crash_tolerant_never_leaves_out_more_than_f() -> None:
         assert scheduler.ask_again_s(replace(too_much, waited_s=0.0)) is None
 
 
-def test_more_crashes_than_f_stop_nobody_but_raise_the_bound() -> None:
+def test_more_crashes_than_f_raise_the_bound_but_do_not_block() -> None:
     scheduler = CrashTolerant(f=1, timeout_s=0.5)
     assert scheduler.may_go_on(standing(ALL, lost=2))
     assert scheduler.bound(StepFacts(4, 2.0, 1.0)) == pytest.approx(0.5)
@@ -116,16 +116,16 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
 
 
 @pytest.mark.parametrize("gamma", [None, 1.0])
-def test_a_codec_of_which_nothing_is_known_has_no_bound(gamma: float | None) -> None:
+def test_an_unknown_codec_has_no_bound(gamma: float | None) -> None:
     assert Synchronous().bound(StepFacts(4, 2.0, 1.0, gamma)) is None
 
 
-def test_what_is_missing_is_a_share_of_the_others_values() -> None:
+def test_missing_is_a_share_of_the_others_values() -> None:
     assert standing(ALL, PART).missing == pytest.approx(0.4)
     assert standing(lost=1).missing == 0.0
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for make in (
         lambda: NormBounded(1.1),
         lambda: NormBounded(float("nan")),

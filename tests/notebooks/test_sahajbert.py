@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from tests.notebooks.kernel import Kernel, opened
 from tests.recipes.test_tokenizer import BENGALI
 
 FEWER_SAMPLES = (
-    "import dataclasses; settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_s=1.0)"
+    "import dataclasses; "
+    "settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_timeout_s=1.0)"
 )
-TAGGED = "আমি O\nঢাকায় B-LOC\nযাই O\n\n" * 20
+TAGGED = {"tokens": ["আমি", "ঢাকায়", "যাই"], "ner_tags": ["O", "B-LOC", "O"]}
+LABELLED = [{"text": text, "label": label} for text, label in (("ঢাকা জয়ী", "sport"), ("আমি যাই", "travel"))]
 
 
 def until_trained(kernel: Kernel, sources: dict[str, float], **form: object) -> list[str]:
@@ -22,14 +25,16 @@ def until_trained(kernel: Kernel, sources: dict[str, float], **form: object) -> 
     shown += [kernel.run(SOURCES=sources, **form) for _ in range(4)]
     kernel.execute(FEWER_SAMPLES)
     shown.append(kernel.run(**form))
-    assert "training goes on from step" in shown[-1]
+    assert "training continues from step" in shown[-1]
     return shown
 
 
 @pytest.mark.slow
 def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(BENGALI * 20), encoding="utf-8")
-    (tmp_path / "names.conll").write_text(TAGGED, encoding="utf-8")
+    for task, rows in (("ner", [TAGGED] * 20), ("classify", LABELLED * 10)):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     sources = {str(tmp_path / "text.txt"): 1.0, str(tmp_path / "t*.txt"): 2.0}
     homes = {name: tmp_path / name for name in ("organizer", "volunteer")}
     for home in homes.values():
@@ -46,13 +51,16 @@ def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: P
         until_trained(volunteer, sources, INVITATION=invitation, MY_NAME="carol", **form | {"SIZE": "large"})
         volunteer.run()
         volunteer.train_to(1, **form)
-        volunteer.run_all(**form, HELD_OUT=str(tmp_path / "text.txt"))
+        shown = volunteer.run_all(
+            **form, HELD_OUT=str(tmp_path / "text.txt"), TASK="classify", DATA=str(tmp_path / "classify")
+        )
+        assert "eval_accuracy" in shown[-1]
         assert "1 peer linked" not in volunteer.execute("print(swarm)")
         organizer.run()
         organizer.train_to(1, **form)
-        organizer.run_all(**form, DATA=str(tmp_path / "names.conll"))
+        assert "eval_f1" in organizer.run_all(**form, DATA=str(tmp_path / "ner"))[-1]
         same = "print([tuple(batches.tokenizer('আমি যাই')['input_ids']), optimizer.global_step > 0])"
         assert volunteer.execute(same) == organizer.execute(same)
         assert "True" in volunteer.execute(same)
-    assert (homes["organizer"] / "finetuned" / "seed-0" / "metrics.json").exists()
+    assert all((home / "finetuned" / "model.safetensors").exists() for home in homes.values())
     assert all((home / "text.state").stat().st_size > 1000 for home in homes.values())

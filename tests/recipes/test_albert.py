@@ -46,7 +46,7 @@ def test_sizes_have_their_published_number_of_parameters(
 
 
 @pytest.mark.slow
-def test_peers_begin_equal_and_read_differently() -> None:
+def test_peers_start_equal_and_read_differently() -> None:
     (alice, hers), (bob, his) = albert(swarm=Peer(b"alice")), albert(swarm=Peer(b"bob"))
     state = bob.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
@@ -110,7 +110,7 @@ def test_settings_are_the_published_ones() -> None:
     assert SETTINGS.keys() == SIZES.keys()
 
 
-def test_the_learning_rate_rises_for_5000_steps_and_falls_to_nothing_at_125000() -> None:
+def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() -> None:
     optimizer, scheduler = albert_optimizer(torch.nn.Linear(2, 2), "large")
     rate = scheduler.lr_lambdas[0]
     assert rate(0) == pytest.approx(1 / 5000)

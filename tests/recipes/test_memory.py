@@ -114,7 +114,7 @@ def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -
     assert chosen == sorted(chosen)
 
 
-def test_a_gpu_too_small_is_told_so() -> None:
+def test_a_gpu_that_is_too_small_is_reported() -> None:
     with pytest.raises(ValueError, match=r"2\.0 GiB cannot train .*layers=24"):
         fit_memory(SIZES["xlarge"], 2 * GIB)
 

@@ -49,7 +49,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_items_come_in_order_and_no_more_are_made_than_asked_for() -> None:
+def test_items_come_in_order_and_at_most_depth_are_made_ahead() -> None:
     source = Counter()
     items = ahead(source, depth=3)
     assert list(islice(items, 50)) == list(range(50))
@@ -88,7 +88,7 @@ def test_closing_ends_the_thread_even_while_the_source_waits() -> None:
     assert not threads()
 
 
-def test_letting_go_of_it_ends_the_thread() -> None:
+def test_collecting_the_iterator_ends_the_thread() -> None:
     items = ahead(Counter())
     next(items)
     (thread,) = threads()

@@ -69,7 +69,7 @@ def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: PreT
     assert (shown[~hidden] != tokenizer.mask_token_id).all()
 
 
-def test_half_of_the_samples_are_swapped_and_say_so(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_half_of_the_samples_are_swapped_and_labelled(tokenizer: PreTrainedTokenizerFast) -> None:
     words = [f"{number:05}" for number in range(4000)]
     rising: list[bool] = []
     labels: list[int] = []
@@ -108,9 +108,9 @@ def test_a_peers_seed_is_the_same_in_every_process() -> None:
     assert len({peer_seed(seed, peer) for seed in (0, 1, -1) for peer in (b"alice", b"bob")}) == 6
 
 
-def test_an_iterator_that_has_run_dry_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_exhausted_iterator_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
     source = batches(tokenizer, iter(["only a few words, and only once"]))
-    with pytest.raises(ValueError, match="run dry"):
+    with pytest.raises(ValueError, match="exhausted"):
         next(source)
 
 

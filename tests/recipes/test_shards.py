@@ -19,7 +19,7 @@ def read(source: str | Path) -> list[str]:
 
 
 def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]]:
-    """Shards whose documents say where they are from."""
+    """Shards whose documents name their shard."""
 
     def shard(number: int) -> Callable[[], Iterator[str]]:
         return lambda: (f"{number}.{document}" for document in range(documents))
@@ -28,14 +28,14 @@ def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]
 
 
 class Waits(list[float]):
-    """Waits for nothing, and remembers how long it was told to."""
+    """Returns at once and records the delays."""
 
     def __call__(self, seconds: float) -> None:
         self.append(seconds)
 
 
 class Breaking:
-    """A shard of ten documents that breaks before the sixth, so many times."""
+    """A shard of ten documents that breaks ``times`` times before the sixth."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -44,11 +44,11 @@ class Breaking:
         for number in range(10):
             if number == 5 and self.left:
                 self.left -= 1
-                raise ConnectionError("the line went dead")
+                raise ConnectionError("connection lost")
             yield f"broken {number}"
 
 
-def test_every_pass_gives_all_shards_once_in_an_order_of_its_own() -> None:
+def test_every_pass_reads_all_shards_once_in_a_different_order() -> None:
     reader = ShardReader("numbers", numbered(20), seed=1)
     first, second = (list(islice(reader, 60)) for _ in range(2))
     assert sorted(first) == sorted(second)
@@ -60,18 +60,18 @@ def test_every_pass_gives_all_shards_once_in_an_order_of_its_own() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 100))
-def test_a_reader_goes_on_from_any_place(taken: int) -> None:
+def test_a_reader_resumes_from_any_position(taken: int) -> None:
     reader = ShardReader("numbers", numbered(7), seed=3)
     for _ in range(taken):
         next(reader)
     again = ShardReader("numbers", numbered(7), seed=3)
-    again.seek(reader.place)
+    again.seek(reader.position)
     assert list(islice(reader, 30)) == list(islice(again, 30))
 
 
 def test_a_lost_connection_loses_no_document() -> None:
     waits, shard = Waits(), Breaking(times=2)
-    assert list(islice(ShardReader("line", [shard], seed=0, wait=waits), 10)) == [
+    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10)) == [
         f"broken {n}" for n in range(10)
     ]
     assert waits == list(RETRY_AFTER_S[:2])
@@ -85,7 +85,7 @@ def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixtu
         found = list(islice(reader, 8))
     assert sorted(found) == ["0.0", "0.1", "0.2", *(f"broken {n}" for n in range(5))]
     assert [next(reader) for _ in range(8)]  # and the next pass tries it again
-    assert caplog.messages[0].endswith("of 2 is given up after 5 documents: the line went dead")
+    assert caplog.messages[0].endswith("of 2 is given up after 5 documents: connection lost")
     assert waits[:3] == list(RETRY_AFTER_S)
 
 
@@ -94,9 +94,9 @@ def test_a_source_that_never_gave_anything_raises() -> None:
         next(ShardReader("nothing", numbered(3, documents=0), seed=0))
 
 
-def test_a_source_that_falls_silent_later_is_waited_for() -> None:
+def test_a_source_that_becomes_empty_later_is_retried() -> None:
     full, waits = [True], Waits()
-    reader = ShardReader("line", [lambda: iter(["here"] if full else [])], seed=0, wait=waits)
+    reader = ShardReader("web", [lambda: iter(["here"] if full else [])], seed=0, wait=waits)
     assert next(reader) == "here"
     full.clear()
     waits.append = lambda seconds: full.append(True)  # type: ignore[method-assign,assignment]
@@ -105,7 +105,7 @@ def test_a_source_that_falls_silent_later_is_waited_for() -> None:
 
 
 def test_waiting_ends_when_the_reader_is_closed() -> None:
-    reader = ShardReader("line", [Breaking(times=99)], seed=0, wait=lambda seconds: True)
+    reader = ShardReader("web", [Breaking(times=99)], seed=0, wait=lambda seconds: True)
     assert len(list(islice(reader, 5))) == 5
     with pytest.raises(Stopped):
         next(reader)
@@ -113,7 +113,7 @@ def test_waiting_ends_when_the_reader_is_closed() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(alphabet="aক\n é", max_size=40), max_size=30), st.integers(1, 50))
-def test_lines_are_read_once_and_whole_wherever_a_file_is_cut(
+def test_lines_are_read_once_and_whole_for_every_shard_size(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], shard_bytes: int
 ) -> None:
     file = tmp_path_factory.mktemp("cut") / "text.txt"
@@ -175,7 +175,7 @@ def test_a_garbled_row_costs_the_rest_of_its_shard_only(
     assert "given up after 1 documents" in caplog.text
 
 
-def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="no file matches"):
         open_shards(str(tmp_path / "*.none"))

@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def two_sources(tmp_path: Path) -> dict[str, float]:
-    """Two files of three shards each, whose every document says where it is from."""
+    """Two sources of three shards each, whose documents name their source."""
     for name in ("wiki", "oscar"):
         for part in range(3):
             rows = [{"text": f"{name} says {n}. And then it says {n + 1}."} for n in range(200)]
@@ -91,7 +91,7 @@ def test_a_batch_is_made_of_neighbouring_sentences(
             assert second.startswith("and then") is not bool(swapped)
 
 
-def test_drawing_begins_early_while_the_buffer_still_grows() -> None:
+def test_drawing_starts_while_the_buffer_still_grows() -> None:
     buffer, rng, drawn = ShuffleBuffer(1000), random.Random(0), []
     for number in range(3000):
         while not buffer.hungry and len(drawn) < 2500:
@@ -105,7 +105,9 @@ def test_drawing_begins_early_while_the_buffer_still_grows() -> None:
 
 
 @pytest.mark.slow
-def test_batches_go_on_exactly_from_a_saved_state(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_batches_resume_exactly_from_a_saved_state(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     batches = mixed(tokenizer)
     for _ in range(20):
         next(batches)
@@ -116,7 +118,7 @@ def test_batches_go_on_exactly_from_a_saved_state(tokenizer: PreTrainedTokenizer
 
 
 @pytest.mark.slow
-def test_a_peer_restarted_goes_on_with_its_very_next_batch(
+def test_a_restarted_peer_resumes_with_exactly_the_next_batch(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     alice = StreamedBatches(SOURCES, tokenizer, **SMALL)
@@ -154,7 +156,7 @@ def test_a_mix_needs_sources_with_positive_weights(sources: dict[str, float]) ->
         TextMix(sources, seed=0)
 
 
-def test_a_state_of_something_else_is_refused(
+def test_a_state_of_other_batches_is_refused(
     tokenizer: PreTrainedTokenizerFast, two_sources: dict[str, float]
 ) -> None:
     state = mixed(tokenizer).state_dict()

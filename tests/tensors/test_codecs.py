@@ -109,7 +109,7 @@ def test_decoding_into_scratch_gives_the_same_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_a_value_that_is_not_a_number_stays_one(name: str) -> None:
+def test_nan_stays_nan(name: str) -> None:
     values = np.array([1.0, np.nan, -2.0], np.float32)
     np.testing.assert_array_equal(np.isnan(round_trip(name, values)), [False, True, False])
 
@@ -132,14 +132,14 @@ def test_values_that_are_not_finite_are_refused_by_codecs_that_would_spread_them
         codec_of(name).encode(values)
 
 
-def test_onebit_sends_the_means_of_what_is_over_zero_and_of_the_rest() -> None:
+def test_onebit_sends_the_means_of_positive_values_and_of_the_rest() -> None:
     np.testing.assert_array_equal(
         round_trip("onebit", np.array([1, -2, 3, 0, -4], np.float32)),
         np.array([2, -2, 2, -2, -2], np.float32),
     )
 
 
-def test_onebit_scales_every_block_by_itself() -> None:
+def test_onebit_scales_every_block_separately() -> None:
     values = np.repeat(np.array([3.0, -5.0], np.float32), BLOCK_VALUES)
     np.testing.assert_array_equal(round_trip("onebit", values), values)
 
@@ -155,7 +155,7 @@ def test_an_unknown_codec_is_named_with_the_choices() -> None:
         codec_of("zip")
 
 
-def test_finiteness_is_seen_even_where_the_sum_overflows() -> None:
+def test_finiteness_is_detected_even_if_the_sum_overflows() -> None:
     assert all_finite(np.array([3e38, 3e38], np.float32))
     assert not all_finite(np.array([1, np.nan], np.float32))
     assert not all_finite(np.array([np.inf, -np.inf], np.float32))

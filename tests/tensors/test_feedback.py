@@ -1,4 +1,4 @@
-"""Error feedback: what is sent in the long run is what was meant."""
+"""Error feedback: in the long run, the sent values sum to the true ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def vectors(seed: int, steps: int, numel: int) -> Floats:
 @biased
 @given(seed=st.integers(0, 1 << 32), numel=st.integers(1, 200), cut=st.integers(0, 200))
 @settings(max_examples=30, deadline=None)
-def test_all_that_arrived_and_what_is_owed_is_all_that_was_meant(
+def test_received_values_and_the_residual_sum_to_the_true_values(
     name: str, seed: int, numel: int, cut: int
 ) -> None:
     feedback, arrived = ErrorFeedback(numel), np.zeros(numel)
@@ -37,8 +37,8 @@ def test_all_that_arrived_and_what_is_owed_is_all_that_was_meant(
 
 
 @biased
-def test_what_is_owed_stays_bounded(name: str) -> None:
-    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, far less in practice; without feedback losses would add up."""
+def test_the_residual_stays_bounded(name: str) -> None:
+    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, much less in practice; without feedback, losses would sum."""
     feedback, numel = ErrorFeedback(500), 500
     norms = []
     for meant in vectors(0, 200, numel):
@@ -48,7 +48,7 @@ def test_what_is_owed_stays_bounded(name: str) -> None:
     assert max(norms[100:]) <= 1.2 * max(norms[:100])
 
 
-def test_a_vector_that_nobody_took_changes_nothing() -> None:
+def test_a_vector_that_was_not_received_changes_nothing() -> None:
     feedback, first, second = ErrorFeedback(10), *vectors(0, 2, 10)
     feedback.encode(codec_of("onebit"), 0, first)
     feedback.settle()
@@ -60,7 +60,7 @@ def test_a_vector_that_nobody_took_changes_nothing() -> None:
     assert not feedback.residual.any()
 
 
-def test_pieces_that_are_not_told_of_lose_nothing() -> None:
+def test_pieces_without_a_record_lose_nothing() -> None:
     feedback = ErrorFeedback(4)
     feedback.begin()
     feedback.cut_off(2, np.array([3, 4], np.float32), np.array([1, 1], np.float32))
@@ -68,7 +68,7 @@ def test_pieces_that_are_not_told_of_lose_nothing() -> None:
     np.testing.assert_array_equal(feedback.residual, [0, 0, 4, 6])
 
 
-def test_a_vector_that_is_not_finite_is_refused_and_leaves_what_is_owed() -> None:
+def test_a_vector_that_is_not_finite_is_refused_and_leaves_the_residual() -> None:
     feedback = ErrorFeedback(2)
     feedback.encode(codec_of("topk:0.5"), 0, np.array([2, 1], np.float32))
     feedback.settle()
@@ -77,7 +77,7 @@ def test_a_vector_that_is_not_finite_is_refused_and_leaves_what_is_owed() -> Non
     np.testing.assert_array_equal(feedback.residual, [0, 1])
 
 
-def test_another_goes_on_from_what_was_saved() -> None:
+def test_a_saved_state_is_restored() -> None:
     feedback = ErrorFeedback(10)
     feedback.encode(codec_of("onebit"), 0, vectors(0, 1, 10)[0])
     feedback.settle()
@@ -96,6 +96,6 @@ def test_another_goes_on_from_what_was_saved() -> None:
         {"residual": "none"},
     ],
 )
-def test_what_is_no_state_of_it_is_refused(state: dict[str, object]) -> None:
+def test_an_invalid_state_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(StateError, match="error feedback"):
         ErrorFeedback(10, state)

@@ -21,7 +21,7 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     np.testing.assert_array_equal(total, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5])
 
 
-def test_a_gradient_that_is_not_finite_adds_nothing_at_all() -> None:
+def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = parameters()
     flat, total = FlatVector([first, second]), np.zeros(10, np.float32)
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)

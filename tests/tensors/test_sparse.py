@@ -28,7 +28,7 @@ def test_exactly_the_largest_values_arrive_unchanged(share: float, numel: int, s
 
 
 @pytest.mark.parametrize("where", [slice(0, None, 7), slice(0, 2000), slice(-2000, None)])
-def test_a_sample_that_misses_the_large_values_costs_time_and_nothing_else(where: slice) -> None:
+def test_a_sample_that_misses_the_large_values_costs_only_time(where: slice) -> None:
     numel = 7 * SAMPLE_VALUES
     values = np.full(numel, 1e-3, np.float32)
     values[where] = 1 + np.arange(len(values[where]), dtype=np.float32)
@@ -39,7 +39,7 @@ def test_a_sample_that_misses_the_large_values_costs_time_and_nothing_else(where
 
 
 @given(shares, st.integers(1, 1 << 40))
-def test_the_size_is_known_without_the_values_and_near_the_least_possible(share: float, numel: int) -> None:
+def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float, numel: int) -> None:
     codec = TopK(share)
     kept = codec.kept(numel)
     index_bits = 8 * (codec.encoded_bytes(numel) - 4 * kept)
@@ -85,8 +85,8 @@ def test_values_that_are_not_finite_are_refused_by_the_decoder(odd: float) -> No
 
 
 @pytest.mark.parametrize("share", ["0.0", "0.00001", "0.6", "0.51"])
-def test_a_share_that_makes_no_sense_is_refused(share: str) -> None:
-    with pytest.raises(ValueError, match=r"the share of values to send is 0\.0001 to 0\.5"):
+def test_a_share_out_of_range_is_refused(share: str) -> None:
+    with pytest.raises(ValueError, match=r"the share of values to send must be 0\.0001 to 0\.5"):
         codec_of(f"topk:{share}")
 
 
@@ -94,12 +94,12 @@ def test_a_share_that_makes_no_sense_is_refused(share: str) -> None:
     "name",
     ["topk", "topk:", "topk:0", "topk:nan", "topk:.01", "topk:1e-2", "topk: 0.01", "topk:0.01\n", "top:0.1"],
 )
-def test_what_is_no_share_is_no_codec(name: str) -> None:
+def test_a_malformed_share_is_no_codec(name: str) -> None:
     with pytest.raises(ValueError, match=r"unknown codec .* topk:0\.01"):
         codec_of(name)
 
 
-def test_a_share_is_written_in_one_way_only() -> None:
-    with pytest.raises(ValueError, match=r"is to be written 'topk:0\.01'"):
+def test_a_share_has_one_spelling() -> None:
+    with pytest.raises(ValueError, match=r"as 'topk:0\.01': all peers must use the same name"):
         codec_of("topk:0.010")
     assert codec_of("topk:0.01").name == "topk:0.01"

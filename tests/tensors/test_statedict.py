@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.statedict import (
-    DTYPES,
+    KINDS,
     MAX_DEPTH,
     decode_skeleton,
     encode_skeleton,
@@ -23,7 +25,7 @@ shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(
     lambda shape, dtype: torch.randint(0, 2, shape).to(dtype),
     shapes,
-    st.sampled_from(sorted(DTYPES, key=str)),
+    st.sampled_from([getattr(torch, kind) for kind in sorted(KINDS)]),
 )
 keys = (
     st.none()
@@ -71,7 +73,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(states)
-def test_any_state_comes_back_as_it_was_through_json(state: Any) -> None:
+def test_any_state_survives_json_unchanged(state: Any) -> None:
     named, skeleton = flatten(state)
     assert same(unflatten(named, decode_skeleton(encode_skeleton(skeleton))), state)
 
@@ -99,7 +101,7 @@ def test_garbled_bytes_give_a_state_or_a_state_error(data: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_an_optimizer_state_keeps_names_that_people_can_read() -> None:
+def test_tensors_of_an_optimizer_state_have_readable_names() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.Adam([weight])
     weight.sum().backward()
@@ -169,8 +171,15 @@ def test_a_bad_skeleton_is_refused_with_its_reason(skeleton: Any, reason: str) -
         unflatten({"a": torch.zeros(1)}, skeleton)
 
 
-def test_a_skeleton_nested_without_end_is_refused() -> None:
+def test_a_skeleton_nested_too_deeply_is_refused() -> None:
     with pytest.raises(StateError, match="too deep"):
         unflatten({}, decode_skeleton(b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2)))
     with pytest.raises(StateError, match="cannot be read"):
         decode_skeleton(b"[" * 1_000_000)
+
+
+@pytest.mark.slow
+def test_a_backbone_starts_without_torch() -> None:
+    program = "import sys, colab_swarm.backbone.backbone, colab_swarm.tensors.statedict; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

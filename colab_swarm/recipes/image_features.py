@@ -1,0 +1,512 @@
+"""SwAV (Caron et al. 2020): image features without labels, as DeDLOC trained them (section 4.1).
+
+Views of one image predict each other's cluster. Shapes: N images, B samples, V views of each, C = 3 channels,
+H x W pixels, D features, K prototypes.
+
+A swarm agrees on the parameters only, so the trained function depends on nothing else. Prototypes are normalized where
+they are used. Batch normalization uses the statistics of each peer's micro-batch, as in data parallelism; its running
+statistics enter no training step. The queue of earlier features is local (DeDLOC, section 4.1: "for each worker"); it
+counts from a fixed global step on, so all peers start using it together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from colab_swarm.recipes.pretraining import HasId, peer_seed
+from colab_swarm.training.layerwise import Lars
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+
+ImageSource: TypeAlias = "str | Path | Tensor | NDArray[Any] | Sequence[Any]"
+
+
+class Images:
+    """Images by number, each loaded when needed: a sequence for `as_image`, or a ``column`` of a data set."""
+
+    def __init__(self, rows: Any, column: str | None = None) -> None:
+        self._rows, self._column = rows, column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = self._rows[index]
+        return as_image(row if self._column is None else row[self._column])
+
+
+def open_images(images: ImageSource) -> Images:
+    """Open a source of images.
+
+    Args:
+        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image files at all
+            depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a data set of `datasets` that
+            is not streamed; images as an array (N, H, W), (N, H, W, C) or (N, C, H, W), or as a sequence.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    rows: Any = images
+    if isinstance(images, str | Path):
+        if images == "digits":
+            from sklearn.datasets import load_digits
+
+            return Images(load_digits().images / 16)
+        files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES)
+        if files:
+            return Images(files)
+        from datasets import load_dataset
+
+        try:
+            rows = load_dataset(str(images), split="train")
+        except (OSError, ValueError) as error:
+            place = f"{str(images)!r} is no folder of images"
+            raise ValueError(f"{place} and cannot be loaded as a data set: {error}") from error
+    if not len(rows):
+        raise ValueError("images is empty: give at least one")
+    if not hasattr(rows, "column_names"):
+        return Images(rows)
+    columns = [name for name, value in rows[0].items() if hasattr(value, "convert")]
+    if not columns:
+        raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
+    return Images(rows, columns[0])
+
+
+def as_image(image: Any) -> Tensor:
+    """Convert one image to a uint8 tensor (3, H, W). Floats are scaled from [0, 1]; grey gets three equal channels.
+
+    Raises:
+        ValueError: its shape is not that of an image.
+    """
+    if isinstance(image, Path):
+        from PIL import Image
+
+        with Image.open(image) as opened:
+            return as_image(opened)
+    if hasattr(image, "convert"):  # a PIL image
+        image = np.array(image.convert("RGB"))
+    pixels = torch.as_tensor(image)
+    if pixels.dim() == 2:
+        pixels = pixels[None]
+    elif pixels.dim() == 3 and pixels.shape[0] not in (1, 3):
+        pixels = pixels.permute(2, 0, 1)
+    if pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or 0 in pixels.shape:
+        shapes = "(H, W), (H, W, C) or (C, H, W), C 1 or 3"
+        raise ValueError(f"an image has shape {shapes}; not {tuple(pixels.shape)}")
+    if pixels.is_floating_point():
+        pixels = pixels.mul(255).round().clamp(0, 255)
+    return pixels.to(torch.uint8).expand(3, -1, -1)
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's channel statistics, for pixels in [0, 1]."""
+GREY = (0.299, 0.587, 0.114)
+TO_YIQ = (GREY, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
+ASPECT = (3 / 4, 4 / 3)
+
+
+@dataclass(frozen=True)
+class Crops:
+    """One kind of view: ``count`` per image, ``size_px`` wide, showing a random share in ``area`` of the image."""
+
+    count: int
+    size_px: int
+    area: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Distortions:
+    """Probabilities of flip, grey and blur; strength of the colour jitter; range of the blur's standard deviation."""
+
+    flip: float = 0.5
+    colour: float = 1.0
+    grey: float = 0.2
+    blur: float = 0.5
+    blur_px: tuple[float, float] = (0.1, 2.0)
+
+
+def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generator) -> Tensor:
+    """Crop a uint8 image at random place, area and aspect; the view is a float32 square in [0, 1]."""
+    _, height, width = image_CHW.shape
+    area_u, aspect_u, top_u, left_u, flip_u = torch.rand(5, generator=rng).tolist()
+    area = height * width * (crops.area[0] + area_u * (crops.area[1] - crops.area[0]))
+    aspect = ASPECT[0] * (ASPECT[1] / ASPECT[0]) ** aspect_u
+    h = min(height, max(1, round(math.sqrt(area / aspect))))
+    w = min(width, max(1, round(math.sqrt(area * aspect))))
+    top, left = int(top_u * (height - h + 1)), int(left_u * (width - w + 1))
+    view = resized(image_CHW[:, top : top + h, left : left + w], crops.size_px)
+    return view.flip(2) if flip_u < flip else view
+
+
+def resized(image_CHW: Tensor, size_px: int) -> Tensor:
+    """The whole image as a square, float32 in [0, 1]."""
+    square = F.interpolate(image_CHW[None] / 255, (size_px, size_px), mode="bilinear", antialias=True)
+    return square[0].clamp(0, 1)
+
+
+def distort(views_NCHW: Tensor, how: Distortions, rng: torch.Generator) -> Tensor:
+    """Jitter, grey and blur each view independently, in that order; values stay in [0, 1]."""
+    coins = _uniform(views_NCHW, 0, 1, rng)
+    views = torch.where(coins < 0.8, _jitter(views_NCHW, how.colour, rng), views_NCHW)
+    views = torch.where(_uniform(views, 0, 1, rng) < how.grey, _grey(views), views)
+    sigma = _uniform(views, *how.blur_px, rng)
+    return _blur(views, torch.where(_uniform(views, 0, 1, rng) < how.blur, sigma, 0.0), how.blur_px[1])
+
+
+def normalized(views_NCHW: Tensor) -> Tensor:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return (views_NCHW - mean) / std
+
+
+def _uniform(views: Tensor, low: float, high: float, rng: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(len(views), 1, 1, 1, generator=rng)
+
+
+def _grey(views: Tensor) -> Tensor:
+    return (views * torch.tensor(GREY).view(3, 1, 1)).sum(dim=1, keepdim=True).expand_as(views)
+
+
+def _jitter(views: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+    """Brightness, contrast, saturation, hue; the hue is rotated in YIQ, a linear approximation of HSV."""
+    low, high = max(0.0, 1 - 0.8 * strength), 1 + 0.8 * strength
+    views = (views * _uniform(views, low, high, rng)).clamp(0, 1)
+    middle = _grey(views).mean(dim=(1, 2, 3), keepdim=True)
+    views = torch.lerp(middle.expand_as(views), views, _uniform(views, low, high, rng)).clamp(0, 1)
+    views = torch.lerp(_grey(views), views, _uniform(views, low, high, rng)).clamp(0, 1)
+    angle = 2 * math.pi * _uniform(views, -0.2 * strength, 0.2 * strength, rng).flatten()
+    cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
+    turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], dim=1).view(-1, 3, 3)
+    to_yiq = torch.tensor(TO_YIQ)
+    return torch.einsum("nij,njhw->nihw", to_yiq.inverse() @ turn @ to_yiq, views).clamp(0, 1)
+
+
+def _blur(views: Tensor, sigma_N111: Tensor, largest: float) -> Tensor:
+    """Gaussian blur with one width per view; 0 leaves a view unchanged."""
+    n, c, height, width = views.shape
+    radius = min(math.ceil(3 * largest), (min(height, width) - 1) // 2)
+    offsets = torch.arange(-radius, radius + 1)
+    kernels = torch.exp(-(offsets**2) / (2 * sigma_N111.view(n, 1) ** 2).clamp(min=1e-12))
+    kernels = (kernels / kernels.sum(dim=1, keepdim=True)).repeat_interleave(c, dim=0)
+    flat = F.pad(views.reshape(1, n * c, height, width), (radius,) * 4, mode="reflect")
+    flat = F.conv2d(flat, kernels.view(n * c, 1, 1, -1), groups=n * c)
+    return F.conv2d(flat, kernels.view(n * c, 1, -1, 1), groups=n * c).view_as(views)
+
+
+@dataclass(frozen=True)
+class SwavSize:
+    """What differs between the sizes.
+
+    Attributes:
+        resnet: arguments of `transformers.ResNetConfig`.
+        large, small: the views of an image: "2 + 6 random crops".
+        hidden: width of the projection's hidden layer.
+        features, prototypes: D and K.
+        epsilon: of the assignment; towards 0 each sample gets one prototype.
+        iterations: of Sinkhorn-Knopp.
+        queue: earlier samples that assignments include, for batches small compared to K; 0: none.
+        queue_from_step: first global step at which they do; features change too fast before.
+    """
+
+    resnet: dict[str, Any]
+    large: Crops
+    small: Crops
+    distortions: Distortions = Distortions()
+    hidden: int = 2048
+    features: int = 128
+    prototypes: int = 3000
+    temperature: float = 0.1
+    epsilon: float = 0.05
+    iterations: int = 3
+    queue: int = 3840
+    queue_from_step: int = 4_692
+
+
+_TINY: dict[str, Any] = {"layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32, 64]}
+SIZES = {
+    "tiny": SwavSize(
+        {**_TINY, "depths": [1, 1, 1]},
+        large=Crops(2, 32, (0.5, 1.0)),
+        small=Crops(2, 24, (0.25, 0.5)),
+        distortions=Distortions(flip=0.0, colour=0.3, blur_px=(0.1, 0.8)),
+        hidden=128,
+        features=32,
+        prototypes=32,
+        epsilon=0.02,
+        queue=256,
+        queue_from_step=30,
+    ),
+    "resnet50": SwavSize({}, large=Crops(2, 224, (0.14, 1.0)), small=Crops(6, 96, (0.05, 0.14))),
+}
+"""The paper's size, and one that learns digits within seconds on one CPU core."""
+
+
+@dataclass(frozen=True)
+class SwavOutput:
+    """The loss (ln K for a uniform prediction), and how many prototypes have a sample; few indicate a collapse."""
+
+    loss: Tensor
+    assigned: int
+
+
+class Swav(nn.Module):
+    """A ResNet of `transformers`, a projection, and prototypes."""
+
+    def __init__(self, size: SwavSize) -> None:
+        from transformers import ResNetConfig, ResNetModel
+
+        super().__init__()
+        self.size, config = size, ResNetConfig(**size.resnet)
+        self.backbone = ResNetModel(config)
+        self.projection = nn.Sequential(
+            nn.Linear(config.hidden_sizes[-1], size.hidden),
+            nn.BatchNorm1d(size.hidden),
+            nn.ReLU(),
+            nn.Linear(size.hidden, size.features),
+        )
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(size.prototypes, size.features)))
+        self._queue_VQD: list[Tensor] = []
+
+    def embed(self, pixels_BCHW: Tensor) -> Tensor:
+        """The ResNet's pooled output, (B, width): the features for other tasks."""
+        pooled: Tensor = self.backbone(pixels_BCHW).pooler_output
+        return pooled.flatten(1)
+
+    def forward(
+        self, large_crops: Tensor, small_crops: Tensor | None = None, step: int | None = None
+    ) -> SwavOutput:
+        """Compute the loss of a batch.
+
+        Args:
+            large_crops: (B, V, C, H, W); each is predicted from all other views.
+            small_crops: (B, V, C, h, w); these only predict.
+            step: ``optimizer.global_step``, which decides when the queue counts; None: no queue.
+        """
+        large_VBD = self._project(large_crops)
+        views = [*large_VBD, *(() if small_crops is None else self._project(small_crops))]
+        prototypes_KD = F.normalize(self.prototypes)
+        scores_VBK = [view @ prototypes_KD.T for view in views]
+        assignments_VBK = self._assign(large_VBD, prototypes_KD, step)
+        logs_VBK = [F.log_softmax(scores.float() / self.size.temperature, dim=1) for scores in scores_VBK]
+        losses = [
+            -(assigned * log).sum(dim=1).mean()
+            for target, assigned in enumerate(assignments_VBK)
+            for view, log in enumerate(logs_VBK)
+            if view != target
+        ]
+        used = set(torch.cat(assignments_VBK).argmax(dim=1).tolist())
+        return SwavOutput(torch.stack(losses).mean(), len(used))
+
+    def _project(self, crops_BVCHW: Tensor) -> Tensor:
+        """Unit vectors (V, B, D); all views of one size go through the network together."""
+        pixels = crops_BVCHW.transpose(0, 1).flatten(0, 1)
+        features = F.normalize(self.projection(self.embed(pixels)))
+        return features.view(crops_BVCHW.shape[1], crops_BVCHW.shape[0], -1)
+
+    @torch.no_grad()
+    def _assign(self, large_VBD: Tensor, prototypes_KD: Tensor, step: int | None) -> list[Tensor]:
+        """Assign each large view, (B, K); a full queue is balanced with it."""
+        size, former = self.size, self._queue_VQD or [features[:0] for features in large_VBD]
+        queued = step is not None and step >= size.queue_from_step and len(former[0]) >= size.queue
+        assignments, queues = [], []
+        for features, queue in zip(large_VBD, former, strict=True):
+            held = torch.cat([features, queue.to(features)])
+            scores = (held if queued else features) @ prototypes_KD.T
+            balanced = balance(scores, epsilon=size.epsilon, iterations=size.iterations)
+            assignments.append(balanced[: len(features)])
+            queues.append(held[: size.queue])
+        if self.training:
+            self._queue_VQD = queues
+        return assignments
+
+
+def balance(scores_BK: Tensor, *, epsilon: float, iterations: int) -> Tensor:
+    """Assign samples to prototypes so that all prototypes are used equally (Sinkhorn-Knopp; SwAV, equation 3).
+
+    It works on float32 logarithms: a small epsilon or half precision neither overflows nor divides by zero.
+
+    Args:
+        scores_BK: similarity of samples and prototypes.
+        epsilon: weight of the entropy; towards 0 each sample gets one prototype.
+
+    Returns:
+        (B, K), float32; each row sums to 1, each column to about B / K.
+    """
+    logs = scores_BK.float() / epsilon
+    for _ in range(iterations):
+        logs = logs - logs.logsumexp(dim=0, keepdim=True)
+        logs = logs - logs.logsumexp(dim=1, keepdim=True)
+    return logs.exp()
+
+
+@dataclass(frozen=True)
+class SwavSettings:
+    """SwAV's settings for ImageNet (Caron et al. 2020, appendix A): 10 epochs of warm-up, 800 in all.
+
+    DeDLOC trains with 32,768 samples per step and does not report its learning rate.
+
+    Attributes:
+        lr, momentum, weight_decay, trust, clip: of `Lars`.
+        final_lr: end of the cosine decay after the warm-up.
+        frozen_steps: global steps during which the prototypes stay fixed: one epoch.
+    """
+
+    lr: float = 4.8
+    momentum: float = 0.9
+    weight_decay: float = 1e-6
+    trust: float = 1e-3
+    clip: bool = False
+    final_lr: float = 0.0048
+    warmup_steps: int = 3_130
+    total_steps: int = 250_400
+    frozen_steps: int = 313
+    target_batch_size: int = 4096
+
+
+SETTINGS = {
+    "tiny": SwavSettings(
+        lr=0.2,
+        trust=0.02,
+        final_lr=0.002,
+        warmup_steps=10,
+        total_steps=150,
+        frozen_steps=10,
+        target_batch_size=64,
+    ),
+    "resnet50": SwavSettings(),
+}
+
+
+class SwavBatches:
+    """Endless batches of float32 CPU tensors, ``large_crops`` and ``small_crops``, each (B, V, C, H, W)."""
+
+    def __init__(self, images: Images, size: SwavSize, *, batch_size: int, seed: int) -> None:
+        if batch_size < 2:
+            raise ValueError(f"batch_size={batch_size}: batch normalization needs at least 2")
+        self.images, self.batch_size, self._size = images, batch_size, size
+        self._rng = torch.Generator().manual_seed(seed)
+        self._order = self._endless_order()
+
+    def __iter__(self) -> SwavBatches:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        chosen = [self.images[next(self._order)] for _ in range(self.batch_size)]
+        how, batch = self._size.distortions, {}
+        for name, crops in (("large_crops", self._size.large), ("small_crops", self._size.small)):
+            views = [
+                random_view(image, crops, how.flip, self._rng) for image in chosen for _ in range(crops.count)
+            ]
+            distorted = normalized(distort(torch.stack(views), how, self._rng))
+            batch[name] = distorted.view(len(chosen), crops.count, *distorted.shape[1:])
+        return batch
+
+    def __repr__(self) -> str:
+        return f"SwavBatches({self.batch_size} of {len(self.images):,} images)"
+
+    def _endless_order(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(len(self.images), generator=self._rng).tolist()
+
+
+def swav(
+    size: str = "tiny",
+    *,
+    images: ImageSource = "digits",
+    swarm: HasId | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> tuple[Swav, SwavBatches]:
+    """Return an untrained SwAV and endless batches for it.
+
+    Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with the same ``size`` and
+    ``seed`` get equal parameters. Each peer may use its own images.
+
+    Args:
+        size: ``"tiny"`` or ``"resnet50"``.
+        images: see `open_images`.
+        swarm: its ``id`` seeds this peer's order.
+        batch_size: samples of one micro-batch, over which batches are normalized and assignments balanced.
+        seed: of the initial parameters and, with the peer's id, of the batches.
+
+    Raises:
+        ValueError: an argument is out of range, or there are no images.
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
+    seed_of_peer = peer_seed(seed, swarm.id if swarm else b"")
+    batches = SwavBatches(open_images(images), SIZES[size], batch_size=batch_size, seed=seed_of_peer)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return Swav(SIZES[size]).train(), batches
+
+
+def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
+    """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
+
+    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike.
+
+    Args:
+        settings: a size's name, or your own settings.
+    """
+    chosen = SETTINGS[settings] if isinstance(settings, str) else settings
+    body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
+    optimizer = Lars(
+        [{"params": body}, {"params": [model.prototypes]}],
+        lr=chosen.lr,
+        momentum=chosen.momentum,
+        weight_decay=chosen.weight_decay,
+        trust=chosen.trust,
+        clip=chosen.clip,
+    )
+
+    def body_share(step: int) -> float:
+        if step < chosen.warmup_steps:
+            return (step + 1) / chosen.warmup_steps
+        done = (step - chosen.warmup_steps) / max(1, chosen.total_steps - chosen.warmup_steps)
+        least = chosen.final_lr / chosen.lr
+        return least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+    def prototypes_share(step: int) -> float:
+        return 0.0 if step < chosen.frozen_steps else body_share(step)
+
+    return optimizer, LambdaLR(optimizer, [body_share, prototypes_share])
+
+
+@torch.no_grad()
+def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 256) -> Tensor:
+    """Return the features of images, resized to squares of ``size_px``: (N, width of the ResNet's last stage), on CPU.
+
+    Batch normalization's statistics are first measured on these images. So all peers of one step get equal features.
+    """
+    opened, device, was_training = open_images(images), model.prototypes.device, model.training
+    starts = range(0, len(opened), batch_size)
+    spans = [range(start, min(start + batch_size, len(opened))) for start in starts]
+    norms = [part for part in model.backbone.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    momenta: list[Any] = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean of all batches
+    features: list[Tensor] = []
+    try:
+        for mode in (True, False):  # first the statistics, then the features
+            model.train(mode)
+            for span in spans:
+                pixels = normalized(torch.stack([resized(opened[number], size_px) for number in span]))
+                found = model.embed(pixels.to(device))
+                features += [] if mode else [found.float().cpu()]
+        return torch.cat(features)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        model.train(was_training)

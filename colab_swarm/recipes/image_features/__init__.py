@@ -1,1 +1,0 @@
-"""SwAV: image features without labels, by predicting the cluster of one view from another (DeDLOC, section 4.1)."""
