@@ -100,21 +100,6 @@ class SessionTime:
 
 
 @dataclass(frozen=True)
-class Energy:
-    """What this peer's machine has used since it joined.
-
-    Attributes:
-        joules: so much.
-        source: how it is known: ``NVML``, or the assumptions of an estimate, in words.
-        estimated: whether it is an estimate.
-    """
-
-    joules: float
-    source: str
-    estimated: bool
-
-
-@dataclass(frozen=True)
 class SwarmSnapshot:
     """The swarm, as this peer knows it.
 
@@ -136,7 +121,6 @@ class SwarmSnapshot:
         rounds: the last averaging rounds, oldest first.
         leaderboard: who gave how much, the most samples first; as of the last reading.
         sent_bps, received_bps: bits per second at this peer, now.
-        energy: None if not even an estimate is possible.
         session: None where no limit is known.
         paused: whether this peer's work stands still on the user's wish.
         names: what peers call themselves, by short id; those that are gone among them.
@@ -163,7 +147,6 @@ class SwarmSnapshot:
     leaderboard: tuple[ContributionRow, ...] = ()
     sent_bps: float = 0.0
     received_bps: float = 0.0
-    energy: Energy | None = None
     session: SessionTime | None = None
     paused: bool = False
     names: Mapping[str, str] = field(default_factory=dict)

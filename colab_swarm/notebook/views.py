@@ -126,11 +126,6 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
         size(snapshot.received_bytes),
         f"now {swarm_map.bits_per_s(snapshot.received_bps)}",
     )
-    if snapshot.energy is not None:
-        source = plain(snapshot.energy.source, 80).removeprefix("estimate: ")
-        how = "estimate: " if snapshot.energy.estimated else "by "
-        hours = snapshot.energy.joules / 3600
-        figures["energy"] = (f"{hours:,.3g} Wh" if hours >= 0.01 else "under 0.01 Wh", how + source)
     return figures
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.views import MAX_ROWS, render_html, render_text, summary
-from colab_swarm.snapshot import ContributionRow, Energy, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
@@ -71,7 +71,7 @@ def test_html_shows_the_same_facts_without_script_or_outside_resource() -> None:
     assert 'aria-label="64 of 256 samples; nobody trains now"' in page and "width:25.0%" in page
 
 
-def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None:
+def test_what_is_told_of_speed_share_and_links_is_shown_in_both() -> None:
     bob = dataclasses.replace(BOB, rtt_s=0.0234, connected="relayed by a11ce000")
     told = dataclasses.replace(
         SNAPSHOT,
@@ -80,7 +80,6 @@ def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None
         eta_s=9.6,
         last_share=0.25,
         sent_bps=8.2e6,
-        energy=Energy(3600.0, "10 W a core", estimated=True),
         leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
     )
     facts = (
@@ -88,7 +87,6 @@ def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None
         "20.5 samples/s",
         "25% of the last step's samples",
         "now 8.2 Mbit/s",
-        "1 Wh estimate: 10 W a core",
         "23 ms",
         "relayed by a11ce000",
         "given so far, as others saw it",
@@ -129,7 +127,6 @@ def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None
         eta_s=third,
         last_share=one,
         sent_bps=other,
-        energy=Energy(third, "", estimated=False),
         session=SessionTime("Colab", one, other, third),
     )
     parsed(render_html(odd))
