@@ -6,8 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from colab_swarm.elastic.settings import ElasticSnapshot
-from colab_swarm.notebook import squares, theme
-from colab_swarm.notebook.loss_band import LINE, render_svg
+from colab_swarm.notebook import squares, svg, theme
 from colab_swarm.notebook.panel import Panel, Views
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def render_html(snapshot: ElasticSnapshot) -> str:
     """As one ``div``: figures, the measured inconsistency over the steps under its bound, and a warning if due."""
     measured = [(float(step.step), step.inconsistency) for step in snapshot.steps]
     bounds = [(float(step.step), step.bound) for step in snapshot.steps if step.bound is not None]
-    chart = render_svg(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH)
+    chart = svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH)
     said = verdict(snapshot)
     warning = f'<p class="warn">⚠ {html.escape(said)}</p>' if said else ""
     name, _, told = summary(snapshot).partition(": ")
@@ -78,7 +77,7 @@ def render_html(snapshot: ElasticSnapshot) -> str:
 
 
 def _key(*, with_bound: bool) -> str:
-    measured = squares.path("M0 7h14", f'fill="none" style="stroke:{LINE}" stroke-width="2"')
+    measured = squares.path("M0 7h14", f'fill="none" style="stroke:{svg.LINE}" stroke-width="2"')
     bound = squares.path("M0 7h5m4 0h5", 'fill="none" stroke="var(--ink)"')
     lines = {"measured: ||x - v|| / learning rate": measured} | (
         {"what theory allows": bound} if with_bound else {}

@@ -36,7 +36,7 @@ from colab_swarm.events import (
 )
 from colab_swarm.markup import count, duration, plain, size, text
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.notebook import loss_band, theme
+from colab_swarm.notebook import svg, theme
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.rounds import waterfall_html, waterfall_text
 
@@ -398,7 +398,7 @@ class Replay:
     def html(self, chosen: int = -1) -> str:
         """All of it, with the round at ``chosen`` in full; the last one by default."""
         notes = "".join(f'<p class="warn">{text(note)}</p>' for note in self.flight.notes)
-        loss = loss_band.render_html(self.losses) or loss_band.render_svg(self.losses)
+        loss = svg.curve(self.losses)
         drawn = f"<h4>loss</h4>{loss}" if loss else ""
         rounds = waterfall_html(self.rounds, self._back(chosen), self.flight.names)
         inside = theme.heading("recorded", text(self._summary(), 400)) + notes + drawn + rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -41,43 +42,59 @@ def curve(
     if len(points) < 2:
         return ""
     shade = [one for one in _thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
-    low = min(values)
+    first, low = points[0][0], min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
-
-    def x(step: float) -> float:
-        return LEFT + (width - LEFT - RIGHT) * (step - first) / (last - first)
-
-    def y(value: float) -> float:
-        return TOP + (height - TOP - BOTTOM) * (high - min(max(value, low), high)) / (high - low)
-
-    def line(places: History, look: str, inside: str = "") -> str:
-        drawn = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in places)
-        return f'<polyline points="{drawn}" fill="none" {look}>{inside}</polyline>' if drawn else ""
-
-    grid = "".join(
-        f'<path d="M{LEFT} {y(value):.1f}H{width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
-        f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
-        for value in ticks(low, high, 5)
+    plot = _Plot(first, max(points[-1][0], first + 1), low, high, width, height)
+    edge = [(step, top) for step, _, top in shade] + [(step, bottom) for step, bottom, _ in reversed(shade)]
+    area = f'<polygon points="{plot.places(edge)}" style="fill:{LINE};fill-opacity:.2"/>' if edge else ""
+    dashed = (
+        f'<polyline points="{plot.places(above)}" fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
+        if above
+        else ""
     )
-    steps = "".join(
-        f'<text x="{x(step):.1f}" y="{height - 6}" text-anchor="middle">{step:,.0f}</text>'
-        for step in ticks(first, last, 5)
-        if step == int(step)
-    )
-    around = [(step, top) for step, _, top in shade] + [(step, low) for step, low, _ in reversed(shade)]
-    area = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in around)
-    polygon = f'<polygon points="{area}" style="fill:{LINE};fill-opacity:.2"/>' if len(shade) > 1 else ""
-    title = f"<title>{label} {points[-1][1]:.4g} at step {points[-1][0]:,.0f}</title>"
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f"{grid}{steps}{polygon}"
-        + line(above, 'stroke="currentColor" stroke-dasharray="5 4"')
-        + line(points, f'style="stroke:{LINE}" stroke-width="2" stroke-linejoin="round"', title)
-        + "</svg>"
+        f'{plot.axes()}{area}{dashed}<polyline points="{plot.places(points)}" fill="none" style="stroke:{LINE}" '
+        f'stroke-width="2" stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step '
+        f"{points[-1][0]:,.0f}</title></polyline></svg>"
     )
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """Where steps and values lie in a picture."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    width: int
+    height: int
+
+    def x(self, step: float) -> float:
+        return LEFT + (self.width - LEFT - RIGHT) * (step - self.first) / (self.last - self.first)
+
+    def y(self, value: float) -> float:
+        inside = min(max(value, self.low), self.high)
+        return TOP + (self.height - TOP - BOTTOM) * (self.high - inside) / (self.high - self.low)
+
+    def places(self, points: History) -> str:
+        return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points)
+
+    def axes(self) -> str:
+        grid = (
+            f'<path d="M{LEFT} {self.y(value):.1f}H{self.width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
+            f'<text x="{LEFT - 6}" y="{self.y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+            for value in ticks(self.low, self.high, 5)
+        )
+        steps = (
+            f'<text x="{self.x(step):.1f}" y="{self.height - 6}" text-anchor="middle">{step:,.0f}</text>'
+            for step in ticks(self.first, self.last, 5)
+            if step == int(step)
+        )
+        return "".join([*grid, *steps])
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -108,4 +125,4 @@ def _drawable(history: History) -> list[tuple[float, float]]:
 
 
 def _thinned(points: Sequence[T]) -> list[T]:
-    return [*points[:: math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []
+    return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []

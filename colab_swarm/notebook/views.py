@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from colab_swarm.markup import count, plain, size, text
-from colab_swarm.notebook import loss_band, swarm_map, theme
+from colab_swarm.notebook import svg, swarm_map, theme
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
 MAX_ROWS = 20
@@ -49,7 +49,6 @@ def render_text(snapshot: SwarmSnapshot) -> str:
         _session(snapshot.session) if snapshot.session else "",
         f"next step: {_next_step(snapshot)}" if snapshot.target_batch_size > 0 else "",
         "; ".join(" ".join((name, *figure)).rstrip() for name, figure in _figures(snapshot).items()),
-        loss_band.render_text(snapshot.loss_history),
         *(line.rstrip() for line in table),
         *_more(snapshot),
         "given so far, as others saw it:" if snapshot.leaderboard else "",
@@ -166,9 +165,7 @@ def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:
 
 
 def _loss(snapshot: SwarmSnapshot) -> str:
-    """Beside the published run's where the two begin alike."""
-    history = snapshot.loss_history
-    drawn = loss_band.render_html(history, LOSS_WIDTH) or loss_band.render_svg(history, width=LOSS_WIDTH)
+    drawn = svg.curve(snapshot.loss_history, width=LOSS_WIDTH)
     if not drawn:
         return ""
     losses = _finite_losses(snapshot)
