@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
 from colab_swarm.markup import count, plain, size, text
-from colab_swarm.notebook import buttons, rounds, swarm_map, theme
-from colab_swarm.notebook.panel import Page, Views
+from colab_swarm.notebook import rounds, swarm_map, theme
+from colab_swarm.notebook.panel import Page, Views, make_button, update_button
 from colab_swarm.snapshot import SwarmSnapshot
 
 MAX_PEERS = 32
@@ -365,14 +365,14 @@ class LessonControls:
             self._slider("samples/s", speeds, speeds[4], self._of_one("speed"), "{:g}"),
             self._slider("line slower", SLOWNESS, 1.0, self._of_one("slow"), "× {:g}"),
         ]
-        self._kill = buttons.make(
+        self._kill = make_button(
             "Kill this peer", "bolt", "Kill this peer: its process ends without a word", self._of_one("crash")
         )
-        self._back = buttons.make(
+        self._back = make_button(
             "Bring it back", "undo", "Bring it back: as a new process of the same name", self._of_one("join")
         )
         playback = self._slider("playback", PLAYBACK, self._lesson.speed, self._play_at, "× {:g}")
-        step = buttons.make(
+        step = make_button(
             "Step", "step-forward", "Step: while paused, let a second of virtual time pass", self._lesson.step
         )
         wrapping = {"flex_flow": "row wrap"}
@@ -407,8 +407,8 @@ class LessonControls:
 
     def _light(self) -> None:
         alive = self._who.value in self._alive
-        buttons.say(self._kill, disabled=not alive)
-        buttons.say(self._back, disabled=alive)
+        update_button(self._kill, disabled=not alive)
+        update_button(self._back, disabled=alive)
 
     def _of_one(self, verb: str) -> Callable[..., None]:
         return lambda *arguments: self._lesson.wish(verb, self._who.value, *arguments)

@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, Predictor
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText
 from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
@@ -207,10 +207,9 @@ class HasId(Protocol):
 
 
 class Probe(Protocol):
-    """What lets the user of a swarm ask a model."""
+    """Where a swarm notes the model that `Swarm.try_model` uses."""
 
-    def can_ask(self, model: torch.nn.Module, askable: Predictor) -> None:
-        """Ask this model from now on."""
+    def set_model(self, model: torch.nn.Module, texts: MaskedText) -> None: ...
 
 
 @runtime_checkable
@@ -295,7 +294,7 @@ def albert(
         checkpoint_layers(model)
     if isinstance(swarm, HasProbe):
         examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        swarm.probe.can_ask(model, MaskedText(words, examples))
+        swarm.probe.set_model(model, MaskedText(words, examples))
     return model, batches
 
 
