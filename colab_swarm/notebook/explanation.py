@@ -20,7 +20,6 @@ from colab_swarm.errors import SwarmError
 from colab_swarm.markup import plain, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.invitation import PROJECT
-from colab_swarm.notebook.panel import mime_bundle
 
 MAX_CHAIN = 5
 MAX_CHARS = 1000
@@ -109,7 +108,7 @@ class Explanation:
         return theme.wrap(f"{title}{theme.table((), rows)}{behind}", f"what {self.kind} means")
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        return mime_bundle(str(self), self._repr_html_())
+        return theme.mime_bundle(str(self), self._repr_html_())
 
 
 def explain(error: BaseException | type[BaseException] | None = None) -> Explanation:

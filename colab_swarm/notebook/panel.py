@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, swarm_map, views
+from colab_swarm.notebook import rounds, swarm_map, theme, views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.snapshot import SwarmSnapshot
 
@@ -34,7 +34,6 @@ ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-
 PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
 """Names for the play widget's buttons, which have pictures only."""
-VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 WRAPPING = {"flex_flow": "row wrap"}
 
 S = TypeVar("S")
@@ -275,15 +274,7 @@ class Panel(Generic[S]):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         snapshot, page = self.refresh(), self._pages[self._page]
         text, html = self._draw(page, snapshot, text=True), self._draw(page, snapshot)
-        return mime_bundle(text, html, self._box)
-
-
-def mime_bundle(text: str, html: str, widget: Any = None) -> dict[str, Any]:
-    """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
-    bundle: dict[str, Any] = {"text/plain": text, "text/html": html}
-    if widget is not None:
-        bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
-    return bundle
+        return theme.mime_bundle(text, html, self._box)
 
 
 # --- buttons ----------------------------------------------------------------------------------------------------------

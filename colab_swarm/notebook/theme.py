@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
     "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
@@ -147,3 +149,11 @@ def key(entries: Iterable[tuple[str, str]]) -> str:
 def mark(hue: str, symbol: str, word: str) -> str:
     """A state, told by colour, symbol and word."""
     return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
+
+
+def mime_bundle(text: str, html: str, widget: Any = None) -> dict[str, Any]:
+    """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
+    bundle: dict[str, Any] = {"text/plain": text, "text/html": html}
+    if widget is not None:
+        bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+    return bundle

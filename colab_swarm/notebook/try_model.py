@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
-from colab_swarm.notebook.panel import make_button, mime_bundle
+from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.recipes.evaluation import Answer, MaskedText, Reply
 
@@ -250,7 +250,7 @@ class TryModel:
         return render_html(self._replies)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return mime_bundle(str(self), self._repr_html_(), self._box)
+        return theme.mime_bundle(str(self), self._repr_html_(), self._box)
 
 
 def cell_runs() -> bool:
