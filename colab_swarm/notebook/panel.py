@@ -151,7 +151,7 @@ class Panel(Generic[S]):
         )
         stop_tooltip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         self._leave_button = make_button(name, "sign-out", leave_tooltip, self._on_leave)
-        self._pause_button = make_button("Pause work", "pause", pause_tooltip, self._on_pause)
+        self._pause_button = make_button(f"Pause {who}", "pause", pause_tooltip, self._on_pause)
         row = list(play_button(self.tick))  # requests made while a cell ran may arrive all at once
         row += [self._pause_button] if self._pause else []
         row += [make_button("Stop cell", "stop", stop_tooltip, interrupt_cell)] if self._views.stops else []
@@ -197,8 +197,9 @@ class Panel(Generic[S]):
             update_button(self._leave_button, description=after, disabled=True, button_style="")
         elif time.monotonic() - self._clicked_at > CONFIRM_S:  # nobody clicked again
             update_button(self._leave_button, description=before, button_style="")
-        word, icon = ("Resume work", "play") if self._paused else ("Pause work", "pause")
-        update_button(self._pause_button, description=word, icon=icon, disabled=self._left)
+        verb, icon = ("Resume", "play") if self._paused else ("Pause", "pause")
+        label = f"{verb} {self._views.who}"
+        update_button(self._pause_button, description=label, icon=icon, disabled=self._left)
 
     # --- staying live ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ def train(swarm):
         optimizer.step(samples=8, loss=loss.item())
 """,
     "simulation = cs.simulate(4, samples_per_s=8)\nlesson = simulation.play(train, speed=5)\nlesson",
-    "lesson.stop()\nprint(lesson.wishes[0].verb, lesson.wishes[1].verb, lesson)",
+    "lesson.stop()\nprint(lesson.actions[0].verb, lesson.actions[1].verb, lesson)",
 ]
 
 

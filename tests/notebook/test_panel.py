@@ -120,12 +120,12 @@ def test_the_pause_button_toggles() -> None:
     panel = Panel(lambda: dataclasses.replace(SNAPSHOT, paused=paused), nothing, pause=asked.put, live=True)
     button = control(panel, "Button", "Pause")
     button.click()
-    assert asked.get(timeout=10) is True and button.description == "Resume work"
+    assert asked.get(timeout=10) is True and button.description == "Resume peer"
     paused = True
     panel.refresh()
-    assert button.description == "Resume work"
+    assert button.description == "Resume peer"
     button.click()
-    assert asked.get(timeout=10) is False and button.description == "Pause work"
+    assert asked.get(timeout=10) is False and button.description == "Pause peer"
 
 
 def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
