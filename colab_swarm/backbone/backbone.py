@@ -199,7 +199,6 @@ class Backbone:
             standing_in=keeper.standing_in,
             hub="" if hub is None else hub.state,
             hub_failures=0 if hub is None else hub.failures,
-            reference=keeper.settings.reference,
         )
 
     def _given(self, one: Contribution) -> ContributionView:

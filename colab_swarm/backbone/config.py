@@ -20,7 +20,6 @@ every_steps = 50
 every_minutes = 30
 keep = 3
 repo = "neuropark/sahajBERT"
-reference = "sahajbert"
 
 [forward]
 to = "wandb"
@@ -97,7 +96,6 @@ class CollaborationFile(_Table, frozen=True):
         repo: of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty.
         private: make the repository a private one.
         push_every_minutes: at the most often.
-        reference: the published run whose loss is shown beside this one's.
     """
 
     name: Name = "model"
@@ -107,7 +105,6 @@ class CollaborationFile(_Table, frozen=True):
     repo: Annotated[str, Meta(pattern=r"^$|^[\w.-]+/[\w.-]+$")] = ""
     private: bool = False
     push_every_minutes: Positive = 30.0
-    reference: Literal["sahajbert"] | None = None
 
 
 class Forward(_Table, frozen=True):

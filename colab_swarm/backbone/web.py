@@ -27,7 +27,7 @@ from colab_swarm.markup import (
     tiles,
 )
 from colab_swarm.net.visitors import VisitLimit, source_of
-from colab_swarm.notebook.loss_band import judge, render_svg, sahajbert, ticks
+from colab_swarm.notebook.svg import curve, ticks
 
 RATE_POINTS = 20
 
@@ -58,7 +58,6 @@ class CollaborationView(msgspec.Struct, frozen=True):
         checkpoints: history, oldest first.
         standing_in: step of the checkpoint that newcomers get, while nobody trains.
         hub: how pushing goes, in words; empty if nothing is pushed. ``hub_failures``: of all tries.
-        reference: the published run to compare with.
     """
 
     name: str
@@ -75,7 +74,6 @@ class CollaborationView(msgspec.Struct, frozen=True):
     standing_in: int | None
     hub: str
     hub_failures: int
-    reference: str | None
 
     @property
     def loss(self) -> float | None:
@@ -243,18 +241,13 @@ def _tiles(one: CollaborationView, now: float) -> str:
 def _loss(one: CollaborationView) -> str:
     history = [(point.step, point.loss) for point in one.points]
     spread = [(point.step, point.low, point.high) for point in one.points]
-    reference = sahajbert() if one.reference == "sahajbert" else None
-    chart = render_svg(history, reference, spread=spread, width=WIDTH, height=260)
-    title = "Loss: median of the trainers" + (f", over the band of {reference.name}" if reference else "")
-    verdict = judge(history, reference) if reference else None
-    said = (
-        f'<p class="{"warning" if verdict.warning else "good"}">{text(verdict.text)}</p>' if verdict else ""
-    )
-    return card(title, (chart or '<p class="soft">No two losses were told yet.</p>') + said)
+    chart = curve(history, spread=spread, width=WIDTH, height=260)
+    missing = '<p class="soft">Fewer than two losses reported yet.</p>'
+    return card("Loss: median of the trainers", chart or missing)
 
 
 def _rate(one: CollaborationView) -> str:
-    chart = render_svg(one.rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
+    chart = curve(one.rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
     return card("Steps per minute", chart or '<p class="soft">Not known yet.</p>')
 
 
