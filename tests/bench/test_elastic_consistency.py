@@ -10,12 +10,12 @@ from colab_swarm.bench.elastic_consistency import (
     COMPRESSED,
     ConsistencyTask,
     ImageRows,
+    Scene,
     compressions,
     emulate,
     plot,
     ratios,
 )
-from colab_swarm.bench.elastic_emulation import Scene
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.elastic.schedulers import BoundedStaleness
 
