@@ -9,8 +9,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,14 +27,13 @@ IN_FLIGHT = 8
 """Concurrent operations of each process in the measurement of operations per second."""
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """Results of reading fresh records, one entry per record."""
+class Lookup(NamedTuple):
+    """One read of a fresh record."""
 
-    found: list[bool]
-    hops: list[int]
-    calls: list[int]
-    seconds: list[float]
+    found: bool
+    hops: int
+    calls: int
+    seconds: float
 
 
 def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) -> None:
@@ -57,7 +55,7 @@ def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) ->
                 break  # no other id shares more bits
 
 
-async def search_virtual(peers: int, records: int, seed: int = 0) -> Lookups:
+async def search_virtual(peers: int, records: int, seed: int = 0) -> list[Lookup]:
     """Store records, silence a fifth of all peers, then read each record at another peer."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
@@ -69,28 +67,27 @@ async def search_virtual(peers: int, records: int, seed: int = 0) -> Lookups:
     network.now().partition(dead, {node.name for node in nodes} - dead)
     await asyncio.sleep(60)
     alive = [dht for dht, node in zip(dhts, nodes, strict=True) if node.name not in dead]
-    searches = Lookups([], [], [], [])
+    lookups = []
     for i in range(records):
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
         value = reading.found.get(b"")
-        searches.found.append(value is not None and value.value == i)
-        searches.hops.append(reading.hops or 0)
-        searches.calls.append(reading.calls)
-        searches.seconds.append(virtual_time() - began)
-    return searches
+        found = value is not None and value.value == i
+        lookups.append(Lookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
+    return lookups
 
 
 def bench_virtual(report: BenchReport, peers: int, records: int) -> None:
     """Measure the share found, hops and latency with ``peers`` peers."""
     began = time.perf_counter()
-    searches = run_virtual(search_virtual(peers, records))
+    lookups = run_virtual(search_virtual(peers, records))
     name = f"{peers // 1000}k" if peers >= 1000 else str(peers)
     note = f"{records} reads, {DEAD_SHARE:.0%} silent, {time.perf_counter() - began:.0f} s real"
-    report.add(f"dht.found_{name}", statistics.mean(searches.found), "", note)
-    report.add(f"dht.hops_{name}", statistics.median(searches.hops), "hops", "median")
-    report.add(f"dht.calls_{name}", statistics.mean(searches.calls), "calls", "mean per read")
-    report.add(f"dht.latency_ms_{name}", statistics.median(searches.seconds) * 1e3, "ms", "virtual, median")
+    report.add(f"dht.found_{name}", statistics.mean(one.found for one in lookups), "", note)
+    report.add(f"dht.hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
+    report.add(f"dht.calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
+    latency_ms = statistics.median(one.seconds for one in lookups) * 1e3
+    report.add(f"dht.latency_ms_{name}", latency_ms, "ms", "virtual, median")
 
 
 async def start_node(stack: AsyncExitStack) -> tuple[Node, DHT]:
