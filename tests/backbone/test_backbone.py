@@ -9,7 +9,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.backbone.keeper import Vault
-from colab_swarm.backbone.observer import LossCurve
+from colab_swarm.backbone.observer import LossPoint, read_records
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
@@ -108,6 +108,5 @@ def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(
     assert len(shown.points) >= 5 and {point.peers for point in shown.points} == {2}
     assert {line.name for line in shown.peers} >= {"bob", "carol"} and shown.round_count >= 15
     assert all(one.peers == 3 and one.contributors == 2 and one.moved_bytes for one in shown.rounds)
-    keeper = scene.backbone.keepers[PREFIX]
-    again = LossCurve(keeper.observer._journal.read())
-    assert [point.step for point in again.points] == [point.step for point in shown.points]
+    again = read_records(tmp_path / "model" / "losses.jsonl", LossPoint)
+    assert [point.step for point in again] == [point.step for point in shown.points]
