@@ -16,8 +16,9 @@ of version 1.1.12 on the same kind of machine, those of a paper as published.
 - `relay.idle_mb`, `relay.idle_cpu_percent`: 100 idle circuits at a relay: **7 MB, 0.3 % of a core**
 
 NAT hole punching was measured in network namespaces (`python -m tests.netlab.matrix`: root, iproute2, iptables; 20 ms
-round trip, 40 tries a pair). Routers that keep ports, full cones and those that answer unknown peers by RST are punched
-in 40 of 40 tries, 0.29 s after the first call (median). Pairs with a router that changes ports use a relay after 0.18 s.
+round trip, 40 tries a pair). Routers that keep ports, full cones and those that answer unknown peers by RST are
+punched in 40 of 40 tries, 0.29 s after the first call (median). Pairs with a router that changes ports use a relay
+after 0.18 s.
 
 ## Finding things (`colab_swarm.dht`)
 
@@ -66,7 +67,7 @@ in 40 of 40 tries, 0.29 s after the first call (median). Pairs with a router tha
 
 - `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters in the store (VC-ASGD: Redis 870 ms,
   MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
-- `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, where they are the bottleneck: **1.36**
+- `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, which are the bottleneck: **1.36**
 - `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs, digits (VC-ASGD, CIFAR-10: 9 points):
   **2.0 points**
 - `work_ordeal.once`: units assimilated exactly once, with 20 kills of the coordinator and 76 of volunteers:

@@ -1,4 +1,4 @@
-"""One hivemind peer of ``bench averaging --vs hivemind``. A Python with hivemind runs it; it does not import this package.
+"""One hivemind peer of ``bench averaging --vs hivemind``. A Python with hivemind runs it, without this package.
 
 ``python hivemind_worker.py NUMEL PEERS [INITIAL_PEER]``: reads JSON lines and answers with JSON lines. It is configured
 for speed: one group of all, matchmaking as short as its request timeout allows.

@@ -13,7 +13,7 @@ from colab_swarm.bench.slow_link import ADDRESSES, SlowLink
 
 needs_root = pytest.mark.skipif(slow_link.missing() is not None, reason=str(slow_link.missing()))
 ECHO = "import socket; s = socket.create_server(('{}', 7)); print(flush=True); c, _ = s.accept(); c.sendall(c.recv(1))"
-ASK = """
+CLIENT = """
 import json, socket, time
 began = time.monotonic()
 with socket.create_connection(('{}', 7), 10) as link:
@@ -30,9 +30,9 @@ def test_a_round_trip_over_a_slow_link_takes_twice_its_delay() -> None:
         words = map(str, link.command(0, sys.executable, "-c", ECHO.format(ADDRESSES[0])))
         with subprocess.Popen(list(words), stdout=subprocess.PIPE, text=True) as echo:
             assert echo.stdout is not None and echo.stdout.readline()
-            words = map(str, link.command(1, sys.executable, "-c", ASK.format(ADDRESSES[0])))
-            asked = subprocess.run(list(words), capture_output=True, text=True, check=True)
-    assert all(0.18 <= took_s < 1.0 for took_s in json.loads(asked.stdout))
+            words = map(str, link.command(1, sys.executable, "-c", CLIENT.format(ADDRESSES[0])))
+            client = subprocess.run(list(words), capture_output=True, text=True, check=True)
+    assert all(0.18 <= took_s < 1.0 for took_s in json.loads(client.stdout))
 
 
 @needs_root
