@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count
@@ -322,7 +322,7 @@ class ConsistencyTask:
         inputs, labels = self._train
         rng = torch.Generator().manual_seed((self._seed * 1000 + peer) * 100_000 + step)
         chosen = torch.randint(len(labels), (BATCH,), generator=rng)
-        self._put(parameters)
+        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         loss = nn.functional.cross_entropy(self._model.train()(inputs[chosen]), labels[chosen])
         return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, self._parameters)]).numpy()
 
@@ -330,12 +330,9 @@ class ConsistencyTask:
     def accuracy(self, parameters: Floats) -> float:
         """Return the percentage of the test images that are classified right."""
         inputs, labels = self._test
-        self._put(parameters)
+        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         guesses = [self._model.eval()(part).argmax(1) for part in torch.split(inputs, TEST_BATCH)]
         return 100 * float((torch.cat(guesses) == labels).float().mean())
-
-    def _put(self, parameters: Floats) -> None:
-        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
 
 
 @lru_cache(maxsize=1)
@@ -383,18 +380,11 @@ class Outcome(NamedTuple):
 def train(images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True) -> Outcome:
     """Emulate one run and classify the test images; return the mean over its peers."""
     task, run = emulate(images, scene, seed, delayed=delayed)
-    return mean(
-        [
-            Outcome(
-                task.accuracy(one.parameters), one.missing, one.meter.measured, one.finished_at / scene.steps
-            )
-            for one in run.members
-        ]
+    of_each = (
+        (task.accuracy(one.parameters), one.missing, one.meter.measured, one.finished_at / scene.steps)
+        for one in run.members
     )
-
-
-def mean(outcomes: Sequence[Outcome]) -> Outcome:
-    return Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
+    return Outcome(*map(statistics.mean, zip(*of_each, strict=True)))
 
 
 def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> float:
@@ -406,7 +396,7 @@ def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) 
     accuracy = {}
     for case, scheduler in cases.items():
         outcomes = [train(images, replace(like, scheduler=scheduler), seed) for seed in range(seeds)]
-        found = mean(outcomes)
+        found = Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
         spread = statistics.stdev(one.accuracy for one in outcomes) if seeds > 1 else 0.0
         note = f"+- {spread:.2f}, {seeds} seeds; {found.missing:.0%} came late, {found.step_s:.2f} s a step"
         report.add(f"elastic.accuracy_{images.model}_{case}", found.accuracy, "%", note)

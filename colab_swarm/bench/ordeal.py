@@ -23,13 +23,16 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.workers import Parent, Worker
+
+if TYPE_CHECKING:
+    from colab_swarm.moe.layer import MixtureStatistics
+    from colab_swarm.swarm.swarm import Swarm
 
 TARGET_BATCH_SIZE = 96
 MBIT_S = {"alice": 50, "bob": 100, "carol": 200}
@@ -51,27 +54,26 @@ SMOOTHED = 50
 
 
 class Victims:
-    """Processes by name that can be killed. Their messages are put into ``messages`` with the sender's name."""
+    """Processes by name that can be killed; ``messages`` gets all that they send."""
 
     def __init__(self) -> None:
         self.killed: list[str] = []
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self._workers: dict[str, Worker] = {}
 
-    def start(self, name: str, start: Callable[[], Worker]) -> None:
-        """Start a process; or start it again."""
-        self._workers[name] = worker = start()
-        threading.Thread(target=self._read, args=(name, worker), daemon=True).start()
+    def start(self, name: str, work: Any, *arguments: object) -> None:
+        """Start a `Worker`, or start it again."""
+        environment = {"TOKENIZERS_PARALLELISM": "false"}
+        self._workers[name] = worker = Worker(work, *arguments, environment=environment)
+        threading.Thread(target=self._read, args=(worker,), daemon=True).start()
 
-    def _read(self, name: str, worker: Worker) -> None:
-        try:
+    def _read(self, worker: Worker) -> None:
+        with suppress(RuntimeError, ValueError):  # it ended
             while True:
-                self.messages.put({"from": name, **worker.receive()})
-        except (RuntimeError, ValueError):
-            pass  # it ended
+                self.messages.put(worker.receive())
 
     def kill(self, name: str) -> None:
-        """Kill it with SIGKILL."""
+        """Kill one with SIGKILL."""
         self._workers.pop(name).__exit__()
         self.killed.append(name)
 
@@ -84,14 +86,14 @@ class Victims:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the processes that were not killed.
+        """Return the names of the running processes.
 
         Raises:
             RuntimeError: one of them ended by itself.
         """
         for name, worker in self._workers.items():
             if worker.process.poll() is not None:
-                raise RuntimeError(f"{name} ended and was not killed")
+                raise RuntimeError(f"{name} ended without being killed")
         return list(self._workers)
 
 
@@ -103,49 +105,22 @@ def run_training(*, minutes: float, kill_every_s: float, text: str = "python-doc
     report = BenchReport("ordeal", quick=False)
     with tempfile.TemporaryDirectory() as folder:
         losses, killed = _train_among_kills(Path(folder), minutes, min(kill_every_s, 15 * minutes), text)
-        kept = _check_checkpoints(Path(folder), text)
+        loaded = [_continue_from(path, text) for path in Path(folder).glob("ordeal/model/*.safetensors")]
     curve = [statistics.fmean(losses[step]) for step in sorted(losses)]
     alone = _train_alone(len(curve), text)
-    last, lasts = (statistics.fmean(one[-SMOOTHED_STEPS:]) for one in (curve, alone))
-    gaps = [abs(a - b) for a, b in zip(_smooth(curve), _smooth(alone), strict=True)]
+    smooth, smooth_alone = (
+        [statistics.fmean(one[end - SMOOTHED_STEPS : end]) for end in range(SMOOTHED_STEPS, len(one) + 1)]
+        for one in (curve, alone)
+    )
+    gap = max(abs(a - b) for a, b in zip(smooth, smooth_alone, strict=True))
     what = f"{minutes:g} minutes, {len(killed)} killed: {', '.join(killed)}"
     report.add("ordeal.steps", len(curve), "", what)
     what = f"mean of the last {SMOOTHED_STEPS} steps; {curve[0]:.2f} at the first"
-    report.add("ordeal.loss", last, "", what)
-    report.add("ordeal.loss_alone", lasts, "", "one process, the same batch, as many steps")
-    report.add("ordeal.loss_gap", max(gaps), "", f"largest, of means over {SMOOTHED_STEPS} steps")
-    report.add("ordeal.checkpoints", len(kept), "", f"loaded and continued, of steps {kept}")
+    report.add("ordeal.loss", smooth[-1], "", what)
+    report.add("ordeal.loss_alone", smooth_alone[-1], "", "one process, the same batch, as many steps")
+    report.add("ordeal.loss_gap", gap, "", f"largest, of means over {SMOOTHED_STEPS} steps")
+    report.add("ordeal.checkpoints", len(loaded), "", f"loaded and continued, of steps {sorted(loaded)}")
     return report
-
-
-def _smooth(losses: Sequence[float]) -> list[float]:
-    ends = range(SMOOTHED_STEPS, len(losses) + 1)
-    return [statistics.fmean(losses[end - SMOOTHED_STEPS : end]) for end in ends]
-
-
-def _command(name: str, file: Path, invite: str, text: str) -> Worker:
-    """Start the command line as the backbone, the reducer or a trainer."""
-    if name == "backbone":
-        words = ["backbone", str(file)]
-    else:
-        words = ["peer", invite, "--no-lan", "--peer-name", name]
-        if name == "reducer":
-            words += ["--reduce-only"]
-        else:
-            limit = str(MBIT_S[name])
-            words += [
-                "--upload-mbit-s",
-                limit,
-                "--download-mbit-s",
-                limit,
-                "--batch-size",
-                "8",
-                "--text",
-                text,
-            ]
-            words += ["--target-batch-size", str(TARGET_BATCH_SIZE)]
-    command = [sys.executable, "-m", "colab_swarm.cli", *words, "--json-lines"]
-    return Worker(command, environment={"TOKENIZERS_PARALLELISM": "false"})
 
 
 def _train_among_kills(
@@ -155,26 +130,35 @@ def _train_among_kills(
     file, losses = folder / "run.toml", defaultdict[int, list[float]](list)
     port, page = random.Random().sample(range(20_000, 60_000), 2)
     file.write_text(RUN.format(port=port, page=page))
+    command = [sys.executable, "-m", "colab_swarm.cli"]
+    words: dict[str, list[object]] = {"backbone": ["backbone", file, "--json-lines"]}
     until = time.monotonic() + 60 * minutes
     with Victims() as victims:
-        victims.start("backbone", partial(_command, "backbone", file, "", text))
+        victims.start("backbone", command, *words["backbone"])
         facts: dict[str, Any] = {}
         while not {"invite", "dashboard"} <= facts.keys():
             facts |= victims.messages.get(timeout=60)
         print(f"  dashboard: {facts['dashboard']}", flush=True)
+        peer = ["peer", facts["invite"], "--json-lines", "--no-lan", "--peer-name"]
+        words["reducer"] = [*peer, "reducer", "--reduce-only"]
+        for name, mbit_s in MBIT_S.items():
+            limits = ["--upload-mbit-s", mbit_s, "--download-mbit-s", mbit_s, "--text", text]
+            batch = ["--target-batch-size", TARGET_BATCH_SIZE, "--batch-size", 8]
+            words[name] = [*peer, name, *limits, *batch]
         for name in ("reducer", *MBIT_S):
-            victims.start(name, partial(_command, name, file, facts["invite"], text))
+            victims.start(name, command, *words[name])
         order = itertools.cycle(["carol", "backbone", "alice", "reducer", "bob"])
         while until - time.monotonic() > kill_every_s:
             time.sleep(kill_every_s - away_s)
-            while (victim := next(order)) == "backbone" and "backbone" in victims.killed:
-                pass
+            victim = next(order)
+            if victim in victims.killed and victim == "backbone":
+                victim = next(order)
             victims.kill(victim)
             time.sleep(away_s)
-            victims.start(victim, partial(_command, victim, file, facts["invite"], text))
+            victims.start(victim, command, *words[victim])
             print(f"  {victim} was killed", flush=True)
         time.sleep(max(0.0, until - time.monotonic()))
-        assert len(victims.names) == 2 + len(MBIT_S)
+        assert len(victims.names) == len(words)
         while not victims.messages.empty():
             message = victims.messages.get()
             if message.get("event") == "step" and message["loss"] is not None:
@@ -204,24 +188,21 @@ def _train_alone(steps: int, text: str) -> list[float]:
     return losses
 
 
-def _check_checkpoints(folder: Path, text: str) -> list[int]:
-    """Load each saved checkpoint and take a step with it; return their steps."""
+def _continue_from(checkpoint: Path, text: str) -> int:
+    """Load a checkpoint and take a step with it; return its step."""
     import colab_swarm as cs
 
-    steps = []
-    for path in sorted((folder / "ordeal" / "model").glob("*.safetensors")):
-        model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
-        with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
-            lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
-            optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
-            optimizer.load(path)
-            before = optimizer.global_step
-            model(**next(iter(batches))).loss.backward()
-            optimizer.step(samples=8)
-            if optimizer.global_step != before + 1:
-                raise RuntimeError(f"{path} does not continue")
-            steps.append(before)
-    return steps
+    model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
+    with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
+        lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
+        optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
+        optimizer.load(checkpoint)
+        before = optimizer.global_step
+        model(**next(iter(batches))).loss.backward()
+        optimizer.step(samples=8)
+        if optimizer.global_step != before + 1:
+            raise RuntimeError(f"training does not continue from {checkpoint}")
+    return before
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
@@ -255,9 +236,7 @@ def host_experts(parent: Parent, invite: str, folder: str) -> None:
         hosted.wait(3600)
 
 
-def _kill_hosts(
-    victims: Victims, start: Callable[[str], None], every_s: float, over: threading.Event
-) -> None:
+def _kill_hosts(victims: Victims, invite: str, folder: Path, every_s: float, over: threading.Event) -> None:
     rng, number = random.Random(0), HOSTS
     while not over.wait(every_s - AWAY_S):
         victim = rng.choice(victims.names)
@@ -266,53 +245,29 @@ def _kill_hosts(
             break
         if len(victims.killed) % 2 == 0:
             victim, number = f"host-{number}", number + 1
-        start(victim)
+        victims.start(victim, host_experts, invite, str(folder / victim))
 
 
 def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
     """Train through experts while their hosts are killed; an exception in the training loop is raised here."""
-    import torch
-    from sklearn.datasets import load_digits
-    from torch.nn.functional import cross_entropy
-
     import colab_swarm as cs
 
-    torch.manual_seed(0)
-    digits, losses, over = load_digits(), list[float](), threading.Event()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
-    options, messages = cs.NetworkOptions(lan=False), list[dict[str, Any]]()
+    over, messages = threading.Event(), list[dict[str, Any]]()
     with (
         tempfile.TemporaryDirectory() as folder,
-        cs.create("ordeal", options=options) as swarm,
+        cs.create("ordeal", options=cs.NetworkOptions(lan=False)) as swarm,
         Victims() as victims,
     ):
         invite = str(swarm.invite())
-
-        def start(name: str) -> None:
-            victims.start(name, partial(Worker, host_experts, invite, str(Path(folder) / name)))
-
         for number in range(HOSTS):
-            start(f"host-{number}")
+            victims.start(f"host-{number}", host_experts, invite, str(Path(folder) / f"host-{number}"))
         while sum("ready" in message for message in messages) < HOSTS:
             messages.append(victims.messages.get(timeout=60))
-        layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
-        model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 10))
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        killer = threading.Thread(target=_kill_hosts, args=(victims, start, kill_every_s, over))
+        arguments = (victims, invite, Path(folder), kill_every_s, over)
+        killer = threading.Thread(target=_kill_hosts, args=arguments)
         killer.start()
         try:
-            until = time.monotonic() + 60 * minutes
-            while time.monotonic() < until:
-                rows = torch.randint(0, 1500, (64,))
-                loss = cross_entropy(model(images[rows]), labels[rows]) + 0.01 * layer.balance_loss
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                losses.append(loss.item())
-                time.sleep(0.02)  # the hosts share these cores
-            with torch.no_grad():
-                right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
-            seen = layer.statistics()
+            losses, right, seen = _train_on_digits(swarm, minutes)
         finally:
             over.set()
             killer.join()
@@ -333,6 +288,32 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
     what = f"of {len(losses) * 64}; {seen.failures} calls failed"
     report.add("moe.ordeal_unanswered", seen.unanswered, "inputs", what)
     return report
+
+
+def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
+    """Return the loss of each step, the accuracy on unseen digits, and the statistics of the mixture."""
+    import torch
+    from sklearn.datasets import load_digits
+    from torch.nn.functional import cross_entropy
+
+    torch.manual_seed(0)
+    digits, losses = load_digits(), list[float]()
+    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        rows = torch.randint(0, 1500, (64,))
+        loss = cross_entropy(model(images[rows]), labels[rows]) + 0.01 * layer.balance_loss
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+        time.sleep(0.02)  # the hosts share these cores
+    with torch.no_grad():
+        right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+    return losses, right, layer.statistics()
 
 
 if __name__ == "__main__":
