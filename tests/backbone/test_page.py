@@ -63,9 +63,10 @@ def test_the_page_shows_what_it_should() -> None:
         assert text in live, text
 
 
-def test_it_says_when_newcomers_go_on_from_a_checkpoint() -> None:
-    assert "Nobody trains now. Whoever joins goes on from the checkpoint of step 2,000" in render_live(
-        view(standing_in=2000)
+def test_the_page_warns_when_new_trainers_continue_from_a_checkpoint() -> None:
+    assert (
+        "There are no trainers now. New trainers continue from the checkpoint of step 2,000"
+        in render_live(view(standing_in=2000))
     )
 
 
