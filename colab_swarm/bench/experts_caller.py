@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from colab_swarm.moe.calls import ExpertCalls, ExpertInfo
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.events import EventLog
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.records import ExpertInfo, ExpertServices
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,11 @@ class Caller:
     """Calls the experts of one host."""
 
     def __init__(self, node: Node, host: Contact) -> None:
-        self._host, self._calls = host, ExpertCalls(node, timeout_s=120.0)
+        services = ExpertServices(
+            node, DHT(node, DHTSettings(), random.Random(0)), EventLog(), random.Random(0), ""
+        )
+        self._host = host
+        self._calls = ExpertCalls(node, Directory(services), Runtime(), timeout_s=120.0)
 
     async def carry(self, load: Load) -> list[float]:
         """Seconds of each call."""

@@ -19,7 +19,7 @@ import torch
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
-from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 
@@ -56,7 +56,7 @@ class ExpertBenchHost:
         if self._server:
             await self._server.close()
         limits = BatchLimits(max_batch_size=hosting.max_batch_size)
-        self._server = ExpertServer(self._node, EventLog(), ServerSettings(limits))
+        self._server = ExpertServer(self._node, EventLog(), limits)
         rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
         self._experts = [
             Expert(uid, Nop() if hosting.nop else FeedForward(hosting.dim), rule, (hosting.dim,))

@@ -23,13 +23,17 @@ import torch
 from torch import nn
 
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.calls import ExpertCalls, ExpertInfo, until_free
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.runtime import Runtime
 
 LIMITS = BatchLimits(max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
 BASELINE_S = 4.0
@@ -120,11 +124,14 @@ class _Chain:
     ) -> None:
         self._plan, self._kind, self._experts = plan, kind, experts
         limits = BatchLimits(kind.merged, LIMITS.max_batch_bytes, LIMITS.max_held_bytes)
-        self.server = ExpertServer(host, EventLog(), ServerSettings(limits))
+        self.server = ExpertServer(host, EventLog(), limits)
         for expert in experts:
             self.server.add(expert)
         self._infos = [ExpertInfo(expert.uid, host.contact, kind.sample, 0, 0.0) for expert in experts]
-        self._calls = ExpertCalls(guest, timeout_s=600.0)
+        services = ExpertServices(
+            guest, DHT(guest, DHTSettings(), random.Random(0)), EventLog(), random.Random(0), ""
+        )
+        self._calls = ExpertCalls(guest, Directory(services), Runtime(), timeout_s=600.0)
         self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
 
     def _samples_per_s(self, block_calls: int, seconds: float) -> float:
@@ -138,7 +145,7 @@ class _Chain:
             nonlocal done
             for info in itertools.islice(itertools.cycle(self._infos), rng.randrange(len(self._infos)), None):
                 # never the last output: over many rounds it would grow without end
-                await until_free(partial(self._calls.forward, info, self._inputs))
+                await self._calls.forward(info, self._inputs)
                 done += 1
                 await asyncio.sleep(_exponential(delay_s, rng))
 

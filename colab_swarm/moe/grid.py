@@ -1,13 +1,11 @@
-"""Names of experts: points of a grid, written ``prefix.u_0.….u_(d-1)`` (Learning@home, section 3.1).
+"""The grid of expert names ``prefix.u_0.….u_(d-1)``, and the beam search for the best live experts. Pure.
 
-Choosing the best live experts for a whole batch: SelectExperts of Learning@home (Algorithm 1), free of I/O.
+The search is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
+prefix that has not been looked up, everything counts as live. It runs through all dimensions on that guess and returns
+the unknown prefixes it met. The caller looks them all up at once and searches again, until none is unknown. In a
+well-filled grid the first guess is right, and all look-ups of a search are one wait instead of one per dimension.
 
 Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
-
-The search is optimistic: below a prefix that has not been looked up, everything is taken to be alive. It runs through
-all dimensions on that guess and names the prefixes it met unknown; whoever drives it looks them all up at once and
-searches again, until none is unknown. In a grid that is well filled the first guess is right, and all look-ups of a
-search are one wait instead of one after the other for each dimension.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ import numpy.typing as npt
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]
-
 """A point of the grid, or its first coordinates."""
-
+Mask: TypeAlias = npt.NDArray[np.bool_]
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Doubles: TypeAlias = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 4
-
 MAX_SIDE = 4096
-
 MAX_NAME_CHARS = 128
-
+_HUGE = 1e300
+_NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 
 
@@ -42,8 +40,8 @@ class Grid:
     """All places for experts of one kind.
 
     Attributes:
-        prefix: names the kind within the run: letters, digits, ``_``, ``-``; after a dot no digit.
-        sides: how many indices each dimension has.
+        prefix: names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot.
+        sides: number of indices of each dimension.
     """
 
     prefix: str
@@ -52,35 +50,34 @@ class Grid:
     def __post_init__(self) -> None:
         if len(self.prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'")
+        limits = f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices"
         if not 1 <= len(self.sides) <= MAX_DIMENSIONS or not all(
             1 <= side <= MAX_SIDE for side in self.sides
         ):
-            raise ValueError(
-                f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices, got {self.sides}"
-            )
+            raise ValueError(f"{limits}, got {self.sides}")
 
     @classmethod
     def of(cls, prefix: str, sides: Sequence[int]) -> Grid:
-        """The grid with these sides."""
+        """Return the grid with these sides."""
         return cls(prefix, tuple(int(side) for side in sides))
 
     @property
     def size(self) -> int:
-        """How many experts fit in."""
+        """Number of places."""
         return math.prod(self.sides)
 
     def __iter__(self) -> Iterator[Index]:
         return itertools.product(*map(range, self.sides))
 
     def uid(self, index: Index) -> str:
-        """The name of an expert or, with fewer coordinates, of all experts that begin so."""
+        """Return the name of an expert or, with fewer coordinates, the common prefix of the names below."""
         return ".".join([self.prefix, *map(str, index)])
 
     def index(self, uid: str) -> Index:
-        """Where an expert is.
+        """Return the place of an expert.
 
         Raises:
-            ValueError: it is none of this grid.
+            ValueError: the name is not in this grid.
         """
         head, *tail = uid.rsplit(".", len(self.sides))
         within = len(tail) == len(self.sides) and all(
@@ -88,38 +85,32 @@ class Grid:
             for part, side in zip(tail, self.sides, strict=True)
         )
         if head != self.prefix or not within:
-            raise ValueError(f"{uid!r} is no expert of {self}")
+            raise ValueError(f"{uid!r} is not an expert of {self}")
         return tuple(map(int, tail))
+
+    def contains(self, uid: str) -> bool:
+        """Return True if `index` accepts this name."""
+        try:
+            return bool(self.index(uid))
+        except ValueError:
+            return False
 
     def __str__(self) -> str:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
 def parents(index: Index) -> Iterator[Index]:
-    """All proper prefixes of an index, the empty one first."""
+    """Yield all proper prefixes of an index, the empty one first."""
     return (index[:length] for length in range(len(index)))
-
-
-Mask: TypeAlias = npt.NDArray[np.bool_]
-
-_Ints: TypeAlias = npt.NDArray[np.int64]
-
-_Doubles: TypeAlias = npt.NDArray[np.float64]
-
-_HUGE = 1e300
-
-_NONE = -1
-
-"""Stands for no prefix where a beam is not full."""
 
 
 @dataclass(frozen=True)
 class Beams:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-        best: for each sample its experts, best first; fewer than asked for if fewer live.
-        unknown: prefixes that must be looked up before ``best`` can be believed.
+        best: for each sample its experts, best first; fewer than requested if fewer are live.
+        unknown: prefixes to look up before ``best`` is valid.
     """
 
     best: list[list[Index]]
@@ -129,16 +120,16 @@ class Beams:
 def beam_search(
     scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None], *, width: int | None = None
 ) -> Beams:
-    """The ``k`` best live experts of each sample, an expert's score being the sum over its indices.
+    """Return the ``k`` best live experts of each sample; an expert's score is the sum over its indices.
 
-    After each dimension the ``width`` best live prefixes are kept. A prefix that is told to live but has no live child
-    is passed over and leaves its place to the next best. Ties go to the smaller index. NaN is the worst score.
+    After each dimension the search keeps the ``width`` best live prefixes. It skips a prefix that is announced as live
+    but has no live child, in favour of the next best. Ties go to the smaller index. NaN is the worst score.
 
     Args:
         scores: for each dimension i an array (N, sides[i]).
-        k: experts wanted for each sample.
-        children: the live next indices of a prefix as a mask (M,), not to be changed; None: not looked up yet.
-        width: prefixes kept, ``k`` (as in the paper) unless given; wide enough, the result is the exact top k.
+        k: experts per sample.
+        children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
+        width: prefixes to keep, by default ``k`` as in the paper; with enough, the result is the exact top k.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()
@@ -168,7 +159,7 @@ class _Descent:
             sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
             flat = sums_NBM.reshape(samples, beam_NB.shape[1] * scores_NM.shape[1])
             chosen = _best(flat, k if last else width)
-            if not last:  # ties go to the smaller index, so the columns of the next turn must be in order
+            if not last:  # ties go to the smaller index, so the next iteration needs its columns in order
                 chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
                 chosen[chosen == flat.shape[1]] = _NONE
             totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
@@ -176,7 +167,7 @@ class _Descent:
         return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
 
     def _alive(self, prefixes: list[Index], side: int) -> Mask:
-        """The live children of each prefix; one row more, for no prefix, without any."""
+        """Return the live children of each prefix, and an empty row for `_NONE`."""
         alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
         for u, prefix in enumerate(prefixes):
             mask = self._children(prefix)
@@ -193,7 +184,7 @@ class _Descent:
 
 
 def _best(values: _Doubles, count: int) -> _Ints:
-    """Columns of the ``count`` largest values of each row, largest first, ties to the left; `_NONE` for -inf."""
+    """Return the columns of each row's ``count`` largest values, largest first, ties left; `_NONE` for -inf."""
     rows_total, columns_total = values.shape
     worthy = values > -np.inf
     if columns_total > count:
@@ -210,7 +201,7 @@ def _best(values: _Doubles, count: int) -> _Ints:
 
 
 def _extend(prefixes: list[Index], beam_NB: _Ints, chosen: _Ints, side: int) -> tuple[list[Index], _Ints]:
-    """The chosen prefixes, one index longer: the different ones in order, and where each sample's are among them."""
+    """Return the chosen prefixes, one index longer: the different ones in order, and each sample's positions."""
     parents = np.take_along_axis(beam_NB, np.maximum(chosen, 0) // side, axis=1)
     codes = np.where(chosen == _NONE, _NONE, parents * side + chosen % side)
     unique, beam = np.unique(codes, return_inverse=True)

@@ -75,7 +75,7 @@ def test_what_is_asked_for_anew_is_read_by_a_read_that_begins_now() -> None:
         far = Far()
         early = asyncio.create_task(far.cache.get(["a"]))
         await asyncio.sleep(0.5)
-        assert await far.cache.get(["a"], anew=True) == {"a": 2}
+        assert await far.cache.get(["a"], fresh=True) == {"a": 2}
         assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.anew
 
     run_virtual(main())

@@ -68,8 +68,8 @@ def test_a_save_names_chunks_that_tile_the_state_and_only_what_changed_is_new() 
     state["learnt"] += 1
     second = saved(state)
     assert len(cut_digests(first.manifest.digests)) == -(-first.blob.nbytes // CHUNK_BYTES) == 4
-    assert len(second.pieces.keys() - first.pieces.keys()) == 2  # the manifest and the last chunk
-    assert all(digest_of(piece) == digest for digest, piece in first.pieces.items())
+    assert len(second.chunks.keys() - first.chunks.keys()) == 2  # the manifest and the last chunk
+    assert all(digest_of(piece) == digest for digest, piece in first.chunks.items())
 
 
 def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
@@ -104,7 +104,7 @@ def test_a_manifest_that_lies_about_its_tensors_is_refused() -> None:
         with pytest.raises(StateError):
             thaw(replaced(whole, tensors=(msgspec.structs.replace(place, **lie),)))
     empty = saved({"weight": torch.empty(0)})
-    with pytest.raises(StateError, match="cannot be"):
+    with pytest.raises(StateError, match="invalid tensor"):
         thaw(replaced(empty, tensors=(msgspec.structs.replace(place, shape=(0, 2**64 - 1)),)))
 
 

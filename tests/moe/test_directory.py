@@ -11,9 +11,9 @@ import pytest
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.calls import ExpertInfo, ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.records import ExpertInfo, ExpertServices
 from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
@@ -132,9 +132,7 @@ def test_a_dead_host_is_forgotten_when_its_word_ends_and_the_error_tells_of_it()
         before = len(await bob.directory.live(GRID))
         network.now().crash("alice")
         await asyncio.sleep(61)
-        with pytest.raises(
-            NoExpertsError, match=r"ffn\[4 x 8\] can be called: 2 were seen from here, .* 61 s"
-        ):
+        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
             await bob.directory.best(GRID, scores("ffn.1.2"), 4)
         return before, [fault.name for fault in network.fired]
 
@@ -144,7 +142,7 @@ def test_a_dead_host_is_forgotten_when_its_word_ends_and_the_error_tells_of_it()
 def test_where_nothing_was_ever_announced_the_error_names_the_prefix() -> None:
     async def main() -> None:
         _, (alice, _) = await scouts(2)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] lives, and none was ever seen"):
+        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
             await alice.directory.best(GRID, scores("ffn.1.2"), 4)
         assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 

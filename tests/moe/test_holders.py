@@ -13,8 +13,19 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, StateError
-from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SavePlace, SaveRecord
-from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
+from colab_swarm.moe.replicas import (
+    Claim,
+    ExpertSaves,
+    FetchChunks,
+    KeepSave,
+    LackedChunks,
+    SaveChunk,
+    SavedIndices,
+    SaveKept,
+    SavePlace,
+    SaveRecord,
+    send_save,
+)
 from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual, virtual_time
@@ -30,18 +41,18 @@ class Scene:
         self.run = Run(folder)
         self.members: dict[str, Member] = {}
 
-    async def open(self, *names: str, copies: int = 2) -> Copies:
+    async def open(self, *names: str, copies: int = 2) -> ExpertSaves:
         for name in names:
             self.members[name] = await self.run.join(name)
-            await self.members[name].premises.holders.start()
+            await self.members[name].resources.replicas.start()
         return self.copies("alice", copies)
 
-    def copies(self, name: str, copies: int = 2) -> Copies:
+    def copies(self, name: str, copies: int = 2) -> ExpertSaves:
         member = self.members[name]
-        return Copies(member.services, member.premises.holders, copies=copies)
+        return ExpertSaves(member.services, member.resources.store, copies=copies)
 
-    async def save(self, copies: Copies, state: SavedExpert) -> Any:
-        return await copies.save(state, await self.members["alice"].premises.holders.others())
+    async def save(self, copies: ExpertSaves, state: SavedExpert) -> Any:
+        return await copies.save(state, await self.members["alice"].resources.replicas.others())
 
     def name(self, peer: PeerId) -> str:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
@@ -62,7 +73,7 @@ def play(folder: Path, story: Any) -> None:
     run_virtual(coroutine)
 
 
-async def fetched(copies: Copies, uid: str = "ffn.0.0") -> SavedExpert:
+async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> SavedExpert:
     claim = (await copies.claims(uid))[0]
     return await copies.fetch(uid, claim, limit_bytes=LIMIT_BYTES)
 
@@ -113,7 +124,7 @@ def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_
         copies = await scene.open("alice", "bob", "carol")
         await scene.save(copies, saved(step=1))
         scene.run.network.when(
-            lambda m: isinstance(m, SavePiece), sender="alice", receiver="carol", nth=2
+            lambda m: isinstance(m, SaveChunk), sender="alice", receiver="carol", nth=2
         ).crash("carol")
         await scene.save(copies, saved(step=2, value=1.0))
         assert [fault.name for fault in scene.run.network.fired] == ["crash"]
@@ -148,7 +159,7 @@ def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path
 def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
-        others = await scene.members["alice"].premises.holders.others()
+        others = await scene.members["alice"].resources.replicas.others()
         tries: list[str] = []
         scene.crash("bob")
         alice = scene.members["alice"].peers
@@ -172,7 +183,7 @@ def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(t
 def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
-        others = scene.members["alice"].premises.holders.others
+        others = scene.members["alice"].resources.replicas.others
         lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
         assert not copies.due("ffn.0.0", 1, await others())
         scene.crash(lost)
@@ -188,12 +199,12 @@ def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
 def test_a_holder_without_room_says_so_and_another_is_asked(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
-        full = scene.members["bob"].premises.holders
-        full.shelf._quota_bytes = 1000
+        full = scene.members["bob"].resources.replicas
+        full.store._quota_bytes = 1000
         with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-            await give_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
+            await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
         kept = await scene.save(copies, saved())
-        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.shelf.kept_bytes == 0
+        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
 
     play(tmp_path, story)
 
@@ -205,12 +216,12 @@ def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> N
         (save,) = shelf_of(liar).saves()
         lies: list[bytes] = []
 
-        async def lie(ask: FetchPieces, stream: Any) -> None:
+        async def lie(ask: FetchChunks, stream: Any) -> None:
             for digest in ask.digests:
                 lies.append(digest)
-                await stream.send(SavePiece(), bytes(1 << 18))
+                await stream.send(SaveChunk(), bytes(1 << 18))
 
-        liar.peers.serve_stream(FetchPieces, lie)
+        liar.peers.serve_stream(FetchChunks, lie)
         scene.crash("alice")
         reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
         again = await fetched(scene.copies(reader))
@@ -289,7 +300,7 @@ def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(tmp_pat
         short = chunks.put(b"short")
         lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
         head = chunks.put(msgspec.msgpack.encode(lie))
-        for piece in whole.pieces.values():
+        for piece in whole.chunks.values():
             chunks.put(piece)
         claim = Claim(scene.members["alice"].peers.id, 1, head, ())
         with pytest.raises(StateError, match="wrong about the length"):
@@ -303,10 +314,10 @@ def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
         await scene.open("alice", "bob")
         alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
         async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
-            await stream.send(SavePiece(), whole.head)
-            lacked, _ = await stream.receive(LackedPieces)
+            await stream.send(SaveChunk(), whole.head)
+            lacked, _ = await stream.receive(LackedChunks)
             assert len(lacked.places) == 10
-            await stream.send(SavePiece(), b"something else")
+            await stream.send(SaveChunk(), b"something else")
             with pytest.raises(CallRefused, match="does not match its hash"):
                 await stream.receive(SaveKept)
         assert not shelf_of(scene.members["bob"]).saves()
@@ -343,6 +354,6 @@ def test_garbled_records_are_left_out(tmp_path: Path) -> None:
         ):
             await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
             assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
-        assert await scene.members["alice"].premises.holders.others() == {}
+        assert await scene.members["alice"].resources.replicas.others() == {}
 
     play(tmp_path, story)

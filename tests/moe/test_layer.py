@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, priorities
-from tests.moe.local import LR, LocalExperts, access, tanh_expert
+from tests.moe.local import LR, LocalCalls, LocalExperts, tanh_expert
 
 GRID = Grid("ffn", (2, 3))
 DIM = 4
@@ -23,7 +23,7 @@ def make(
     settings: MixtureSettings = TWO, *, living: Sequence[tuple[int, int]] | None = None
 ) -> tuple[MixtureOfExperts, LocalExperts]:
     experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
-    return MixtureOfExperts(access(experts), GRID, DIM, settings), experts
+    return MixtureOfExperts(LocalCalls(experts), GRID, DIM, settings), experts
 
 
 def locally(layer: MixtureOfExperts, modules: dict[str, nn.Module], x: Tensor, k: int) -> Tensor:
@@ -160,10 +160,10 @@ def test_a_late_expert_is_left_behind_after_the_grace_and_reported() -> None:
 
 def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
     layer, experts = make(MixtureSettings(k=6, k_min=6, grace_s=0.0))
-    object.__setattr__(layer._access, "timeout_s", 0.05)
+    layer._calls.timeout_s = 0.05
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM))
-    assert experts.failures == [("ffn.0.0", "no answer in 0.05 s")]
+    assert experts.failures == [("ffn.0.0", "expert ffn.0.0 at 00000000 did not answer in 0.05 s")]
 
 
 def test_a_busy_expert_is_asked_again() -> None:

@@ -17,7 +17,7 @@ from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings, samples_in
-from tests.moe.local import LocalExperts, access, tanh_expert
+from tests.moe.local import LocalCalls, LocalExperts, tanh_expert
 
 QUIET = TrainerSettings(concurrency=4, progress=False)
 
@@ -70,7 +70,7 @@ def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() 
 def test_it_trains_through_experts() -> None:
     grid = Grid("ffn", (4,))
     experts = LocalExperts(grid, tanh_expert())
-    layer = MixtureOfExperts(access(experts), grid, 4, MixtureSettings(k=2))
+    layer = MixtureOfExperts(LocalCalls(experts), grid, 4, MixtureSettings(k=2))
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1))
     result = AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
     first = square(model, torch.cat(batches(60)))

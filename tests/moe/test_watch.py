@@ -18,9 +18,9 @@ from tests.moe.hosts import GRID, Member, Run
 
 
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
-    premises = member.premises
-    told, runtime = premises.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
-    return ExpertsWatch(runtime, member.services, premises.directory, GRID, told), premises.directory
+    resources = member.resources
+    told, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
+    return ExpertsWatch(runtime, member.services, resources.directory, GRID, told), resources.directory
 
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
@@ -112,7 +112,7 @@ def test_a_fault_of_the_listing_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     async def main() -> None:
         watch, directory = watch_of(await Run(tmp_path).join("alice"))
 
-        async def fails(grid: object, anew: bool) -> None:
+        async def fails(grid: object, fresh: bool) -> None:
             raise ConnectionError("no way")
 
         monkeypatch.setattr(directory, "live", fails)
