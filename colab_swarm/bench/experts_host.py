@@ -18,7 +18,7 @@ import torch
 
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
@@ -59,7 +59,9 @@ class ExpertBenchHost:
         self._server = ExpertServer(self._node, EventLog(), limits)
         rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
         self._experts = [
-            Expert(uid, Nop() if hosting.nop else FeedForward(hosting.dim), rule, (hosting.dim,))
+            Expert(
+                uid, torch.nn.Identity() if hosting.nop else FeedForward(hosting.dim), rule, (hosting.dim,)
+            )
             for uid in hosting.uids
         ]
         for expert in self._experts:

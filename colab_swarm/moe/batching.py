@@ -76,10 +76,6 @@ class Batching(Generic[W]):
         self._held_bytes = 0
         self._sample_s: dict[tuple[str, bool], float] = {}
 
-    def __repr__(self) -> str:
-        waiting = sum(map(len, self._queues.values()))
-        return f"Batching({waiting} wait, {len(self._inside)} here, {self._held_bytes >> 20} MiB)"
-
     def admit(self, call: W) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.grid import Beams, Grid, Index, Mask, beam_search, parents
+from colab_swarm.moe.grid import Grid, Index, Mask, beam_search, parents
 from colab_swarm.moe.records import (
     CLAIMED,
     Bans,
@@ -138,14 +138,12 @@ class DirectorySettings:
         cache_s: how long a look-up is cached.
         absent_s: how long an empty look-up is cached.
         settle_s: minimum wait between a claim and the check for other claims.
-        beam_width: prefixes that a search keeps, if more than the number of experts requested.
     """
 
     ttl_s: float = 60.0
     cache_s: float = 30.0
     absent_s: float = 3.0
     settle_s: float = 2.0
-    beam_width: int = 1
 
 
 class Directory:
@@ -342,11 +340,11 @@ class Directory:
                 f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
             )
         found, shelves = await self._search(grid, scores, k)
-        if found.best and not any(found.best):  # the first, quick reads may have missed them
+        if found and not any(found):  # the first, quick reads may have missed them
             await self._listings(grid, shelves, fresh=True)
             found, shelves = await self._search(grid, scores, k)
-        infos = self._infos(grid, {index for sample in found.best for index in sample}, shelves)
-        chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
+        infos = self._infos(grid, {index for sample in found for index in sample}, shelves)
+        chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
             if grid not in self._seen:
                 raise NoExpertsError(
@@ -361,7 +359,7 @@ class Directory:
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
-    ) -> tuple[Beams, dict[Index, Listing]]:
+    ) -> tuple[list[list[Index]], dict[Index, Listing]]:
         """Search, read the unknown prefixes, search again; also return the listings used."""
         known: dict[Index, Listing] = {}
 
@@ -375,17 +373,16 @@ class Directory:
 
         patient = True
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found = beam_search(scores, k, children, width=self.settings.beam_width)
-            if not found.unknown:
+            found, unknown = beam_search(scores, k, children)
+            if not unknown:
                 return found, known
-            unknown = found.unknown
             if len({shelf_of(grid, prefix) for prefix in unknown}) > MAX_GUESSES:
                 shortest = min(map(len, unknown))  # these are known to be live, the others are guesses
                 unknown = [prefix for prefix in unknown if len(prefix) == shortest]
             listings = await self._listings(grid, unknown)
             known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
         patient = False
-        return beam_search(scores, k, children, width=self.settings.beam_width), known
+        return beam_search(scores, k, children)[0], known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
         """Return the usable children of one prefix, from the listing of its shelf."""

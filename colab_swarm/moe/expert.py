@@ -94,14 +94,6 @@ class TransformerBlock(nn.Module):
         return y_BLD
 
 
-class Nop(nn.Module):
-    """Returns its input, to measure calls without computation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
-
-
 @dataclass(frozen=True)
 class ExpertRule:
     """How an expert learns.

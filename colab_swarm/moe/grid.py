@@ -104,83 +104,80 @@ def parents(index: Index) -> Iterator[Index]:
     return (index[:length] for length in range(len(index)))
 
 
-@dataclass(frozen=True)
-class Beams:
-    """Result of a search.
-
-    Attributes:
-        best: for each sample its experts, best first; fewer than requested if fewer are live.
-        unknown: prefixes to look up before ``best`` is valid.
-    """
-
-    best: list[list[Index]]
-    unknown: list[Index]
-
-
 def beam_search(
-    scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None], *, width: int | None = None
-) -> Beams:
-    """Return the ``k`` best live experts of each sample; an expert's score is the sum over its indices.
+    scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
+) -> tuple[list[list[Index]], list[Index]]:
+    """Find the ``k`` best live experts of each sample; an expert's score is the sum over its indices.
 
-    After each dimension the search keeps the ``width`` best live prefixes. It skips a prefix that is announced as live
-    but has no live child, in favour of the next best. Ties go to the smaller index. NaN is the worst score.
+    After each dimension the search keeps the ``k`` best live prefixes. It skips a prefix that is announced as live but
+    has no live child, in favour of the next best. Ties go to the smaller index. NaN is the worst score.
 
     Args:
         scores: for each dimension i an array (N, sides[i]).
         k: experts per sample.
         children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
-        width: prefixes to keep, by default ``k`` as in the paper; with enough, the result is the exact top k.
+
+    Returns:
+        For each sample its experts, best first, fewer if fewer are live; and the prefixes to look up before this result
+        is valid.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()
     while True:
-        descent = _Descent(children, barren)
-        best = descent.run(clean, k, max(k, width or k))
-        if not descent.barren - barren:
-            return Beams(best, sorted(descent.unknown))
-        barren |= descent.barren
+        known_barren, unknown = len(barren), set[Index]()
+        best = _descend(clean, k, children, barren, unknown)
+        if len(barren) == known_barren:
+            return best, sorted(unknown)
 
 
-class _Descent:
-    """One walk from the empty prefix to the experts."""
+def _descend(
+    scores: list[_Doubles],
+    k: int,
+    children: Callable[[Index], Mask | None],
+    barren: set[Index],
+    unknown: set[Index],
+) -> list[list[Index]]:
+    """Walk once from the empty prefix to the experts; add the prefixes that are found barren or unknown."""
+    samples = len(scores[0])
+    prefixes: list[Index] = [()]
+    beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
+    for i, scores_NM in enumerate(scores):
+        side = scores_NM.shape[1]
+        alive_UM = _alive(prefixes, side, children, barren, unknown)
+        sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
+        flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
+        chosen = _best(flat, k)
+        if (
+            i < len(scores) - 1
+        ):  # ties go to the smaller index, so the next iteration needs its columns in order
+            chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
+            chosen[chosen == flat.shape[1]] = _NONE
+        totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
+        prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, side)
+    return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
 
-    def __init__(self, children: Callable[[Index], Mask | None], barren: set[Index]) -> None:
-        self._children, self._known_barren = children, barren
-        self.barren: set[Index] = set()
-        self.unknown: set[Index] = set()
 
-    def run(self, scores: list[_Doubles], k: int, width: int) -> list[list[Index]]:
-        samples = len(scores[0])
-        prefixes: list[Index] = [()]
-        beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
-        for i, scores_NM in enumerate(scores):
-            last = i == len(scores) - 1
-            alive_UM = self._alive(prefixes, scores_NM.shape[1])
-            sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
-            flat = sums_NBM.reshape(samples, beam_NB.shape[1] * scores_NM.shape[1])
-            chosen = _best(flat, k if last else width)
-            if not last:  # ties go to the smaller index, so the next iteration needs its columns in order
-                chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
-                chosen[chosen == flat.shape[1]] = _NONE
-            totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
-            prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, scores_NM.shape[1])
-        return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
-
-    def _alive(self, prefixes: list[Index], side: int) -> Mask:
-        """Return the live children of each prefix, and an empty row for `_NONE`."""
-        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
-        for u, prefix in enumerate(prefixes):
-            mask = self._children(prefix)
-            if mask is None:
-                self.unknown.add(prefix)
-            alive_UM[u] = True if mask is None else mask
-        places = {prefix: u for u, prefix in enumerate(prefixes)} if self._known_barren else {}
-        for child in self._known_barren:
-            if child[:-1] in places:
-                alive_UM[places[child[:-1]], child[-1]] = False
-        empty = np.flatnonzero(~alive_UM[:-1].any(axis=1))
-        self.barren |= {prefixes[u] for u in empty if prefixes[u]}
-        return alive_UM
+def _alive(
+    prefixes: list[Index],
+    side: int,
+    children: Callable[[Index], Mask | None],
+    barren: set[Index],
+    unknown: set[Index],
+) -> Mask:
+    """Return the live children of each prefix, and an empty row for `_NONE`."""
+    alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
+    for u, prefix in enumerate(prefixes):
+        mask = children(prefix)
+        if mask is None:
+            unknown.add(prefix)
+        alive_UM[u] = True if mask is None else mask
+    places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
+    for child in barren:
+        if child[:-1] in places:
+            alive_UM[places[child[:-1]], child[-1]] = False
+    empty = np.flatnonzero(~alive_UM[:-1].any(axis=1))
+    barren |= {prefixes[u] for u in empty if prefixes[u]}
+    return alive_UM
 
 
 def _best(values: _Doubles, count: int) -> _Ints:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -51,6 +52,7 @@ RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 CHUNK_TIMEOUT_S = 30.0
 PROBE_S = 10.0  # timeout of the first request to a holder
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
 
 
@@ -91,11 +93,7 @@ class SettleSave(Message, frozen=True):
 class FetchChunks(Message, frozen=True):
     """Requests a stream of the chunks with these digests, in this order."""
 
-    digests: tuple[bytes, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.digests) > FETCHED_AT_ONCE or any(len(digest) != DIGEST_BYTES for digest in self.digests):
-            raise ValueError("too many chunks, or invalid digests")
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=FETCHED_AT_ONCE)]
 
 
 class SavePlace(Message, frozen=True):
@@ -107,31 +105,19 @@ class SavePlace(Message, frozen=True):
         holders: peers that have it.
     """
 
-    step: int
-    manifest: bytes
-    holders: tuple[Contact, ...]
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
+    manifest: Digest
+    holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step < MAX_STEP or len(self.manifest) != DIGEST_BYTES:
-            raise ValueError("record of a save out of range")
-        if len(self.holders) > MAX_HOLDERS + 1 or not all(map(is_sound, self.holders)):
-            raise ValueError("record of a save with too many or invalid holders")
+        if not all(map(is_sound, self.holders)):
+            raise ValueError("record of a save with invalid holders")
 
 
-class SaveRecord(Message, frozen=True):
-    """An expert's newest save and, until that is safe, the one before; signed, under its owner's subkey."""
-
-    saves: tuple[SavePlace, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.saves) > SAVES_OF_ONE:
-            raise ValueError("record of too many saves")
-
-
-class SavedIndices(Message, frozen=True):
-    """The experts of a grid that a peer has saved; signed, under its own subkey."""
-
-    indices: tuple[Index, ...]
+SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
+"""An expert's newest save and, until that is safe, the one before; signed, under its owner's subkey."""
+SavedIndices = tuple[Index, ...]
+"""The experts of a grid that a peer has saved; signed, under its own subkey."""
 
 
 class ReplicaService:
@@ -361,7 +347,7 @@ class ExpertSaves:
         before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
         safe = len(holders) >= min(self._copies, max(len(others), before))  # former holders may be back soon
         saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
-        if not (place.holders and await self._publish(self._key(uid), SaveRecord(saves))):
+        if not (place.holders and await self._publish(self._key(uid), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
         if safe or (holders and former is None):
@@ -427,14 +413,14 @@ class ExpertSaves:
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
         """Publish which experts of a grid this peer has saved, so that others can take them over."""
-        await self._publish(self._grid_key(grid), SavedIndices(tuple(sorted(map(grid.index, uids)))))
+        await self._publish(self._grid_key(grid), tuple(sorted(map(grid.index, uids))))
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
         uids: set[str] = set()
         for entry in (await self._services.dht.get(self._grid_key(grid))).values():
             try:
-                indices = msgspec.convert(entry.value, SavedIndices).indices
+                indices = msgspec.convert(entry.value, SavedIndices)
                 uids |= {uid for index in indices if grid.index(uid := grid.uid(index)) == index}
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("ignored a record of saved experts: %s", error)
@@ -447,7 +433,7 @@ class ExpertSaves:
             claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
         for subkey, entry in (await self._services.dht.get(self._key(uid))).items():
             try:
-                places = msgspec.convert(entry.value, SaveRecord, strict=False).saves
+                places = msgspec.convert(entry.value, SaveRecord, strict=False)
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("ignored a record of a save of %s: %s", uid, error)
                 continue
@@ -507,7 +493,7 @@ class ExpertSaves:
                 return False
         return True
 
-    async def _publish(self, key: str, record: Message) -> bool:
+    async def _publish(self, key: str, record: tuple[Any, ...]) -> bool:
         """Return True if any peer stored the record."""
         dht, me = self._services.dht, self._peers.id
         return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0

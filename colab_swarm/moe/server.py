@@ -115,9 +115,6 @@ class ExpertServer:
         peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
         peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
 
-    def __repr__(self) -> str:
-        return f"ExpertServer({len(self._experts)} experts, {self._batching})"
-
     def add(self, expert: Expert) -> None:
         """Start to answer calls of this expert.
 

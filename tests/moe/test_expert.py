@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ADAM = ExpertRule(
@@ -81,7 +81,7 @@ def test_gradients_that_overflow_leave_the_expert_as_it_was(inputs: float, grads
 
 
 def test_an_expert_without_weights_passes_gradients_on() -> None:
-    one = expert(Nop())
+    one = expert(nn.Identity())
     assert torch.equal(one.forward(batch(0)), batch(0))
     assert torch.equal(one.backward(batch(0), batch(1)), batch(1)) and one.step == 1
 

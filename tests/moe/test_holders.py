@@ -20,10 +20,8 @@ from colab_swarm.moe.replicas import (
     KeepSave,
     LackedChunks,
     SaveChunk,
-    SavedIndices,
     SaveKept,
     SavePlace,
-    SaveRecord,
     send_save,
 )
 from colab_swarm.moe.saves import SavedExpert, digest_of
@@ -265,7 +263,7 @@ def test_a_claim_of_a_save_that_nobody_has_is_passed_over(tmp_path: Path) -> Non
         copies = await scene.open("alice", "bob", "mallory")
         await scene.save(copies, saved(step=7))
         liar = scene.members["mallory"].services
-        record = SaveRecord((SavePlace(10**9, bytes(32), (liar.peers.contact,)),))
+        record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
         key = "run/experts/ffn.0.0/save"
         await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
         lie, truth = await scene.copies("bob").claims("ffn.0.0")
@@ -346,10 +344,10 @@ def test_garbled_records_are_left_out(tmp_path: Path) -> None:
         many = (Contact(PeerId(bytes(32)), ()),) * 50
         for key, value in (
             ("run/experts/ffn.0.0/save", "rubbish"),
-            ("run/experts/ffn.0.0/save", [[[1, bytes(32), many]]]),
-            ("run/experts/ffn.0.0/save", [[[1, bytes(3), ()]]]),
+            ("run/experts/ffn.0.0/save", [[1, bytes(32), many]]),
+            ("run/experts/ffn.0.0/save", [[1, bytes(3), ()]]),
             ("run/expert-holders", {"room": "much"}),
-            ("run/experts/ffn/saves", SavedIndices(((7, 7), (0, 0)))),
+            ("run/experts/ffn/saves", ((7, 7), (0, 0))),
             ("run/experts/ffn/saves", 7),
         ):
             await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)

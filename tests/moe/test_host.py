@@ -20,7 +20,7 @@ from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.host import ExpertHost, plan_host
 from colab_swarm.moe.hosting import ExpertHosting, HostResources, HostSettings
 from colab_swarm.moe.records import ExpertServices
-from colab_swarm.moe.replicas import SavePlace, SaveRecord
+from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
@@ -156,7 +156,7 @@ def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: 
         for piece in lies.chunks.values():
             chunks.put(piece)
         place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
-        record = SaveRecord((place,))
+        record = (place,)
         key, me = f"run/experts/{uid}/save", mallory.peers.id
         await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
         run.network.now().crash("bob")
