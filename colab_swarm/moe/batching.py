@@ -46,17 +46,11 @@ W = TypeVar("W", bound=PendingCall)
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of one batch and of all calls together.
+    """Limits of one batch and of all calls together."""
 
-    Attributes:
-        max_batch_size: samples up to which calls are merged.
-        max_batch_bytes: of a batch's tensors as float32, and so of a call's.
-        max_held_bytes: of all admitted calls together.
-    """
-
-    max_batch_size: int = 4096
-    max_batch_bytes: int = 128 << 20
-    max_held_bytes: int = 512 << 20
+    max_batch_size: int = 4096  # samples up to which calls are merged
+    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_held_bytes: int = 512 << 20  # of all admitted calls together
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:

@@ -131,19 +131,12 @@ class Cache(Generic[K, V]):
 
 @dataclass(frozen=True)
 class DirectorySettings:
-    """How experts are announced and found.
+    """How experts are announced and found."""
 
-    Attributes:
-        ttl_s: life of an announcement; announce about three times as often.
-        cache_s: how long a look-up is cached.
-        absent_s: how long an empty look-up is cached.
-        settle_s: minimum wait between a claim and the check for other claims.
-    """
-
-    ttl_s: float = 60.0
-    cache_s: float = 30.0
-    absent_s: float = 3.0
-    settle_s: float = 2.0
+    ttl_s: float = 60.0  # life of an announcement; announce about three times as often
+    cache_s: float = 30.0  # how long a look-up is cached
+    absent_s: float = 3.0  # how long an empty look-up is cached
+    settle_s: float = 2.0  # minimum wait between a claim and the check for other claims
 
 
 class Directory:

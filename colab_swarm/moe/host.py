@@ -100,36 +100,22 @@ def plan_host(
 
 @dataclass(frozen=True)
 class HostedExpert:
-    """One expert of this peer.
+    """One expert of this peer."""
 
-    Attributes:
-        uid: its name.
-        step: optimizer steps in its weights.
-        saved_step: steps in its last save; None: not saved yet.
-        copies: other peers that have that save.
-    """
-
-    uid: str
-    step: int
-    saved_step: int | None
-    copies: int
+    uid: str  # its name
+    step: int  # optimizer steps in its weights
+    saved_step: int | None  # steps in its last save; None: not saved yet
+    copies: int  # other peers that have that save
 
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """State of a host.
+    """State of a host."""
 
-    Attributes:
-        grid: of its experts.
-        experts: in the order of their names.
-        kept_bytes: saves that this peer keeps for others.
-        fault: why the last save of an expert failed; None if none did.
-    """
-
-    grid: str
-    experts: tuple[HostedExpert, ...]
-    kept_bytes: int
-    fault: str | None
+    grid: str  # of its experts
+    experts: tuple[HostedExpert, ...]  # in the order of their names
+    kept_bytes: int  # saves that this peer keeps for others
+    fault: str | None  # why the last save of an expert failed; None if none did
 
 
 class ExpertHost:

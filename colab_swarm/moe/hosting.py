@@ -48,20 +48,13 @@ REST = 3  # upkeep that took long pauses this many times as long, to leave a slo
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """Memory that experts of one kind need, in bytes, and the structure of their state.
+    """Memory that experts of one kind need, in bytes, and the structure of their state."""
 
-    Attributes:
-        module: parameters and buffers of one expert.
-        optimizer: optimizer state of one expert.
-        gradients: of one expert.
-        sample: activations that the backward pass keeps per sample.
-        state: the state of an expert after one step; its tensors have shapes but no values.
-    """
-
-    module: int
-    optimizer: int
-    gradients: int
-    sample: int
+    module: int  # parameters and buffers of one expert
+    optimizer: int  # optimizer state of one expert
+    gradients: int  # of one expert
+    sample: int  # activations that the backward pass keeps per sample
+    # the state of an expert after one step; its tensors have shapes but no values
     state: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -201,28 +194,17 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The experts to host: ``count`` of them, and up to ``capacity`` after other hosts died.
+    """The experts to host: ``count`` of them, and up to ``capacity`` after other hosts died."""
 
-    Attributes:
-        grid: contains their names.
-        make: returns a new expert's module.
-        rule: how they learn.
-        sample: shape of one sample.
-        model: memory and state of such an expert.
-        count, capacity: see above.
-        uids: host only these; None: any.
-        arithmetic: explains the count in a sentence.
-    """
-
-    grid: Grid
-    make: Callable[[], nn.Module]
-    rule: ExpertRule
-    sample: tuple[int, ...]
-    model: ExpertModel
+    grid: Grid  # contains their names
+    make: Callable[[], nn.Module]  # returns a new expert's module
+    rule: ExpertRule  # how they learn
+    sample: tuple[int, ...]  # shape of one sample
+    model: ExpertModel  # memory and state of such an expert
     count: int
     capacity: int
-    uids: tuple[str, ...] | None = None
-    arithmetic: str = ""
+    uids: tuple[str, ...] | None = None  # host only these; None: any
+    arithmetic: str = ""  # explains the count in a sentence
 
 
 class ExpertHosting:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -101,25 +102,15 @@ def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MixtureStatistics:
-    """Counters of a layer since its creation.
+    """Counters of a layer since its creation."""
 
-    Attributes:
-        batches: forward passes.
-        answers: forward calls that succeeded.
-        failures: forward calls that failed or were later than the grace period.
-        lost_gradients: backward calls that failed: the expert may not have learned, its part counted as zero.
-        unanswered: samples without any answer, which passed unchanged.
-        outliers: answers for single samples that were too far from the others.
-        sent_bytes, received_bytes: of activations and gradients, as encoded.
-    """
-
-    batches: int = 0
-    answers: int = 0
-    failures: int = 0
-    lost_gradients: int = 0
-    unanswered: int = 0
-    outliers: int = 0
-    sent_bytes: int = 0
+    batches: int = 0  # forward passes
+    answers: int = 0  # forward calls that succeeded
+    failures: int = 0  # forward calls that failed or were later than the grace period
+    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
+    unanswered: int = 0  # samples without any answer, which passed unchanged
+    outliers: int = 0  # answers for single samples that were too far from the others
+    sent_bytes: int = 0  # of activations and gradients, as encoded
     received_bytes: int = 0
 
 
@@ -127,7 +118,7 @@ class Usage:
     """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._shares: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -137,8 +128,7 @@ class Usage:
     def count(self, **more: int) -> None:
         """Add to the counters of `MixtureStatistics`."""
         with self._lock:
-            for name, number in more.items():
-                self._counts[name] = self._counts.get(name, 0) + number
+            self._counts.update(more)
 
     def statistics(self) -> MixtureStatistics:
         """Return the counters, without the bytes."""

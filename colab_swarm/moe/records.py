@@ -55,21 +55,13 @@ class ExpertServices:
 
 @dataclass(frozen=True)
 class ExpertInfo:
-    """A live expert, as announced in the DHT.
+    """A live expert, as announced in the DHT."""
 
-    Attributes:
-        uid: its name, ``prefix.u_0.….u_(d-1)``.
-        host: the peer that serves it.
-        shape: of one sample, input and output alike; -1: any length.
-        step: optimizer steps in its weights at its host's last announcement.
-        expires_at: when that announcement expires, swarm time, seconds.
-    """
-
-    uid: str
-    host: Contact
-    shape: tuple[int, ...]
-    step: int
-    expires_at: float
+    uid: str  # its name, ``prefix.u_0.….u_(d-1)``
+    host: Contact  # the peer that serves it
+    shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
+    step: int  # optimizer steps in its weights at its host's last announcement
+    expires_at: float  # when that announcement expires, swarm time, seconds
 
     @property
     def peer(self) -> PeerId:
@@ -124,19 +116,12 @@ class Bans:
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert on a shelf.
+    """One expert on a shelf."""
 
-    Attributes:
-        index: its position on the shelf, counted row by row.
-        claimed_ms: the host's swarm time when it claimed the place, milliseconds.
-        step: optimizer steps in its weights; `CLAIMED`: not served yet.
-        shape: of one sample; -1: any length.
-    """
-
-    index: NextIndex
-    claimed_ms: Count
-    step: Step
-    shape: Shape
+    index: NextIndex  # its position on the shelf, counted row by row
+    claimed_ms: Count  # the host's swarm time when it claimed the place, milliseconds
+    step: Step  # optimizer steps in its weights; `CLAIMED`: not served yet
+    shape: Shape  # of one sample; -1: any length
 
 
 class RecordRow(Message, frozen=True):
@@ -154,21 +139,13 @@ class GridBranch(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One host's announcement of one next index, or of one place on a shelf.
+    """One host's announcement of one next index, or of one place on a shelf."""
 
-    Attributes:
-        host: the announcing peer; without addresses above the rows.
-        index: the next index, or the position on the shelf.
-        until: when the announcement expires, on the reader's monotonic clock, seconds.
-        uid: name of the expert, or common prefix of the experts below.
-        place: on a shelf, the expert.
-    """
-
-    host: Contact
-    index: int
-    until: float
-    uid: str
-    place: ExpertPlace | None = None
+    host: Contact  # the announcing peer; without addresses above the rows
+    index: int  # the next index, or the position on the shelf
+    until: float  # when the announcement expires, on the reader's monotonic clock, seconds
+    uid: str  # name of the expert, or common prefix of the experts below
+    place: ExpertPlace | None = None  # on a shelf, the expert
 
     @property
     def served(self) -> bool:
@@ -233,10 +210,7 @@ def keys(run_id: str, grid: Grid, shelf: Index) -> list[str]:
 
 def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
     """Return sorted indices by their page."""
-    pages: dict[int, list[int]] = {}
-    for index in sorted(indices):
-        pages.setdefault(index // PAGE, []).append(index)
-    return pages
+    return {page: [*group] for page, group in itertools.groupby(sorted(indices), lambda index: index // PAGE)}
 
 
 def short_addresses(contact: Contact) -> tuple[str, ...]:

@@ -97,17 +97,11 @@ class FetchChunks(Message, frozen=True):
 
 
 class SavePlace(Message, frozen=True):
-    """A save and its holders.
+    """A save and its holders."""
 
-    Attributes:
-        step: optimizer steps in its weights.
-        manifest: digest of its first chunk.
-        holders: peers that have it.
-    """
-
-    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
-    manifest: Digest
-    holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
+    manifest: Digest  # digest of its first chunk
+    holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
 
     def __post_init__(self) -> None:
         if not all(map(is_sound, self.holders)):
@@ -156,12 +150,7 @@ class ReplicaService:
     async def others(self) -> dict[PeerId, HolderRecord]:
         """Return the other peers that keep saves now."""
         found: dict[PeerId, HolderRecord] = {}
-        for subkey, entry in (await self._services.dht.get(self._key)).items():
-            try:
-                record = msgspec.convert(entry.value, HolderRecord, strict=False)
-            except (msgspec.ValidationError, ValueError) as error:
-                logger.info("ignored the record of holder %s: %s", subkey.hex()[:8], error)
-                continue
+        for subkey, record in (await _records(self._services, self._key, HolderRecord)).items():
             contact = Contact(PeerId(subkey), record.addresses)
             if is_sound(contact) and contact.id != self._peers.id:
                 self._peers.learn(contact)
@@ -219,6 +208,17 @@ class ReplicaService:
     async def _settle(self, owner: PeerId, message: SettleSave) -> SaveKept:
         self.store.settle(owner, message.uid, message.manifest)
         return SaveKept()
+
+
+async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
+    """Return the valid records of a key, by subkey."""
+    found: dict[bytes, Any] = {}
+    for subkey, entry in (await services.dht.get(key)).items():
+        try:
+            found[subkey] = msgspec.convert(entry.value, kind, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            logger.info("ignored a record of %s under %s: %s", subkey.hex()[:8], key, error)
+    return found
 
 
 async def _receive_chunk(stream: Stream, digest: bytes) -> memoryview:
@@ -298,21 +298,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save.
+    """Result of a save."""
 
-    Attributes:
-        step: optimizer steps in its weights.
-        holders: other peers that have it.
-        sent_bytes: chunks that the holders lacked.
-        at: swarm time, seconds.
-        fault: why it is not on this peer's disk or not in the DHT; None if it is in both.
-    """
-
-    step: int
-    holders: frozenset[PeerId]
-    sent_bytes: int
-    at: float
-    fault: str | None = None
+    step: int  # optimizer steps in its weights
+    holders: frozenset[PeerId]  # other peers that have it
+    sent_bytes: int  # chunks that the holders lacked
+    at: float  # swarm time, seconds
+    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
 
 
 class ExpertSaves:
@@ -418,12 +410,10 @@ class ExpertSaves:
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
         uids: set[str] = set()
-        for entry in (await self._services.dht.get(self._grid_key(grid))).values():
-            try:
-                indices = msgspec.convert(entry.value, SavedIndices)
-                uids |= {uid for index in indices if grid.index(uid := grid.uid(index)) == index}
-            except (msgspec.ValidationError, ValueError) as error:
-                logger.info("ignored a record of saved experts: %s", error)
+        for indices in (await _records(self._services, self._grid_key(grid), SavedIndices)).values():
+            found = set(map(grid.uid, indices))
+            if all(map(grid.contains, found)):
+                uids |= found
         return uids
 
     async def claims(self, uid: str) -> list[Claim]:
@@ -431,12 +421,7 @@ class ExpertSaves:
         claims: dict[bytes, Claim] = {}
         for save in self._store.saves(uid):
             claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
-        for subkey, entry in (await self._services.dht.get(self._key(uid))).items():
-            try:
-                places = msgspec.convert(entry.value, SaveRecord, strict=False)
-            except (msgspec.ValidationError, ValueError) as error:
-                logger.info("ignored a record of a save of %s: %s", uid, error)
-                continue
+        for subkey, places in (await _records(self._services, self._key(uid), SaveRecord)).items():
             for place in places:
                 for contact in place.holders:
                     self._peers.learn(contact)

@@ -122,25 +122,15 @@ class ChunkStore:
 
 
 class Save(msgspec.Struct, frozen=True):
-    """One saved state of one expert.
+    """One saved state of one expert."""
 
-    Attributes:
-        owner: id of the peer that hosted and saved it.
-        uid: of the expert.
-        step: optimizer steps in its weights.
-        manifest: digest of the manifest's chunk.
-        joined: digests of all its chunks, the manifest first, joined.
-        size_bytes: of all of them.
-        at: swarm time when its owner last renewed it, seconds.
-    """
-
-    owner: bytes
-    uid: str
-    step: int
-    manifest: bytes
-    joined: bytes
-    size_bytes: int
-    at: float
+    owner: bytes  # id of the peer that hosted and saved it
+    uid: str  # of the expert
+    step: int  # optimizer steps in its weights
+    manifest: bytes  # digest of the manifest's chunk
+    joined: bytes  # digests of all its chunks, the manifest first, joined
+    size_bytes: int  # of all of them
+    at: float  # swarm time when its owner last renewed it, seconds
 
     @property
     def digests(self) -> frozenset[bytes]:
@@ -288,22 +278,14 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveManifest(Message, frozen=True):
-    """Contents of a saved state.
+    """Contents of a saved state."""
 
-    Attributes:
-        uid, step: the expert, and the optimizer steps in its weights.
-        skeleton: the plain part of the state, JSON.
-        tensors: in the order of the blob.
-        size_bytes: of the blob.
-        digests: of the blob's chunks, joined.
-    """
-
-    uid: str
-    step: int
-    skeleton: bytes
-    tensors: tuple[TensorPlace, ...]
-    size_bytes: int
-    digests: bytes
+    uid: str  # of the expert
+    step: int  # optimizer steps in its weights
+    skeleton: bytes  # the plain part of the state, JSON
+    tensors: tuple[TensorPlace, ...]  # in the order of the blob
+    size_bytes: int  # of the blob
+    digests: bytes  # of the blob's chunks, joined
 
     def __post_init__(self) -> None:
         chunks = -(-self.size_bytes // CHUNK_BYTES)

@@ -42,23 +42,15 @@ SHOWN_CHARS = 80
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Counters of one expert since this peer hosts it.
+    """Counters of one expert since this peer hosts it."""
 
-    Attributes:
-        step: optimizer steps in its weights.
-        forward_samples, backward_samples: answered.
-        calls, batches: answered calls, and the batches they were merged into.
-        queued: samples that wait now.
-        p50_s, p99_s: from a call's arrival until its answer is ready, of the last calls; None before the first.
-    """
-
-    step: int
-    forward_samples: int
+    step: int  # optimizer steps in its weights
+    forward_samples: int  # answered
     backward_samples: int
-    calls: int
-    batches: int
-    queued: int
-    p50_s: float | None
+    calls: int  # answered
+    batches: int  # into which these calls were merged
+    queued: int  # samples that wait now
+    p50_s: float | None  # of the last calls, from arrival to answer; None before the first
     p99_s: float | None
 
 

@@ -36,27 +36,16 @@ SHOWN_LOSSES = 100
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """Progress of a `fit`.
+    """Progress of a `fit`."""
 
-    Attributes:
-        updates: of the model's own parameters.
-        samples: in the batches of these updates.
-        loss: mean of the last hundred batches; NaN before the first.
-        mean_staleness: mean number of other updates between reading the parameters and applying a gradient.
-        max_staleness: maximum of these.
-        retries: batches retried because peers failed.
-        dropped: gradients that were not finite and not applied.
-        seconds: since `fit` started.
-    """
-
-    updates: int = 0
-    samples: int = 0
-    loss: float = math.nan
-    mean_staleness: float = 0.0
-    max_staleness: int = 0
-    retries: int = 0
-    dropped: int = 0
-    seconds: float = 0.0
+    updates: int = 0  # of the model's own parameters
+    samples: int = 0  # in the batches of these updates
+    loss: float = math.nan  # mean of the last hundred batches; NaN before the first
+    mean_staleness: float = 0.0  # mean number of other updates while a gradient was computed
+    max_staleness: int = 0  # maximum of these
+    retries: int = 0  # batches retried because peers failed
+    dropped: int = 0  # gradients that were not finite and not applied
+    seconds: float = 0.0  # since `fit` started
 
     @property
     def samples_per_s(self) -> float:
@@ -64,11 +53,10 @@ class TrainerResult:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        parts = [f"{self.updates} updates", f"loss {self.loss:.4g}", f"{self.samples_per_s:.3g} samples/s"]
-        parts.append(f"staleness {self.mean_staleness:.1f}")
-        parts += [f"{self.retries} retries"] * bool(self.retries)
-        parts += [f"{self.dropped} dropped"] * bool(self.dropped)
-        return " · ".join(parts)
+        text = f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s"
+        text += f" · staleness {self.mean_staleness:.1f}"
+        text += f" · {self.retries} retries" * bool(self.retries)
+        return text + f" · {self.dropped} dropped" * bool(self.dropped)
 
 
 @dataclass(frozen=True)

@@ -30,103 +30,61 @@ Statistics = Mapping[str, ExpertStatistics]
 
 @dataclass(frozen=True)
 class LiveExpert:
-    """One expert that can be called.
+    """One expert that can be called."""
 
-    Attributes:
-        uid: its name.
-        host: short id of its host.
-        mine: whether the host is this peer.
-        step: optimizer steps in its weights, as last announced.
-        told_s: seconds since that announcement, at the time of the listing.
-        share: its part of all steps of the last minute, 0 to 1; None while no expert learns.
-    """
-
-    uid: str
-    host: str
-    mine: bool
-    step: int
-    told_s: float
-    share: float | None
+    uid: str  # its name
+    host: str  # short id of its host
+    mine: bool  # whether the host is this peer
+    step: int  # optimizer steps in its weights, as last announced
+    told_s: float  # seconds since that announcement, at the time of the listing
+    share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
 
 
 @dataclass(frozen=True)
 class HostOfExperts:
-    """One peer that hosts experts.
+    """One peer that hosts experts."""
 
-    Attributes:
-        host: its short id.
-        mine: whether it is this peer.
-        experts: number of its experts.
-        share: their part of all steps of the last minute; None while no expert learns.
-        rtt_s: round-trip time to it; None if not measured.
-    """
-
-    host: str
-    mine: bool
-    experts: int
-    share: float | None
-    rtt_s: float | None
+    host: str  # its short id
+    mine: bool  # whether it is this peer
+    experts: int  # number of its experts
+    share: float | None  # their part of all steps of the last minute; None while no expert learns
+    rtt_s: float | None  # round-trip time to it; None if not measured
 
 
 @dataclass(frozen=True)
 class ServedExpert:
-    """An expert that this peer serves. Rates are means of the last seconds.
+    """An expert that this peer serves. Rates are means of the last seconds."""
 
-    Attributes:
-        uid: its name.
-        step: optimizer steps in its weights.
-        queued: samples that wait.
-        batch_size: mean samples per computed batch; None if there were none.
-        calls_per_s, samples_per_s: answered, forward and backward.
-        p50_s, p99_s: from a call's arrival to its answer; None before the first.
-    """
-
-    uid: str
-    step: int
-    queued: int
-    batch_size: float | None
-    calls_per_s: float
+    uid: str  # its name
+    step: int  # optimizer steps in its weights
+    queued: int  # samples that wait
+    batch_size: float | None  # mean samples per computed batch; None if there were none
+    calls_per_s: float  # answered, forward and backward
     samples_per_s: float
-    p50_s: float | None
+    p50_s: float | None  # latency from a call's arrival to its answer; None before the first
     p99_s: float | None
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertsListing:
-    """The experts of a grid at the last listing. Compared by identity, so that rendered views can be cached.
+    """The experts of a grid at the last listing. Compared by identity, so that rendered views can be cached."""
 
-    Attributes:
-        grid: contains the experts.
-        live: experts that can be called, in grid order.
-        hosts: their hosts, most experts first.
-        left_out: experts that failed this peer and are not called for a while.
-        dead: experts that were live since this watch started and are no longer.
-    """
-
-    grid: Grid
-    live: tuple[LiveExpert, ...] = ()
-    hosts: tuple[HostOfExperts, ...] = ()
-    left_out: tuple[str, ...] = ()
-    dead: tuple[str, ...] = ()
+    grid: Grid  # contains the experts
+    live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
+    hosts: tuple[HostOfExperts, ...] = ()  # their hosts, most experts first
+    left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
+    dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
 
 
 @dataclass(frozen=True)
 class ExpertsSnapshot:
-    """The experts of one grid, as this peer knows them.
+    """The experts of one grid, as this peer knows them."""
 
-    Attributes:
-        listing: the last listing.
-        listed_s: its age in seconds; None before the first.
-        served: experts of this peer.
-        fault: why the last listing failed; empty if it succeeded.
-        over: whether this peer has left.
-    """
-
-    listing: ExpertsListing
-    listed_s: float | None = None
-    served: tuple[ServedExpert, ...] = ()
-    fault: str = ""
-    over: bool = False
+    listing: ExpertsListing  # the last listing
+    listed_s: float | None = None  # its age in seconds; None before the first
+    served: tuple[ServedExpert, ...] = ()  # experts of this peer
+    fault: str = ""  # why the last listing failed; empty if it succeeded
+    over: bool = False  # whether this peer has left
 
 
 class ExpertsWatch:
@@ -243,10 +201,7 @@ class ExpertsWatch:
 
     def _shares(self, newest: list[ExpertInfo]) -> dict[str, float]:
         """Return each expert's part of the steps since the oldest listing."""
-        first: dict[str, int] = {}
-        for listing in self._listings:
-            for info in listing:
-                first.setdefault(info.uid, info.step)
+        first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
         total = sum(grown.values())
         return {uid: steps / total for uid, steps in grown.items()} if total else {}
