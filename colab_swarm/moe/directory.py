@@ -18,7 +18,7 @@ import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.grid import Grid, Index, Mask, beam_search, parents
+from colab_swarm.moe.grid import Grid, Index, Mask, beam_search
 from colab_swarm.moe.records import (
     CLAIMED,
     Bans,
@@ -246,7 +246,7 @@ class Directory:
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
         """Store all records that contain these places."""
-        shelves = {shelf_of(grid, prefix) for place in places for prefix in parents(place)}
+        shelves = {shelf_of(grid, place[:length]) for place in places for length in range(len(place))}
         await asyncio.gather(*(self._publish_shelf(grid, shelf) for shelf in sorted(shelves)))
 
     async def _publish_shelf(self, grid: Grid, shelf: Index) -> None:

@@ -99,11 +99,6 @@ class Grid:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
-def parents(index: Index) -> Iterator[Index]:
-    """Yield all proper prefixes of an index, the empty one first."""
-    return (index[:length] for length in range(len(index)))
-
-
 def beam_search(
     scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
 ) -> tuple[list[list[Index]], list[Index]]:
@@ -143,7 +138,17 @@ def _descend(
     beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
     for i, scores_NM in enumerate(scores):
         side = scores_NM.shape[1]
-        alive_UM = _alive(prefixes, side, children, barren, unknown)
+        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
+        for u, prefix in enumerate(prefixes):
+            mask = children(prefix)
+            if mask is None:
+                unknown.add(prefix)
+            alive_UM[u] = True if mask is None else mask
+        places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
+        for child in barren:
+            if child[:-1] in places:
+                alive_UM[places[child[:-1]], child[-1]] = False
+        barren |= {prefixes[u] for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)) if prefixes[u]}
         sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
         flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
         chosen = _best(flat, k)
@@ -155,29 +160,6 @@ def _descend(
         totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
         prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, side)
     return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
-
-
-def _alive(
-    prefixes: list[Index],
-    side: int,
-    children: Callable[[Index], Mask | None],
-    barren: set[Index],
-    unknown: set[Index],
-) -> Mask:
-    """Return the live children of each prefix, and an empty row for `_NONE`."""
-    alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
-    for u, prefix in enumerate(prefixes):
-        mask = children(prefix)
-        if mask is None:
-            unknown.add(prefix)
-        alive_UM[u] = True if mask is None else mask
-    places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
-    for child in barren:
-        if child[:-1] in places:
-            alive_UM[places[child[:-1]], child[-1]] = False
-    empty = np.flatnonzero(~alive_UM[:-1].any(axis=1))
-    barren |= {prefixes[u] for u in empty if prefixes[u]}
-    return alive_UM
 
 
 def _best(values: _Doubles, count: int) -> _Ints:

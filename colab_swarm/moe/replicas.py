@@ -121,6 +121,7 @@ class ReplicaService:
         """Serve calls from now on; `start` announces it."""
         self.store = store
         self._services, self._peers = services, services.peers
+        self._key = f"{services.run_id}/expert-holders"
         self._task: asyncio.Task[None] | None = None
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchChunks, self._send_chunks, role=Role.WORKER)
@@ -156,10 +157,6 @@ class ReplicaService:
                 self._peers.learn(contact)
                 found[contact.id] = record
         return found
-
-    @property
-    def _key(self) -> str:
-        return f"{self._services.run_id}/expert-holders"
 
     async def _keep_announcing(self) -> None:
         while True:

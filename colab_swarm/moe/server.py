@@ -265,7 +265,10 @@ class ExpertServer:
         answers = working.result()
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
-                answer = self._contained(call.key.uid, answer, now)
+                text = f"{type(answer).__name__}: {answer}"
+                logger.error("expert %s failed", call.key.uid, exc_info=answer)
+                self._events.emit(Fault(now, f"expert {call.key.uid}", text))
+                answer = Refusal(f"{call.key.uid} failed: {text}")
             if call.answer.done():
                 continue  # the caller has gone
             if isinstance(answer, BaseException):
@@ -274,12 +277,6 @@ class ExpertServer:
                 call.answer.set_result(answer)
         if answers and (tally := self._tallies.get(answers[0][0].key.uid)):
             tally.add([call for call, answer in answers if not isinstance(answer, BaseException)], now)
-
-    def _contained(self, uid: str, error: BaseException, now: float) -> Refusal:
-        text = f"{type(error).__name__}: {error}"
-        logger.error("expert %s failed", uid, exc_info=error)
-        self._events.emit(Fault(now, f"expert {uid}", text))
-        return Refusal(f"{uid} failed: {text}")
 
 
 def _gone(uid: str) -> Refusal:

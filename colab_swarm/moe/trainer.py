@@ -106,10 +106,6 @@ class _Run(Generic[Batch]):
                     return
             yield batch
 
-    def fail(self, error: BaseException) -> None:
-        self.error = self.error or error
-        self.stopped.set()
-
     def result(self) -> TrainerResult:
         return TrainerResult(
             self.updates,
@@ -206,7 +202,8 @@ class AsyncTrainer(Generic[Batch]):
             for batch in run.take():
                 self._learn(run, replica, batch)
         except BaseException as error:  # raised by `fit`
-            run.fail(error)
+            run.error = run.error or error
+            run.stopped.set()
 
     def _learn(self, run: _Run[Batch], replica: nn.Module, batch: Batch) -> None:
         tried_at = time.monotonic()
@@ -247,7 +244,11 @@ class AsyncTrainer(Generic[Batch]):
             with torch.no_grad():
                 for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
-            self._step(samples, loss)
+            if self._counts_samples:
+                self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
+            else:
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
             run.staleness += run.updates - version
             run.max_staleness = max(run.max_staleness, run.updates - version)
             run.updates += 1
@@ -256,13 +257,6 @@ class AsyncTrainer(Generic[Batch]):
             run.last_success = time.monotonic()
             if self._settings.on_update is not None:
                 self._settings.on_update(run.result())
-
-    def _step(self, samples: int, loss: float) -> None:
-        if self._counts_samples:
-            self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
-        else:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

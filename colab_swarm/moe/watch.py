@@ -166,7 +166,9 @@ class ExpertsWatch:
     def _update(self) -> None:
         """Compute the shown listing from the newest one and the bans."""
         newest = self._listings[-1] if self._listings else []
-        left_out, shares = self._left_out(), self._shares(newest)
+        first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
+        grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
+        left_out, total = self._left_out(), sum(grown.values())
         ttl_s, swarm_time = self._directory.settings.ttl_s, self._peers.time()
         live = tuple(
             LiveExpert(
@@ -175,7 +177,7 @@ class ExpertsWatch:
                 mine=info.peer == self._peers.id,
                 step=info.step,
                 told_s=max(0.0, ttl_s - (info.expires_at - swarm_time)),
-                share=shares.get(info.uid),
+                share=grown[info.uid] / total if total else None,
             )
             for info in newest
             if info.uid not in left_out
@@ -198,13 +200,6 @@ class ExpertsWatch:
         self._last = replace(
             self._last, listing=ExpertsListing(self._grid, live, hosts, left_out, tuple(sorted(dead)))
         )
-
-    def _shares(self, newest: list[ExpertInfo]) -> dict[str, float]:
-        """Return each expert's part of the steps since the oldest listing."""
-        first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
-        grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
-        total = sum(grown.values())
-        return {uid: steps / total for uid, steps in grown.items()} if total else {}
 
 
 class ExpertRates:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.grid import Grid, parents
+from colab_swarm.moe.grid import Grid
 
 SIDES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
@@ -35,7 +35,3 @@ def test_a_prefix_that_could_be_taken_for_an_expert_is_refused(prefix: str) -> N
 def test_a_grid_has_sensible_sides(sides: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="dimensions"):
         Grid("ffn", sides)
-
-
-def test_parents_are_all_proper_prefixes() -> None:
-    assert list(parents((3, 1, 4))) == [(), (3,), (3, 1)]
