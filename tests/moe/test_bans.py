@@ -3,7 +3,7 @@ from __future__ import annotations
 from colab_swarm.moe.records import Bans
 
 
-def test_each_failure_in_a_row_is_left_out_twice_as_long() -> None:
+def test_each_failure_in_a_row_doubles_the_ban() -> None:
     bans, now, times = Bans(first_s=5.0, longest_s=60.0), 0.0, []
     for _ in range(6):
         seconds = bans.fail("expert", now)
@@ -19,27 +19,27 @@ def test_failures_during_a_ban_count_once() -> None:
     assert [bans.fail("expert", 0.0), bans.fail("expert", 1.0), bans.fail("expert", 5.0)] == [5.0, None, 10.0]
 
 
-def test_success_forgives() -> None:
+def test_success_lifts_the_ban() -> None:
     bans = Bans()
     bans.fail("expert", 0.0)
     bans.succeed("expert")
     assert not bans.banned("expert", 0.0) and bans.fail("expert", 1.0) == 5.0
 
 
-def test_long_quiet_forgives_and_frees_memory() -> None:
+def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> None:
     bans = Bans(first_s=5.0, longest_s=60.0)
     for i in range(100):
         bans.fail(i, 0.0)
     assert bans.fail(0, 66.0) == 5.0 and len(bans._records) == 1
 
 
-def test_others_are_not_left_out() -> None:
+def test_a_ban_excludes_no_other_expert() -> None:
     bans = Bans()
     bans.fail("expert", 0.0)
     assert not bans.banned("other", 1.0)
 
 
-def test_it_tells_when_something_changes() -> None:
+def test_the_version_changes_with_every_ban() -> None:
     bans = Bans()
     versions = [bans.version]
     bans.succeed("expert")

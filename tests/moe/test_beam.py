@@ -25,7 +25,7 @@ def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], set[Index], Scores, int]
 
 
 def children_of(sides: tuple[int, ...], live: set[Index], prefix: Index) -> Mask:
-    """What the DHT would say if all records were up to date."""
+    """Return what up-to-date records in the DHT would say."""
     depth = len(prefix)
     mask = np.zeros(sides[depth], np.bool_)
     mask[[index[depth] for index in live if index[:depth] == prefix]] = True

@@ -23,7 +23,7 @@ RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
         (nn.Identity(), (2, 3), (2, 3)),
     ],
 )
-def test_blocks_are_experts_and_compute_again_what_they_computed(
+def test_blocks_are_experts_and_compute_the_same_twice(
     module: nn.Module, sample: tuple[int, ...], samples: tuple[int, ...]
 ) -> None:
     one = Expert("block.0", module, RULE, sample)

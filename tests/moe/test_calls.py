@@ -1,4 +1,4 @@
-"""The caller's side: whatever a host does, the caller gets finite values of the right shape or an `ExpertError`."""
+"""The caller gets finite values of the right shape or an `ExpertError`, whatever the host does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def is_busy(seconds: float, opening: ForwardExpert, stream: Stream) -> Non
 
 async def garbles(opening: ForwardExpert, stream: Stream) -> None:
     class Other(Message, frozen=True):
-        word: str
+        text: str
 
     await stream.send(Other("not a part"), b"")
 
@@ -86,7 +86,7 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_what_cannot_be_used_is_an_error_that_names_the_expert(case: str) -> None:
+def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             answer, text = FAULTY[case]
@@ -101,7 +101,7 @@ def test_what_cannot_be_used_is_an_error_that_names_the_expert(case: str) -> Non
 @pytest.mark.parametrize(
     ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
 )
-def test_a_busy_hosts_hint_is_passed_on_within_bounds(said: float, heard: float) -> None:
+def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(ForwardExpert, partial(is_busy, said))
@@ -109,7 +109,7 @@ def test_a_busy_hosts_hint_is_passed_on_within_bounds(said: float, heard: float)
             with pytest.raises(ExpertError, match="busy") as caught:
                 await calls.attempt(ForwardExpert, info(bob.contact), [large])
             assert caught.value.retry_s == heard
-            assert calls.sent_bytes < large.nbytes / 2, "who is told busy stops sending"
+            assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
     run(main())
 
@@ -145,7 +145,7 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_with_codecs_that_drop_most_an_expert_answers_and_learns(codec: str) -> None:
+def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
     async def main() -> None:
         _, alice, bob = pair()
         server = ExpertServer(bob, EventLog())
@@ -158,13 +158,13 @@ def test_with_codecs_that_drop_most_an_expert_answers_and_learns(codec: str) -> 
         assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
         with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
             await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert virtual_time() < 1  # nobody waited for what could not be sent
+        assert virtual_time() < 1  # no wait for values that could not be sent
         await server.close()
 
     run_virtual(main())
 
 
-def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
+def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     async def silent(opening: ForwardExpert, stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -178,12 +178,12 @@ def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-def test_a_host_nobody_can_reach_is_an_error_too() -> None:
+def test_an_unreachable_host_is_an_error() -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
-            nobody = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
+            absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
             with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-                await calls_of(alice).forward(info(nobody), INPUTS)
+                await calls_of(alice).forward(info(absent), INPUTS)
 
     run(main())
 
@@ -227,7 +227,7 @@ def test_a_host_killed_while_it_answers_is_an_error() -> None:
     run_virtual(main())
 
 
-def test_there_is_no_such_codec() -> None:
+def test_an_unknown_codec_is_refused() -> None:
     async def main() -> None:
         _, alice, _ = pair()
         with pytest.raises(ValueError, match="unknown codec 'zip'"):

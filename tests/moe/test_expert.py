@@ -86,7 +86,7 @@ def test_an_expert_without_weights_passes_gradients_on() -> None:
     assert torch.equal(one.backward(batch(0), batch(1)), batch(1)) and one.step == 1
 
 
-def test_an_expert_carries_on_from_what_another_saved() -> None:
+def test_an_expert_continues_from_another_experts_state() -> None:
     one, other = expert(), expert(FeedForward(4, 8))
     for step in range(3):
         one.backward(batch(step), batch(100 + step))

@@ -20,7 +20,7 @@ def test_a_uid_leads_back_to_its_index(sides: list[int], data: st.DataObject) ->
 @pytest.mark.parametrize(
     "uid", ["ffn.1", "ffn.1.2.3", "ffn.1.9", "ffn.1.02", "ffn.1.-1", "ffn.1.²", "gfn.1.2", "", "ffn.1."]
 )
-def test_what_names_no_expert_of_the_grid_is_refused(uid: str) -> None:
+def test_a_name_outside_the_grid_is_refused(uid: str) -> None:
     with pytest.raises(ValueError, match="not an expert of"):
         Grid("ffn", (2, 9)).index(uid)
 

@@ -1,4 +1,4 @@
-"""Hosts of experts on the simulated network and virtual time: claimed, saved, taken over, given up."""
+"""Hosts of experts on the simulated network and virtual time: claim, save, take over, give up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.net.swarm import run as run_real
 QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
 
 EXPIRED_S = 120.0
-"""Two lives of an announcement, and looks for the dead in between."""
+"""Twice the life of an announcement, with checks for dead hosts in between."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ async def saved_by(hosting: ExpertHosting, steps: int) -> None:
     await hosting.save()
 
 
-def test_hosts_share_the_grid_and_everybody_finds_their_experts(tmp_path: Path) -> None:
+def test_hosts_share_the_grid_and_all_peers_find_their_experts(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         _, alice = await run.host("alice", 4)
         _, bob = await run.host("bob", 2)
@@ -74,7 +74,7 @@ def test_hosts_share_the_grid_and_everybody_finds_their_experts(tmp_path: Path) 
     play(tmp_path, story)
 
 
-def test_a_dead_hosts_expert_goes_on_elsewhere_from_its_last_save(tmp_path: Path) -> None:
+def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -97,7 +97,7 @@ def test_a_dead_hosts_expert_goes_on_elsewhere_from_its_last_save(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_a_newcomer_prefers_experts_of_the_dead_to_new_ones(tmp_path: Path) -> None:
+def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -111,14 +111,14 @@ def test_a_newcomer_prefers_experts_of_the_dead_to_new_ones(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
-def test_a_host_that_comes_back_goes_on_from_its_own_disk(tmp_path: Path) -> None:
+def test_a_host_that_returns_continues_from_its_own_disk(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         run_alone = await run.host("alice", 2)
         hosting = run_alone[1]
         await saved_by(hosting, 4)
         uids = [*hosting.experts]
         run.network.now().crash("alice")
-        run._entry = None  # nobody else is left, and no record of it
+        run._entry = None  # no other peer is left, and no record of it
         again, _ = await run.host("alice", 2)
         assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
         assert [fault.name for fault in run.network.fired] == ["crash"]
@@ -142,7 +142,7 @@ def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: Path) -> None:
+def test_a_false_claim_is_skipped_in_favour_of_a_real_save(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -168,7 +168,7 @@ def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: 
     play(tmp_path, story)
 
 
-def test_of_two_that_claim_one_name_one_hosts_it(tmp_path: Path) -> None:
+def test_one_of_two_peers_that_claim_a_name_hosts_it(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.join("alice")
         (bob, his), (carol, hers) = await asyncio.gather(
@@ -201,7 +201,7 @@ def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: 
     play(tmp_path, story)
 
 
-def test_a_full_disk_is_told_once_and_the_host_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
@@ -215,7 +215,7 @@ def test_a_full_disk_is_told_once_and_the_host_goes_on(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_saving_goes_on_in_the_background(tmp_path: Path) -> None:
+def test_experts_are_saved_in_the_background(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 2)
@@ -257,7 +257,7 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_path: Path) -> None:
-    """Every 10 s for two minutes a random host dies and another comes; experts are taken over before the next dies."""
+    """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
 
     async def story(run: Run) -> None:
         rng = random.Random(0)
@@ -288,7 +288,7 @@ def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_pat
             members[name] = hosts[name] = await run.host(name, 2, capacity=4, settings=settings)
         await asyncio.sleep(20)
         learning.cancel()
-        taken = [told for member, _ in members.values() for told in hosted(member) if told[2]]
+        taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
         assert len(run.network.fired) == 12 and len(taken) >= 10
         alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
         assert len(alive) == GRID.size

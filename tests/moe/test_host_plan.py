@@ -1,4 +1,4 @@
-"""How many experts a peer hosts, and what it refuses to host."""
+"""The number of experts that a peer hosts, and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from colab_swarm.moe.hosting import HostSettings
 from tests.moe.hosts import GRID, make
 
 
-def test_experts_that_ship_tell_their_samples_and_others_must_be_told() -> None:
+def test_experts_that_ship_know_their_samples_and_others_need_sample() -> None:
     assert plan_host(GRID, lambda: FeedForward(8)).sample == (8,)
     assert plan_host(GRID, lambda: TransformerBlock(8, 2)).sample == (-1, 8)
     with pytest.raises(ValueError, match=r"unknown samples of Linear\. Say sample=\(512,\)"):
         plan_host(GRID, lambda: nn.Linear(4, 4))
 
 
-def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
+def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
     plan = plan_host(Grid("ffn", (4, 4)), make)
     assert (plan.count, plan.capacity) == (12, 16)
     assert plan.arithmetic.startswith(
@@ -38,12 +38,12 @@ def test_the_count_follows_from_memory_and_leaves_room_for_the_dead() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"count": 0}, {"count": 1, "uids": ["ffn.0.0"]}, {"uids": ["ffn.9.9"]}, {"sample": (5,)}]
 )
-def test_what_cannot_be_hosted_is_told_at_once(wrong: dict[str, Any]) -> None:
+def test_impossible_hosts_are_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         plan_host(GRID, make, **wrong)
 
 
-def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_once() -> None:
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
     class Odd(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {"state": object()}
@@ -53,7 +53,7 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         HostSettings(**wrong)
 

@@ -1,4 +1,4 @@
-"""The layer with everything real beneath it: encrypted links on loopback, DHT, directory, servers."""
+"""The layer over real encrypted links on loopback, DHT, directory and servers."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Live:
                 self._host(member, index)
             members.append(member)
         for member in members[1:]:
-            told = {uid: (expert.shape, expert.step) for uid, expert in member.experts.items()}
-            await member.directory.announce(GRID, told)
+            experts = {uid: (expert.shape, expert.step) for uid, expert in member.experts.items()}
+            await member.directory.announce(GRID, experts)
         return members
 
     def _host(self, member: Member, index: Index) -> None:
@@ -166,7 +166,7 @@ def test_the_trainer_keeps_many_batches_in_flight_over_real_experts(live: Live) 
     assert sum(expert.step for expert in live.experts.values()) > 60
 
 
-def test_one_known_expert_computes_where_it_is(live: Live) -> None:
+def test_a_remote_expert_computes_on_its_host(live: Live) -> None:
     remote, x = RemoteExpert(live.calls, GRID, "ffn.1.0"), torch.randn(3, DIM)
     expected = live.experts["ffn.1.0"]._module(x)
     torch.testing.assert_close(remote(x), expected, atol=1e-5, rtol=0)

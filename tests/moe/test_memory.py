@@ -1,4 +1,4 @@
-"""How many experts fit: arithmetic on figures, and figures of real modules."""
+"""How many experts fit: the arithmetic, and measurements of real modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colab_swarm.moe.hosting import MOST, ExpertModel, free_bytes, measure
 MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
 
 
-def test_what_computes_once_is_taken_off_and_the_rest_divided() -> None:
+def test_memory_of_one_batch_is_subtracted_and_the_rest_divided() -> None:
     # 0.8 * 1 GB - (10 MB + 30 MB + 1000 * 10 kB) = 750 MB: 25 experts of 30 MB
     assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=1000)[0] == 25
 
@@ -20,11 +20,11 @@ def test_a_larger_batch_leaves_room_for_fewer() -> None:
     assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=31_000)[0] == 15
 
 
-def test_a_host_does_not_take_more_than_it_could_serve() -> None:
+def test_a_host_takes_no_more_experts_than_it_can_serve() -> None:
     assert ExpertModel(0, 0, 0, 0).experts_that_fit(1 << 40, max_batch_size=1)[0] == MOST
 
 
-def test_none_fits_where_a_batch_does_not() -> None:
+def test_no_expert_fits_if_a_batch_does_not() -> None:
     assert MODEL.experts_that_fit(50_000_000, max_batch_size=1000)[0] == 0
 
 
@@ -52,5 +52,5 @@ def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
 
 
-def test_this_machine_tells_its_free_memory() -> None:
+def test_this_machine_reports_its_free_memory() -> None:
     assert 1 << 20 < free_bytes() < 1 << 50

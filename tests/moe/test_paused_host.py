@@ -1,4 +1,4 @@
-"""A host that is paused sends callers elsewhere at once, and computes what it had taken when it goes on."""
+"""A paused host answers new calls with busy at once, and computes admitted calls when it continues."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_it_learns_as_the_first_layer_too_and_keeps_the_dtype(experts: LocalExpe
     assert experts.backwards == ["ffn.1"]
 
 
-def test_failures_are_told_in_forward_and_backward(experts: LocalExperts) -> None:
+def test_failures_are_raised_in_forward_and_backward(experts: LocalExperts) -> None:
     remote = RemoteExpert(LocalCalls(experts), GRID, "ffn.1")
     y = remote(torch.randn(1, 4))
     experts.dead_backward = experts.dead = {"ffn.1"}
@@ -48,12 +48,12 @@ def test_failures_are_told_in_forward_and_backward(experts: LocalExperts) -> Non
     assert len(experts.failures) == 2
 
 
-def test_an_expert_that_nobody_hosts_is_named(experts: LocalExperts) -> None:
+def test_an_expert_without_a_host_is_named(experts: LocalExperts) -> None:
     with pytest.raises(ExpertError, match=r"no peer hosts ffn\.2"):
         RemoteExpert(LocalCalls(experts), GRID, "ffn.2")(torch.randn(1, 4))
 
 
-def test_what_cannot_be_right_is_refused(experts: LocalExperts) -> None:
+def test_invalid_names_and_inputs_are_refused(experts: LocalExperts) -> None:
     with pytest.raises(ValueError, match="not an expert of"):
         RemoteExpert(LocalCalls(experts), GRID, "gfn.1")
     remote = RemoteExpert(LocalCalls(experts), GRID, "ffn.1")

@@ -1,4 +1,4 @@
-"""Peers keep saved experts for each other, on the simulated network: what is sent, what is lost, and who lies."""
+"""Replicas of saves on the simulated network: what is sent, what survives crashes, and peers that lie."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_BYTES = 10**7
 
 
 class Scene:
-    """Alice saves, the others hold."""
+    """Alice saves, the other peers are holders."""
 
     def __init__(self, folder: Path) -> None:
         self.run = Run(folder)
@@ -56,7 +56,7 @@ class Scene:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
 
     def holders(self, step: int) -> set[str]:
-        """Who has the save of a step on disk."""
+        """Return the peers that have the save of a step on disk."""
         return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
 
     def crash(self, name: str) -> None:
@@ -102,7 +102,7 @@ def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_only_what_changed_is_sent_and_what_is_the_same_is_renewed(tmp_path: Path) -> None:
+def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         first = await scene.save(copies, saved(step=1))
@@ -117,7 +117,7 @@ def test_only_what_changed_is_sent_and_what_is_the_same_is_renewed(tmp_path: Pat
     play(tmp_path, story)
 
 
-def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_path: Path) -> None:
+def test_the_previous_save_is_dropped_only_when_the_new_one_is_safe(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol")
         await scene.save(copies, saved(step=1))
@@ -134,7 +134,7 @@ def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_
     play(tmp_path, story)
 
 
-def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path) -> None:
+def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", "dave")
         first = await scene.save(copies, saved(step=1))
@@ -154,7 +154,7 @@ def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(tmp_path: Path) -> None:
+def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         others = await scene.members["alice"].resources.replicas.others()
@@ -194,7 +194,7 @@ def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_holder_without_room_says_so_and_another_is_asked(tmp_path: Path) -> None:
+def test_a_holder_without_space_refuses_and_another_is_used(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
         full = scene.members["bob"].resources.replicas
@@ -207,7 +207,7 @@ def test_a_holder_without_room_says_so_and_another_is_asked(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
-def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_holder_that_sends_wrong_chunks_is_replaced(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
         liar = scene.members[scene.name(min(kept.holders))]
@@ -229,7 +229,7 @@ def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
-def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> None:
+def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         await scene.save(copies, saved(step=7))
@@ -241,7 +241,7 @@ def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> 
     play(tmp_path, story)
 
 
-def test_a_silent_holder_holds_nobody_up_for_long(tmp_path: Path) -> None:
+def test_a_silent_holder_delays_a_fetch_for_seconds_only(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
         scene.members["erin"] = await scene.run.join("erin")
@@ -258,7 +258,7 @@ def test_a_silent_holder_holds_nobody_up_for_long(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_claim_of_a_save_that_nobody_has_is_passed_over(tmp_path: Path) -> None:
+def test_a_claim_of_a_missing_save_is_skipped(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "mallory")
         await scene.save(copies, saved(step=7))
@@ -324,7 +324,7 @@ def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_full_disk_is_told_and_holders_keep_the_save_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
@@ -337,7 +337,7 @@ def test_a_full_disk_is_told_and_holders_keep_the_save_all_the_same(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_garbled_records_are_left_out(tmp_path: Path) -> None:
+def test_invalid_records_of_saves_are_ignored(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob")
         services = scene.members["bob"].services
