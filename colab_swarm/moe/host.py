@@ -37,7 +37,7 @@ from colab_swarm.runtime import Runner
 
 T = TypeVar("T")
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
-USUAL_LIMITS = BatchLimits()
+LIMITS = BatchLimits()
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 
 
@@ -47,10 +47,8 @@ def plan_host(
     *,
     sample: Sequence[int] | None = None,
     rule: ExpertRule = ADAM,
-    count: int | None = None,
-    uids: Sequence[str] | None = None,
+    count: int | Sequence[str] | None = None,
     spare: int = HostSettings.spare,
-    limits: BatchLimits = USUAL_LIMITS,
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
@@ -59,19 +57,18 @@ def plan_host(
         make_expert: returns a module that maps (n, *sample) to the same shape.
         sample: shape of one sample; -1: any length; None: the module's attribute ``sample``.
         rule: how each learns.
-        count: how many; None: three quarters of those that fit in the free memory.
-        uids: host exactly these.
+        count: how many, or the names of exactly these; None: three quarters of those that fit in the free memory.
         spare: experts of dead hosts to take over beyond ``count``.
-        limits: of the server's batches.
 
     Raises:
-        ValueError: the module cannot be an expert, none fits, or ``count`` or ``uids`` are not usable.
+        ValueError: the module cannot be an expert, none fits, or ``count`` is not usable.
         TypeError: the optimizer's state cannot be saved.
     """
-    if count is not None and (uids is not None or count < 1):
-        raise ValueError(f"count={count}: host at least one expert, and give either count= or uids=")
+    uids = None if count is None or isinstance(count, int) else tuple(dict.fromkeys(count))
     for uid in uids or ():
         grid.index(uid)
+    if isinstance(count, int) and count < 1:
+        raise ValueError(f"count={count}: host at least one expert")
     if sample is None:
         module = make_expert()
         sample = getattr(module, "sample", None)
@@ -83,16 +80,15 @@ def plan_host(
     shape = tuple(sample)
     model = measure(make_expert, rule, shape)
     sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
-    batch_size = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
+    batch_size = min(LIMITS.max_batch_size, max(1, LIMITS.max_batch_bytes // sample_bytes))
     fit, why = model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
     if uids is not None:
-        names = tuple(dict.fromkeys(uids))
-        return HostPlan(grid, make_expert, rule, shape, model, len(names), len(names), names, why)
+        return HostPlan(grid, make_expert, rule, shape, model, len(uids), len(uids), uids, why)
     if count is None and not fit:
-        raise ValueError(f"{why}. Use smaller experts or a smaller max_batch_size, or give count=1 to try")
-    number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
+        raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
+    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
     capacity = max(number, min(number + spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
     return HostPlan(grid, make_expert, rule, shape, model, number, capacity, None, why)
@@ -290,13 +286,7 @@ class SwarmExperts:
         folder = options.get("folder")
         settings = HostSettings(**{name: value for name, value in options.items() if name != "folder"})  # type: ignore[arg-type]
         plan = plan_host(
-            grid,
-            make_expert,
-            sample=sample,
-            rule=rule or ADAM,
-            count=count if isinstance(count, int) else None,
-            uids=None if isinstance(count, int) else count,
-            spare=settings.spare,
+            grid, make_expert, sample=sample, rule=rule or ADAM, count=count, spare=settings.spare
         )
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()

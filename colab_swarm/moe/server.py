@@ -91,11 +91,7 @@ class ExpertServer:
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        events: EventLog,
-        limits: BatchLimits | None = None,
-        gate: PauseGate | None = None,
+        self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
     ) -> None:
         self._peers, self._events = peers, events
         self._gate = gate or PauseGate()

@@ -150,8 +150,8 @@ class AsyncTrainer(Generic[Batch]):
         return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
 
     def _repr_html_(self) -> str:
-        told = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
-        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", told)
+        values = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
+        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", values)
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.

@@ -32,11 +32,7 @@ class Scout(Member):
 
 
 async def scouts(
-    count: int,
-    settings: DirectorySettings = SETTINGS,
-    *,
-    profile: NetworkProfile = LAN,
-    seed: int = 0,
+    count: int, settings: DirectorySettings = SETTINGS, *, profile: NetworkProfile = LAN, seed: int = 0
 ) -> tuple[SimNetwork, list[Scout]]:
     """``count`` peers that know each other through the DHT."""
     network, members = await swarm(count, profile=profile, seed=seed)

@@ -114,7 +114,12 @@ def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
             back = await calls.backward(info(bob), inputs, grads)
             assert np.abs(back - here(local, inputs, grads)).mean() < near
             counted = server.statistics()["ffn.0"]
-            assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (50, 50, 2, 1)
+            assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
+                50,
+                50,
+                2,
+                1,
+            )
             assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
 
     run(main())
