@@ -36,7 +36,7 @@ class LiveExpert:
     host: str  # short id of its host
     mine: bool  # whether the host is this peer
     step: int  # optimizer steps in its weights, as last announced
-    told_s: float  # seconds since that announcement, at the time of the listing
+    age_s: float  # seconds since that announcement, at the time of the listing
     share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
 
 
@@ -176,7 +176,7 @@ class ExpertsWatch:
                 host=short(info.peer),
                 mine=info.peer == self._peers.id,
                 step=info.step,
-                told_s=max(0.0, ttl_s - (info.expires_at - swarm_time)),
+                age_s=max(0.0, ttl_s - (info.expires_at - swarm_time)),
                 share=grown[info.uid] / total if total else None,
             )
             for info in newest

@@ -60,7 +60,7 @@ class Cell:
             expert = self.live[0]
             host = f"{expert.host} (me)" if expert.mine else expert.host
             return (
-                f"{self.name} at {host}: step {expert.step:,}, {_share(self.live)}, {expert.told_s:.0f} s old"
+                f"{self.name} at {host}: step {expert.step:,}, {_share(self.live)}, {expert.age_s:.0f} s old"
             )
         if self.places == 1:
             return f"{self.name}: {'left out' if self.left_out else 'dead'}"
