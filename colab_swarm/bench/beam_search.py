@@ -20,9 +20,9 @@ from colab_swarm.bench.report import BenchReport
 from colab_swarm.dht.records import Fetch, FindValue
 from colab_swarm.dht.service import DHT, DHTSettings, Reading
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.records import ExpertServices
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 

@@ -190,7 +190,7 @@ class Emulation:
         sent, lost = self._encode(member, part.start, gradient[part])
         squares = _square(gradient[part]), lost
         member.ledger.on_own(step, bucket, sent, now=self._now)
-        member.meter.on_told(peer, step, *squares)
+        member.meter.on_norms(peer, step, *squares)
         crashes = crash is not None and crash.step == step
         for other in range(self._scene.peers):
             if other != peer and not (crash is not None and crashes and other not in crash.reached):
@@ -216,7 +216,7 @@ class Emulation:
     ) -> None:
         member = self.members[peer]
         if member.ledger.on_received(sender, step, bucket, values):
-            member.meter.on_told(sender, step, *squares)
+            member.meter.on_norms(sender, step, *squares)
             self._end_step(peer)
 
     def _crash(self, peer: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import statistics
 import time
 from contextlib import ExitStack
@@ -17,12 +18,16 @@ import numpy as np
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.calls import ExpertCalls, ExpertInfo
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.records import ExpertInfo, ExpertServices
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.runtime import Runtime
 
 if TYPE_CHECKING:
     from colab_swarm.moe.expert import Expert
@@ -115,9 +120,17 @@ def call_experts(parent: Parent, host: str, address: str) -> None:
     asyncio.run(_call_experts(parent, host, address))
 
 
+def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
+    """Return calls of experts whose hosts are known: the directory is never used."""
+    services = ExpertServices(
+        node, DHT(node, DHTSettings(), random.Random(0)), EventLog(), random.Random(0), ""
+    )
+    return ExpertCalls(node, Directory(services), Runtime(), timeout_s=timeout_s)
+
+
 async def _call_experts(parent: Parent, host: str, address: str) -> None:
     contact = Contact(PeerId(bytes.fromhex(host)), (address,))
-    calls = ExpertCalls(await Node.start(Identity(), NodeSettings(listen=False)), timeout_s=120.0)
+    calls = calls_of(await Node.start(Identity(), NodeSettings(listen=False)), timeout_s=120.0)
     while True:
         load = await asyncio.to_thread(parent.receive)
         began = time.perf_counter()
@@ -189,15 +202,17 @@ class _Host:
         """Serve these experts instead."""
         import torch
 
-        from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
-        from colab_swarm.moe.server import ExpertServer, ServerSettings
+        from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+        from colab_swarm.moe.server import ExpertServer
 
         if self.server:
             await self.server.close()
         limits = BatchLimits(max_batch_size=max_batch_size)
-        self.server = ExpertServer(self._node, EventLog(), ServerSettings(limits))
+        self.server = ExpertServer(self._node, EventLog(), limits)
         rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
-        self._experts = [Expert(uid, Nop() if nop else FeedForward(dim), rule, (dim,)) for uid in uids]
+        self._experts = [
+            Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,)) for uid in uids
+        ]
         for expert in self._experts:
             self.server.add(expert)
 

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from colab_swarm.bench.experts import calls_of
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.events import EventLog
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.calls import ExpertCalls, ExpertInfo, until_free
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 
@@ -120,11 +121,11 @@ class _Chain:
         names = [f"{kind.name}.{index}" for index in range(plan.blocks)]
         self._experts = [Expert(name, kind.make(), rule, kind.sample) for name in names]
         limits = BatchLimits(kind.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
-        self.server = ExpertServer(host, EventLog(), ServerSettings(limits))
+        self.server = ExpertServer(host, EventLog(), limits)
         for expert in self._experts:
             self.server.add(expert)
         self._infos = [ExpertInfo(name, host.contact, kind.sample, 0, 0.0) for name in names]
-        self._calls = ExpertCalls(guest, timeout_s=600.0)
+        self._calls = calls_of(guest, timeout_s=600.0)
         self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
 
     @classmethod
@@ -148,7 +149,7 @@ class _Chain:
             nonlocal done
             for info in itertools.islice(itertools.cycle(self._infos), rng.randrange(len(self._infos)), None):
                 # never the last output: over many rounds it would grow without end
-                await until_free(partial(self._calls.forward, info, self._inputs))
+                await self._calls.forward(info, self._inputs)
                 done += 1
                 await asyncio.sleep(_exponential(delay_s, rng))
 

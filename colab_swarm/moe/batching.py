@@ -1,13 +1,13 @@
 """Which calls the device computes next, and how many may wait. Pure.
 
-State: a queue per `Key` of the calls that wait, oldest first, and the room taken by all calls that were admitted and
-have not left: those still being received, waiting, computed or answered.
+State: per `Key` a queue of waiting calls, oldest first, and the memory of all calls that were admitted and have not
+left: still being received, waiting, being computed or being answered.
 
-- Calls of one key may be merged into a batch; forward and backward, or samples of different shape, never are.
-- The key whose oldest call waits longest comes first. Merging is oldest first, without leaving anybody out. A call of
-  more samples than a batch should have is computed alone; what is refused at the door is measured in bytes.
-- No caller crowds out the others: whoever has calls here already may hold as much as is still free, no more (the
-  dynamic threshold of Choudhury and Hahne, 1998). One caller alone gets half of the room, two a third each.
+- Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
+- The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
+  samples than `max_batch_size` is computed alone; admission limits bytes, not samples.
+- No caller crowds out the others: a caller that has calls here may hold at most as much as is still free (the dynamic
+  threshold of Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Generic, NamedTuple, TypeVar
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 10.0
 UNKNOWN_RETRY_S = 0.5
-NEWEST = 0.2
-"""Weight of the newest batch in the mean of what a sample costs."""
+NEWEST = 0.2  # weight of the newest batch in the mean cost of a sample
 
 
 class Key(NamedTuple):
-    """What calls have in common that may be merged."""
+    """What calls must have in common to be merged."""
 
     uid: str
     backward: bool
@@ -47,21 +46,17 @@ W = TypeVar("W", bound=PendingCall)
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much is computed at once and held at all.
+    """Limits of one batch and of all calls together."""
 
-    Attributes:
-        max_batch_size: samples up to which calls are merged.
-        max_batch_bytes: of a batch's tensors as float32, and so of a call's.
-        max_held_bytes: of all calls here together.
-    """
-
-    max_batch_size: int = 4096
-    max_batch_bytes: int = 128 << 20
-    max_held_bytes: int = 512 << 20
+    max_batch_size: int = 4096  # samples up to which calls are merged
+    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_held_bytes: int = 512 << 20  # of all admitted calls together
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(f"{self}: a batch needs a sample, and the room for all calls must hold a batch")
+            raise ValueError(
+                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
+            )
 
 
 class Batching(Generic[W]):
@@ -75,21 +70,17 @@ class Batching(Generic[W]):
         self._held_bytes = 0
         self._sample_s: dict[tuple[str, bool], float] = {}
 
-    def __repr__(self) -> str:
-        waiting = sum(map(len, self._queues.values()))
-        return f"Batching({waiting} wait, {len(self._inside)} here, {self._held_bytes >> 20} MiB)"
-
     def admit(self, call: W) -> float | None:
-        """Take room for a call; None if there is, else the seconds after which to ask again.
+        """Reserve memory for a call; return None, or the seconds to wait before a retry.
 
         Raises:
             ValueError: the call is empty, or has more bytes than any batch.
         """
         limits, caller = self.limits, call.caller
         if call.samples < 1:
-            raise ValueError(f"a call of {call.samples} samples: there must be one at least")
+            raise ValueError(f"a call of {call.samples} samples: send at least one")
         if call.size_bytes > limits.max_batch_bytes:
-            most = f"{limits.max_batch_bytes / 2**20:.4g} MiB are taken at once"
+            most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
             raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
         free = limits.max_held_bytes - self._held_bytes - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
@@ -100,11 +91,11 @@ class Batching(Generic[W]):
         return None
 
     def enqueue(self, call: W) -> None:
-        """An admitted call is here whole and waits from now on."""
+        """Queue an admitted call that was received completely."""
         self._queues.setdefault(call.key, deque()).append(call)
 
     def leave(self, call: W) -> None:
-        """The call is answered, or nobody wants the answer: its room is free. Idempotent."""
+        """Free the memory of a call that is answered or cancelled. Idempotent."""
         if call not in self._inside:
             return
         del self._inside[call]
@@ -118,7 +109,7 @@ class Batching(Generic[W]):
             self._drop_if_empty(call.key)
 
     def take(self) -> list[W]:
-        """The next batch; empty if nobody waits."""
+        """Return the next batch; empty if no call waits."""
         if not self._queues:
             return []
         key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
@@ -134,16 +125,16 @@ class Batching(Generic[W]):
         return batch
 
     def measured(self, key: Key, samples: int, seconds: float) -> None:
-        """A batch of ``samples`` was computed in ``seconds``."""
+        """Record that a batch of ``samples`` took ``seconds``."""
         last = self._sample_s.get((key.uid, key.backward), seconds / samples)
         self._sample_s[key.uid, key.backward] = last + NEWEST * (seconds / samples - last)
 
     def queued(self, uid: str) -> int:
-        """Samples that wait for an expert."""
+        """Return the number of samples that wait for an expert."""
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
     def forget(self, uid: str) -> None:
-        """The expert is gone: what it costs is no longer known."""
+        """Drop the measured cost of an expert that was removed."""
         for backward in (False, True):
             self._sample_s.pop((uid, backward), None)
 
@@ -152,7 +143,7 @@ class Batching(Generic[W]):
             del self._queues[key]
 
     def _retry_s(self) -> float:
-        """How long all that is here will take, by what samples took so far."""
+        """Estimate how long all admitted calls will take."""
         costs = [
             call.samples * self._sample_s[call.key.uid, call.key.backward]
             for call in self._inside
@@ -161,7 +152,7 @@ class Batching(Generic[W]):
         return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
 
     def check_invariants(self) -> None:
-        """For tests: the sums are right, and who waits is inside."""
+        """Assert, in tests, that the sums are right and every waiting call was admitted."""
         assert self._held_bytes == sum(call.size_bytes for call in self._inside) <= self.limits.max_held_bytes
         assert self._held == Counter(
             {c: sum(x.size_bytes for x in self._inside if x.caller == c) for c in self._held}

@@ -1,9 +1,9 @@
-"""Which experts live, and where: what hosts announce and trainers look up.
+"""Directory of live experts: hosts announce theirs, trainers look them up.
 
-What is held in the DHT is described in `colab_swarm.moe.records`, how the best are found in `colab_swarm.moe.grid`.
-Look-ups are cached for `DirectorySettings.cache_s`, never past the end of a record; a prefix without anything alive is
-asked for again soon. Lives are counted on this peer's own monotonic clock from what is left of them, so wrong clocks do
-no harm; only the order of two claims is told by their hosts' clocks.
+See `colab_swarm.moe.records` for the records in the DHT, and `colab_swarm.moe.grid` for the beam search. Look-ups are
+cached for `DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only
+the remaining life of a record counts, on this peer's monotonic clock, so wrong clocks do no harm. The one exception is
+the order of two claims, which follows their hosts' clocks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.calls import ExpertInfo, ExpertServices
-from colab_swarm.moe.grid import Beams, Grid, Index, Mask, beam_search, parents
+from colab_swarm.moe.grid import Grid, Index, Mask, beam_search
 from colab_swarm.moe.records import (
     CLAIMED,
     Bans,
-    BanSettings,
+    ExpertInfo,
     ExpertPlace,
+    ExpertServices,
     GridBranch,
     Holding,
     Listing,
@@ -42,86 +42,84 @@ from colab_swarm.moe.records import (
 from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
+logger = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
-
 V = TypeVar("V")
-
 MAX_ENTRIES = 10_000
-
-
-@dataclass(frozen=True)
-class _Entry(Generic[V]):
-    value: V
-    aging_at: float
-    until: float
+WITNESSES = 2  # hosts that announce an index above the rows; the others stay silent
+EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then unknown prefixes count as dead
+MAX_GUESSES = 32  # guessed keys that a search reads at once; with more, it reads dimension by dimension
+ROWS_AT_ONCE = 16
+MAX_ROWS = 4096  # rows that a search for vacant places reads
 
 
 class Cache(Generic[K, V]):
-    """Values by key, each good for a while.
+    """Values by key, each valid for a limited time.
 
     Args:
-        load: ``await load(key, old, anew)`` reads the value of a key and says for how many seconds it is good;
-            ``old`` is the value held before, if any, ``anew`` as in `get`.
+        load: ``await load(key, old, fresh)`` reads a key; returns its value and for how many seconds it is valid.
+            ``old`` is the cached value, or None; ``fresh`` is as in `get`.
 
     Attributes:
-        loads: reads begun so far.
+        loads: reads started so far.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
         self._load = load
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, tuple[V, float, float]] = {}  # value, refreshed from, valid until
         self._loads: dict[K, asyncio.Task[V]] = {}
         self._loop = asyncio.get_running_loop()
         self.loads = 0
 
     def peek(self, key: K) -> V | None:
-        """What is held, None if nothing is or it is too old; past half its life it is read anew meanwhile."""
-        entry, now = self._entries.get(key), self._loop.time()
-        if entry is None or entry.until <= now:
+        """Return the cached value, or None; after half its life it is refreshed in the background."""
+        now = self._loop.time()
+        if key not in self._entries or self._entries[key][2] <= now:
             return None
-        if entry.aging_at <= now:
+        value, aging_at, _ = self._entries[key]
+        if aging_at <= now:
             self._begin(key)
-        return entry.value
+        return value
 
-    async def get(self, keys: Iterable[K], *, anew: bool = False) -> dict[K, V]:
-        """The values of all keys, read at once where they must be; ``anew``: by reads that begin now."""
+    async def get(self, keys: Iterable[K], *, fresh: bool = False) -> dict[K, V]:
+        """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
         values: dict[K, V] = {}
         reads: dict[K, asyncio.Task[V]] = {}
         for key in keys:
-            held = None if anew else self.peek(key)
-            if held is None:
-                reads[key] = self._begin(key, anew=anew)
+            cached = None if fresh else self.peek(key)
+            if cached is None:
+                reads[key] = self._begin(key, fresh=fresh)
             else:
-                values[key] = held
-        # a waiter that is cancelled must not end the read for the others
+                values[key] = cached
+        # shielded: a caller that is cancelled must not end the read of the others
         for key, value in zip(reads, await asyncio.gather(*map(asyncio.shield, reads.values())), strict=True):
             values[key] = value
         return values
 
     def forget(self, key: K) -> None:
-        """What is held under a key is out of date."""
+        """Drop the cached value of a key."""
         self._entries.pop(key, None)
 
     async def close(self) -> None:
-        """End the reads that are under way."""
+        """Cancel all running reads."""
         loads = list(self._loads.values())
         for load in loads:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
 
-    def _begin(self, key: K, *, anew: bool = False) -> asyncio.Task[V]:
-        if anew or key not in self._loads:
+    def _begin(self, key: K, *, fresh: bool = False) -> asyncio.Task[V]:
+        if fresh or key not in self._loads:
             self.loads += 1
-            load = self._loads[key] = self._loop.create_task(self._read(key, anew))
+            load = self._loads[key] = self._loop.create_task(self._read(key, fresh))
             load.add_done_callback(lambda done: self._ended(key, done))
         return self._loads[key]
 
-    async def _read(self, key: K, anew: bool) -> V:
-        entry = self._entries.get(key)
-        value, good_s = await self._load(key, entry.value if entry else None, anew)
+    async def _read(self, key: K, fresh: bool) -> V:
+        old = self._entries.get(key)
+        value, valid_s = await self._load(key, old[0] if old else None, fresh)
         now = self._loop.time()
         self._entries.pop(key, None)
-        self._entries[key] = _Entry(value, now + good_s / 2, now + good_s)
+        self._entries[key] = value, now + valid_s / 2, now + valid_s
         if len(self._entries) > MAX_ENTRIES:
             del self._entries[next(iter(self._entries))]
         return value
@@ -131,46 +129,14 @@ class Cache(Generic[K, V]):
             del self._loads[key]
 
 
-logger = logging.getLogger(__name__)
-
-WITNESSES = 2
-
-"""Hosts that tell of an index above the rows; the others are silent there."""
-
-EXTRA_WAITS = 3
-
-"""Rounds of look-ups of one search beyond one for each dimension; then what is unknown counts as dead."""
-
-MAX_GUESSES = 32
-
-"""Keys that one search asks for on the guess that they tell of something; more are asked for dimension by dimension."""
-
-ROWS_AT_ONCE = 16
-
-MAX_ROWS = 4096
-
-"""Rows that a search for vacant places looks at."""
-
-
 @dataclass(frozen=True)
 class DirectorySettings:
-    """How experts are announced and found.
+    """How experts are announced and found."""
 
-    Attributes:
-        ttl_s: life of what is announced; announce about three times as often.
-        cache_s: how long what was looked up is believed.
-        absent_s: how long it is believed that nothing lives under a prefix.
-        settle_s: least wait between claiming places and looking who else did.
-        beam_width: prefixes kept by a search, if more than experts are asked for.
-        bans: how long who failed is left out.
-    """
-
-    ttl_s: float = 60.0
-    cache_s: float = 30.0
-    absent_s: float = 3.0
-    settle_s: float = 2.0
-    beam_width: int = 1
-    bans: BanSettings = field(default_factory=BanSettings)
+    ttl_s: float = 60.0  # life of an announcement; announce about three times as often
+    cache_s: float = 30.0  # how long a look-up is cached
+    absent_s: float = 3.0  # how long an empty look-up is cached
+    settle_s: float = 2.0  # minimum wait between a claim and the check for other claims
 
 
 class Directory:
@@ -181,44 +147,44 @@ class Directory:
         self._peers, self._dht, self._events = services.peers, services.dht, services.events
         self._rng, self._run_id = services.rng, services.run_id
         self._loop = asyncio.get_running_loop()
-        self._bans = Bans(settings.bans)
+        self._bans = Bans()
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
-        self._told: set[str] = set()  # keys under which a record of ours is
-        self._hosts: dict[str, PeerId] = {}  # whom `find` and `best` named last
-        self._seen: dict[Grid, set[str]] = {}  # all experts ever
+        self._published: set[str] = set()  # keys under which a record of ours is
+        self._hosts: dict[str, PeerId] = {}  # as `find` and `best` returned them last
+        self._seen: dict[Grid, set[str]] = {}  # all experts since the start
         self._seen_at: dict[Grid, float] = {}  # when any was seen last, swarm time
 
     async def close(self) -> None:
-        """End the look-ups that are under way."""
+        """Cancel all running look-ups."""
         await self._cache.close()
 
     # -- hosts
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Tell everybody that this peer serves ``experts``, by uid their sample shape and step.
+        """Announce that this peer serves ``experts``: by uid, their sample shape and step.
 
-        It holds for ``ttl_s``. Whatever else this peer has announced or claimed in the grid holds as long.
+        The announcement lives for ``ttl_s``. It renews all other announcements and claims of this peer in the grid.
         """
         mine = self._mine.setdefault(grid, {})
         for uid, (shape, step) in experts.items():
             index = grid.index(uid)
             claimed_ms = mine[index].claimed_ms if index in mine else self._now_ms()
             mine[index] = ExpertPlace(position(grid, index), claimed_ms, step, shape)
-        await self._tell(grid, mine)
+        await self._publish(grid, mine)
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
-        """Tell everybody at once that this peer no longer has these."""
+        """Withdraw the announcements of experts at once."""
         mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}
         for index in gone:
             mine.pop(index, None)
-        await self._tell(grid, gone)
+        await self._publish(grid, gone)
 
     async def claim(self, grid: Grid, count: int, *, wanted: Sequence[str] | None = None) -> list[str]:
-        """Take ``count`` vacant places, of ``wanted`` or anywhere; fewer if there are no more.
+        """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
 
-        Claims are told, then read again: of several peers that want one place, one gets it. What is claimed must be
-        announced within ``ttl_s``.
+        A claim is published and then checked: of several peers that claim a place, one gets it. Announce the claimed
+        experts within ``ttl_s``.
         """
         held: list[str] = []
         while count > len(held):
@@ -226,11 +192,9 @@ class Directory:
             if not chosen:
                 break
             uids = [grid.uid(index) for index in chosen]
-            mine, began = self._mine.setdefault(grid, {}), self._loop.time()
-            mine.update(
-                {index: ExpertPlace(position(grid, index), self._now_ms(), CLAIMED, ()) for index in chosen}
-            )
-            await self._tell(grid, chosen)
+            mine, began, now_ms = self._mine.setdefault(grid, {}), self._loop.time(), self._now_ms()
+            mine.update({index: ExpertPlace(position(grid, index), now_ms, CLAIMED, ()) for index in chosen})
+            await self._publish(grid, chosen)
             await asyncio.sleep(max(self.settings.settle_s, 2 * (self._loop.time() - began)))
             lost = set(await self.rivals(grid, uids))
             await self.withdraw(grid, lost)
@@ -238,23 +202,23 @@ class Directory:
         return held
 
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
-        """Those of this peer's places that are rightfully another's: give them up. Ask now and then.
+        """Return this peer's places that belong to another peer: give them up. Call it regularly.
 
-        After a partition or a race two peers may hold one place. It belongs to who claimed it first by its clock.
+        After a partition or a race two peers may hold one place. It belongs to the earlier claim.
         """
         mine = self._mine.get(grid, {})
-        asked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
-        listings = await self._listings(grid, {index[:-1] for index in asked}, anew=True)
+        checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
+        listings = await self._listings(grid, {index[:-1] for index in checked}, fresh=True)
         now, lost = self._loop.time(), []
-        for index, uid in asked.items():
+        for index, uid in checked.items():
             claim = (mine[index].claimed_ms, self._peers.id)
-            told = listings[index[:-1]].live(position(grid, index), now)
-            if any(word.claim < claim for word in told if word.host.id != self._peers.id):
+            announced = listings[index[:-1]].live(position(grid, index), now)
+            if any(one.claim < claim for one in announced if one.host.id != self._peers.id):
                 lost.append(uid)
         return lost
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
-        """Places that nobody holds or claims: as many as asked for, or all there are."""
+        """Return up to ``count`` places that no peer holds or claims."""
         if wanted is None:
             some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
             prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
@@ -264,7 +228,7 @@ class Directory:
         chosen: list[Index] = []
         for begin in range(0, len(prefixes), ROWS_AT_ONCE):
             batch = prefixes[begin : begin + ROWS_AT_ONCE]
-            listings = await self._listings(grid, batch, anew=True)
+            listings = await self._listings(grid, batch, fresh=True)
             for prefix in batch:
                 places = [(*prefix, j) for j in self._rng.sample(range(grid.sides[-1]), grid.sides[-1])]
                 chosen += [p for p in places if self._is_vacant(grid, p, listings[prefix], wanted)]
@@ -275,31 +239,31 @@ class Directory:
     def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Collection[str] | None) -> bool:
         if place in self._mine.get(grid, {}) or (wanted is not None and grid.uid(place) not in wanted):
             return False
-        told = row.live(position(grid, place), self._loop.time())
-        return all(word.host.id == self._peers.id for word in told)
+        announced = row.live(position(grid, place), self._loop.time())
+        return all(one.host.id == self._peers.id for one in announced)
 
-    # -- telling
+    # -- publishing
 
-    async def _tell(self, grid: Grid, places: Iterable[Index]) -> None:
-        """Store all records that speak of these places anew, each prefix's next indices before what they lead to."""
-        shelves = {shelf_of(grid, prefix) for place in places for prefix in parents(place)}
-        await asyncio.gather(*(self._tell_of(grid, shelf) for shelf in sorted(shelves)))
+    async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
+        """Store all records that contain these places."""
+        shelves = {shelf_of(grid, place[:length]) for place in places for length in range(len(place))}
+        await asyncio.gather(*(self._publish_shelf(grid, shelf) for shelf in sorted(shelves)))
 
-    async def _tell_of(self, grid: Grid, shelf: Index) -> None:
-        """Store what this peer has to say of a shelf or a shorter prefix; that it is nothing, if it was more before."""
+    async def _publish_shelf(self, grid: Grid, shelf: Index) -> None:
+        """Store this peer's records of a shelf or shorter prefix; an empty one where a page has become empty."""
         pages = await self._pages(grid, shelf)
-        nothing = RecordRow((), ()) if is_row(grid, shelf) else GridBranch(())
+        empty = RecordRow((), ()) if is_row(grid, shelf) else GridBranch(())
         stores = []
         for page, key in enumerate(keys(self._run_id, grid, shelf)):
-            if page in pages or key in self._told:
-                stores.append(self._store(key, pages.get(page, nothing)))
-            (self._told.add if page in pages else self._told.discard)(key)
+            if page in pages or key in self._published:
+                stores.append(self._store(key, pages.get(page, empty)))
+            (self._published.add if page in pages else self._published.discard)(key)
         if stores:
             await asyncio.gather(*stores)
             self._cache.forget((grid, shelf))
 
     async def _pages(self, grid: Grid, shelf: Index) -> Mapping[int, Message]:
-        """This peer's records, by page."""
+        """Return this peer's records, by page."""
         depth, mine = len(shelf), self._mine[grid]
         if not is_row(grid, shelf):
             served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
@@ -313,20 +277,20 @@ class Directory:
         }
 
     async def _unwitnessed(self, grid: Grid, prefix: Index, indices: set[int]) -> list[int]:
-        """Those that fewer than `WITNESSES` hosts of smaller id keep telling of: this peer's word is needed."""
+        """Return the indices that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
         if not indices:
             return []
         listing = (await self._listings(grid, [prefix]))[prefix]
-        # who tells no more is replaced before its word ends
+        # a host that stops announcing is replaced before its record expires
         fresh_at = self._loop.time() + self.settings.ttl_s / 2
-        smaller = [words for host, words in listing.words.items() if host < self._peers.id]
-        told = [word.index for words in smaller for word in words if word.until > fresh_at]
-        return [index for index in indices if told.count(index) < WITNESSES]
+        smaller = [records for host, records in listing.by_host.items() if host < self._peers.id]
+        announced = [one.index for records in smaller for one in records if one.until > fresh_at]
+        return [index for index in indices if announced.count(index) < WITNESSES]
 
     async def _store(self, key: str, record: Message) -> None:
         ttl_s = self.settings.ttl_s
         if not await self._dht.store(key, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True):
-            logger.info("nobody took the record under %s; it is told again with the next announcement", key)
+            logger.info("no peer stored the record under %s; the next announcement retries", key)
 
     def _now_ms(self) -> int:
         return int(self._peers.time() * 1000)
@@ -334,33 +298,33 @@ class Directory:
     # -- finding
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
-        """Where the expert runs; None if it does not live or is left out for its failures."""
+        """Return the expert's host, shape and step; None if it is dead or banned."""
         index = grid.index(uid)
         shelf = shelf_of(grid, index[:-1])
-        for anew in (False, True):  # a hasty look-up may have missed it
-            if infos := self._infos(grid, [index], await self._listings(grid, [shelf], anew=anew)):
+        for fresh in (False, True):  # the first, quick read may have missed it
+            if infos := self._infos(grid, [index], await self._listings(grid, [shelf], fresh=fresh)):
                 return infos[index]
         return None
 
-    async def live(self, grid: Grid, *, anew: bool = False) -> list[ExpertInfo]:
-        """All experts that can be called, in the order of the grid; ``anew``: what was looked up is not believed."""
+    async def live(self, grid: Grid, *, fresh: bool = False) -> list[ExpertInfo]:
+        """Return all experts that can be called, in grid order; ``fresh``: without the cache."""
         prefixes: list[Index] = [()]
         for _ in grid.sides[:-1]:
-            listings = await self._listings(grid, prefixes, anew=anew)
+            listings = await self._listings(grid, prefixes, fresh=fresh)
             masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
             prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
-        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes}, anew=anew)
+        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes}, fresh=fresh)
         places = ((*prefix, j) for prefix in prefixes for j in range(grid.sides[-1]))
         return list(self._infos(grid, places, shelves).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
-        """For each sample the ``k`` best experts that can be called, best first; fewer if fewer live.
+        """Return for each sample the ``k`` best experts that can be called, best first; fewer if fewer are live.
 
         Args:
             scores: for each dimension i an array (samples, sides[i]); an expert's score is the sum over its indices.
 
         Raises:
-            NoExpertsError: none lives.
+            NoExpertsError: no expert is live.
             ValueError: the scores do not fit the grid.
         """
         samples = {len(s) for s in scores}
@@ -369,19 +333,27 @@ class Directory:
                 f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
             )
         found, shelves = await self._search(grid, scores, k)
-        if found.best and not any(found.best):  # a hasty look-up may have missed them
-            await self._listings(grid, shelves, anew=True)
+        if found and not any(found):  # the first, quick reads may have missed them
+            await self._listings(grid, shelves, fresh=True)
             found, shelves = await self._search(grid, scores, k)
-        infos = self._infos(grid, {index for sample in found.best for index in sample}, shelves)
-        chosen = [[infos[index] for index in sample if index in infos] for sample in found.best]
+        infos = self._infos(grid, {index for sample in found for index in sample}, shelves)
+        chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
-            raise NoExpertsError(self._nobody(grid))
+            if grid not in self._seen:
+                raise NoExpertsError(
+                    f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
+                )
+            ago_s = self._peers.time() - self._seen_at[grid]
+            past = f"this peer saw {len(self._seen[grid])}, the last {ago_s:.0f} s ago"
+            raise NoExpertsError(
+                f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
+            )
         return chosen
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
-    ) -> tuple[Beams, dict[Index, Listing]]:
-        """Search, look up what was unknown, search again; returns also the listings that were used."""
+    ) -> tuple[list[list[Index]], dict[Index, Listing]]:
+        """Search, read the unknown prefixes, search again; also return the listings used."""
         known: dict[Index, Listing] = {}
 
         def children(prefix: Index) -> Mask | None:
@@ -394,97 +366,85 @@ class Directory:
 
         patient = True
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found = beam_search(scores, k, children, width=self.settings.beam_width)
-            if not found.unknown:
+            found, unknown = beam_search(scores, k, children)
+            if not unknown:
                 return found, known
-            listings = await self._listings(grid, _worth_asking(grid, found.unknown))
+            if len({shelf_of(grid, prefix) for prefix in unknown}) > MAX_GUESSES:
+                shortest = min(map(len, unknown))  # these are known to be live, the others are guesses
+                unknown = [prefix for prefix in unknown if len(prefix) == shortest]
+            listings = await self._listings(grid, unknown)
             known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
         patient = False
-        return beam_search(scores, k, children, width=self.settings.beam_width), known
+        return beam_search(scores, k, children)[0], known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
-        """The usable children of one prefix, from the listing of its shelf."""
+        """Return the usable children of one prefix, from the listing of its shelf."""
         mask, begin = listing.mask(width(grid, prefix), self._loop.time(), self._bans), offset(grid, prefix)
         return mask[begin : begin + grid.sides[len(prefix)]]
 
     def _infos(
         self, grid: Grid, indices: Iterable[Index], shelves: Mapping[Index, Listing]
     ) -> dict[Index, ExpertInfo]:
-        """Those of the experts that can be called; their hosts' addresses are learned."""
+        """Return the experts that can be called, and learn their hosts' addresses."""
         infos: dict[Index, ExpertInfo] = {}
         now = self._loop.time()
         ahead_s = self._peers.time() - now
         for index in indices:
-            word = shelves[shelf_of(grid, index[:-1])].usable(position(grid, index), now, self._bans)
-            if word is not None and word.place is not None:
-                shape, step = word.place.shape, word.place.step
-                infos[index] = ExpertInfo(word.uid, word.host, shape, step, word.until + ahead_s)
-                self._hosts[word.uid] = word.host.id
-                self._peers.learn(word.host)
+            one = shelves[shelf_of(grid, index[:-1])].usable(position(grid, index), now, self._bans)
+            if one is not None and one.place is not None:
+                infos[index] = ExpertInfo(
+                    one.uid, one.host, one.place.shape, one.place.step, one.until + ahead_s
+                )
+                self._hosts[one.uid] = one.host.id
+                self._peers.learn(one.host)
         return infos
-
-    def _nobody(self, grid: Grid) -> str:
-        if grid not in self._seen:
-            return (
-                f"no expert of {grid} lives, and none was ever seen from here: host some, or check the prefix"
-            )
-        ago_s = self._peers.time() - self._seen_at[grid]
-        past = f"{len(self._seen[grid])} were seen from here, the last {ago_s:.0f} s ago"
-        return f"no expert of {grid} can be called: {past}; host some, or wait until their hosts are back"
 
     # -- failures
 
     def on_failure(self, uid: str, reason: str) -> None:
-        """The expert failed this peer: leave it out for a while, longer each time, unless another peer hosts it."""
+        """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
         seconds = self._bans.fail((uid, self._hosts.get(uid)), self._loop.time())
         if seconds is not None:
             self._events.emit(ExpertBanned(self._loop.time(), uid, reason, seconds))
 
     def on_success(self, uid: str) -> None:
-        """The expert did well: its failures are forgiven."""
+        """Forget the failures of an expert that answered."""
         self._bans.succeed((uid, self._hosts.get(uid)))
 
-    def left_out(self) -> set[str]:
-        """The experts that this peer does not call for a while, for their failures."""
-        return {who[0] for who in self._bans.ends(self._loop.time()) if isinstance(who, tuple)}
+    def banned(self) -> set[str]:
+        """Return the experts that this peer does not call for a while because they failed."""
+        return {key[0] for key in self._bans.ends(self._loop.time()) if isinstance(key, tuple)}
 
     # -- reading
 
     async def _listings(
-        self, grid: Grid, prefixes: Iterable[Index], *, anew: bool = False
+        self, grid: Grid, prefixes: Iterable[Index], *, fresh: bool = False
     ) -> dict[Index, Listing]:
-        """What is told of each prefix; those on one shelf share a listing."""
+        """Return the listing of each prefix; those on one shelf share a listing."""
         shelves = {prefix: shelf_of(grid, prefix) for prefix in prefixes}
-        found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), anew=anew)
+        found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), fresh=fresh)
         return {prefix: found[grid, shelf] for prefix, shelf in shelves.items()}
 
-    async def _read(self, key: tuple[Grid, Index], old: Listing | None, anew: bool) -> tuple[Listing, float]:
-        """Read a shelf, in haste the first time; who was there before is believed until its word ends."""
+    async def _read(self, key: tuple[Grid, Index], old: Listing | None, fresh: bool) -> tuple[Listing, float]:
+        """Read a shelf, quickly the first time; hosts of the old listing stay until their records expire."""
         grid, shelf = key
         began = self._loop.time()
-        read = self._dht.read if old or anew else self._dht.fetch
+        read = self._dht.read if old or fresh else self._dht.fetch
         pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
-        words = dict(old.words) if old else {}
-        ends = {host: {word.until for word in told} for host, told in words.items()}
-        for host in [host for host, until in ends.items() if max(until, default=0.0) <= now]:
-            del words[host]
-        fresh: dict[PeerId, list[Holding]] = {}
+        former = {
+            host: records
+            for host, records in (old.by_host.items() if old else ())
+            if max((one.until for one in records), default=0.0) > now
+        }
+        current: dict[PeerId, list[Holding]] = {}
         for page in pages:
-            for host, told in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
-                fresh.setdefault(host, []).extend(told)
-        listing = Listing(words | fresh)
+            for host, records in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
+                current.setdefault(host, []).extend(records)
+        listing = Listing(former | current)
         logger.debug("read %s in %.0f ms", grid.uid(shelf), (now - began) * 1e3)
-        alive = {word.uid for told in listing.words.values() for word in told if word.served}
+        alive = {one.uid for records in listing.by_host.values() for one in records if one.served}
         if alive and is_row(grid, shelf):
             self._seen.setdefault(grid, set()).update(alive)
             self._seen_at[grid] = swarm_time
         return listing, self.settings.cache_s if alive else self.settings.absent_s
-
-
-def _worth_asking(grid: Grid, unknown: list[Index]) -> list[Index]:
-    """All unknown prefixes or, if those are many, the shortest: they are known to live, the others are guessed."""
-    if len({shelf_of(grid, prefix) for prefix in unknown}) <= MAX_GUESSES:
-        return unknown
-    shortest = min(map(len, unknown))
-    return [prefix for prefix in unknown if len(prefix) == shortest]

@@ -1,17 +1,11 @@
-"""One expert: a module, the optimizer that is its own, and the number of updates in its weights.
+"""One expert: a module with its own optimizer and step counter, and the experts that ship.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and takes an optimizer
-step at once: gradients may be stale by as many steps as calls of others came in between (Learning@home, section 3.2).
-A batch merged from several callers is one step, on the sum of their gradients.
+step at once. So gradients are stale by the calls of others in between (Learning@home, section 3.2). A batch merged from
+several callers is one step, on the sum of their gradients.
 
-The module runs in the mode it was given in. Batch statistics (in training mode) are those of whatever calls were
-merged, so that `BatchNorm` makes callers depend on each other, and dropout draws another mask at backward than it drew
-at forward: experts better have neither.
-
-Experts that ship ready: modules that map samples of a shape to samples of the same shape.
-
-None has dropout: an expert computes each call twice, at *forward* and again at *backward*, and two masks would give
-gradients of another function than the caller saw.
+The module runs in the mode in which you pass it. Avoid `BatchNorm` and dropout: batch statistics in training mode are
+those of all merged calls, and dropout draws another mask at backward than at forward. Experts that ship use neither.
 """
 
 from __future__ import annotations
@@ -39,6 +33,10 @@ from colab_swarm.net.peers import Refusal
 from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
 from colab_swarm.tensors.device import accelerator
 
+ANY_LENGTH = -1
+DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
+DRY_RUN_LENGTH = 3
+
 
 class FeedForward(nn.Module):
     """``x + W3 ReLU(LN(W2 ReLU(LN(W1 x))))``, dim -> hidden -> hidden -> dim (Learning@home, section 4.1).
@@ -63,17 +61,17 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Of the same shape."""
+        """Return a tensor of the same shape."""
         change_BD: Tensor = self.layers(x_BD)
         return x_BD + change_BD
 
 
 class TransformerBlock(nn.Module):
-    """A Transformer encoder block: self-attention and a feed-forward layer, normalised before each.
+    """A pre-norm Transformer encoder block: self-attention and a feed-forward layer.
 
     Args:
         dim: width of the embeddings.
-        heads: of the attention; they divide ``dim``.
+        heads: of the attention; must divide ``dim``.
         hidden: width of the feed-forward layer; None: 4 * ``dim``.
     """
 
@@ -91,24 +89,9 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Of the same shape; a sequence sees itself only."""
+        """Return a tensor of the same shape; sequences do not see each other."""
         y_BLD: Tensor = self.layer(x_BLD)
         return y_BLD
-
-
-class Nop(nn.Module):
-    """Gives back what it got: what is left of a call without computation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same."""
-        return x
-
-
-ANY_LENGTH = -1
-
-DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
-
-DRY_RUN_LENGTH = 3
 
 
 @dataclass(frozen=True)
@@ -116,9 +99,9 @@ class ExpertRule:
     """How an expert learns.
 
     Attributes:
-        optimizer: makes it, of the expert's parameters.
-        scheduler: makes the schedule of its learning rate, which advances with each update; None: no schedule.
-        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
+        optimizer: makes the optimizer from the expert's parameters.
+        scheduler: makes its learning-rate schedule, which advances with each step; None: no schedule.
+        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
     """
 
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
@@ -130,7 +113,7 @@ class ExpertRule:
 
 
 class Expert:
-    """A module that learns from whoever calls it. After construction it belongs to the device thread.
+    """A module that learns from its callers. After construction only the device thread may use it.
 
     Args:
         uid: its name in the grid.
@@ -139,7 +122,7 @@ class Expert:
         sample: shape of one sample, without the batch; -1: any length.
 
     Raises:
-        ValueError: the module cannot be an expert of such samples; found by a dry run.
+        ValueError: a dry run showed that the module cannot be an expert of such samples.
     """
 
     def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
@@ -148,7 +131,7 @@ class Expert:
         self._module = module.to(self._device)
         self._dry_run()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        # torch makes no optimizer of nothing
+        # torch refuses an optimizer without parameters
         self._optimizer = rule.optimizer(self._parameters) if self._parameters else None
         self._scheduler = rule.scheduler(self._optimizer) if rule.scheduler and self._optimizer else None
 
@@ -157,10 +140,10 @@ class Expert:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the module says of ``inputs`` (n, *shape), on the CPU; nothing changes, buffers included.
+        """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers.
 
         Raises:
-            ValueError: it says it in another shape.
+            ValueError: the outputs have another shape or type.
         """
         return _to_cpu(self._call(inputs.to(self._device))[0])
 
@@ -186,7 +169,7 @@ class Expert:
         return _to_cpu(inputs.grad)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs. Tensors are the expert's own, not copies."""
+        """Return the state for `load_state_dict`. Tensors are the expert's own, not copies."""
         return {
             "module": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict() if self._optimizer else None,
@@ -195,10 +178,10 @@ class Expert:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Carry on from a `state_dict` of an expert of the same kind.
+        """Continue from the `state_dict` of an expert of the same kind.
 
         Raises:
-            StateError: it is of another kind; this expert may be half changed and is not to be used.
+            StateError: it is of another kind; this expert may be half changed: do not use it.
         """
         try:
             self._module.load_state_dict(state["module"])
@@ -207,10 +190,10 @@ class Expert:
                     part.load_state_dict(state[key])
             self.step = int(state["step"])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this state is of no expert like {self!r}: {error}") from error
+            raise StateError(f"this state does not fit {self!r}: {error}") from error
 
     def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The module's outputs, and what its buffers have become; the module keeps the old ones."""
+        """Return the module's outputs and its new buffers; the module keeps the old ones."""
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
@@ -218,7 +201,7 @@ class Expert:
         return outputs, buffers
 
     def _is_sound(self, buffers: dict[str, Tensor]) -> bool:
-        """Whether what changed in the buffers is finite; a mask may hold infinities from the beginning."""
+        """Return True if all changes of the buffers are finite; a constant mask may hold infinities."""
         return all(
             bool((buffers[name].isfinite() | (buffers[name] == old)).all())
             for name, old in self._module.named_buffers()
@@ -242,7 +225,7 @@ class Expert:
             with torch.enable_grad():
                 outputs, _ = self._call(inputs.requires_grad_())
                 (gradient,) = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
-        except Exception as error:  # the user's code may raise anything; nobody else can say what is wrong
+        except Exception as error:  # the user's code may raise anything
             raise ValueError(f"{self.uid} failed on a batch of shape {shape}: {error}; {wanted}") from error
         if gradient is None:
             raise ValueError(f"{self.uid}: its outputs do not depend on its inputs; {wanted}")
@@ -259,13 +242,12 @@ def _described(value: object) -> str:
 
 
 Answer: TypeAlias = list[Buffer]
-
-"""The parts of the tensor that a caller gets."""
+"""The encoded parts of the tensor for the caller."""
 
 
 @dataclass(eq=False)
 class Call(PendingCall):
-    """A call with what it brought, encoded, and the future that its handler awaits on the loop."""
+    """A call with its encoded parts, and the future that its handler awaits on the loop."""
 
     codec: Codec
     answer: asyncio.Future[Answer]
@@ -273,14 +255,14 @@ class Call(PendingCall):
 
     @property
     def tensors(self) -> int:
-        """How many it brings: inputs and, at backward, gradients."""
+        """Number of tensors: inputs and, at backward, gradients."""
         return 2 if self.key.backward else 1
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts, and drop them.
+        """Decode the parts and free them.
 
         Raises:
-            ValueError: they hold values that are not finite, or no values at all.
+            ValueError: a part cannot be decoded or holds values that are not finite.
         """
         parts = iter(self.parts)
         for tensor in tensors:
@@ -295,7 +277,7 @@ class Call(PendingCall):
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | BaseException]]:
-    """Compute calls of one key as one batch; each gets its answer, or what is wrong with it."""
+    """Compute calls of one key as one batch; return the answer or the error of each."""
     samples = sum(call.samples for call in calls)
     stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
     answers: list[tuple[Call, Answer | BaseException]] = []
@@ -317,9 +299,9 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
 def _outcomes(
     expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]
 ) -> list[Answer | BaseException]:
-    """Answers in the order of calls. What fails together is tried again one by one: a caller's data fail it alone.
+    """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
 
-    A backward that failed for another reason than its data may have taken its step: it is not tried again.
+    A backward that failed for another reason than its data may have taken its step: it is not retried.
     """
     try:
         tensors = [torch.from_numpy(stack) for stack in stacks]
@@ -332,14 +314,13 @@ def _outcomes(
                 for outcome in _outcomes(expert, [call], [stack[rows] for stack in stacks])
             ]
         return [Refusal(str(error)) if isinstance(error, FloatingPointError) else error] * len(calls)
-    return [_answer(call, outputs[rows]) for call, rows in zip(calls, _rows(calls), strict=True)]
-
-
-def _answer(call: Call, outputs: Floats) -> Answer | BaseException:
-    try:
-        return list(encoded(outputs, call.codec))
-    except ValueError as error:  # not finite: some codecs have no place for that
-        return Refusal(f"{call.key.uid} answers with {error}")
+    answers: list[Answer | BaseException] = []
+    for call, rows in zip(calls, _rows(calls), strict=True):
+        try:
+            answers.append(list(encoded(outputs[rows], call.codec)))
+        except ValueError as error:  # not finite: some codecs cannot represent it
+            answers.append(Refusal(f"{call.key.uid} answers with {error}"))
+    return answers
 
 
 def _rows(calls: Sequence[Call]) -> Iterator[slice]:

@@ -1,13 +1,11 @@
-"""Names of experts: points of a grid, written ``prefix.u_0.….u_(d-1)`` (Learning@home, section 3.1).
+"""The grid of expert names ``prefix.u_0.….u_(d-1)``, and the beam search for the best live experts. Pure.
 
-Choosing the best live experts for a whole batch: SelectExperts of Learning@home (Algorithm 1), free of I/O.
+The search is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
+prefix that has not been looked up, everything counts as live. It runs through all dimensions on that guess and returns
+the unknown prefixes it met. The caller looks them all up at once and searches again, until none is unknown. In a
+well-filled grid the first guess is right, and all look-ups of a search are one wait instead of one per dimension.
 
 Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
-
-The search is optimistic: below a prefix that has not been looked up, everything is taken to be alive. It runs through
-all dimensions on that guess and names the prefixes it met unknown; whoever drives it looks them all up at once and
-searches again, until none is unknown. In a grid that is well filled the first guess is right, and all look-ups of a
-search are one wait instead of one after the other for each dimension.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ import numpy.typing as npt
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]
-
 """A point of the grid, or its first coordinates."""
-
+Mask: TypeAlias = npt.NDArray[np.bool_]
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Doubles: TypeAlias = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 4
-
 MAX_SIDE = 4096
-
 MAX_NAME_CHARS = 128
-
+_HUGE = 1e300
+_NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 
 
@@ -42,8 +40,8 @@ class Grid:
     """All places for experts of one kind.
 
     Attributes:
-        prefix: names the kind within the run: letters, digits, ``_``, ``-``; after a dot no digit.
-        sides: how many indices each dimension has.
+        prefix: names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot.
+        sides: number of indices of each dimension.
     """
 
     prefix: str
@@ -52,35 +50,34 @@ class Grid:
     def __post_init__(self) -> None:
         if len(self.prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'")
+        limits = f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices"
         if not 1 <= len(self.sides) <= MAX_DIMENSIONS or not all(
             1 <= side <= MAX_SIDE for side in self.sides
         ):
-            raise ValueError(
-                f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices, got {self.sides}"
-            )
+            raise ValueError(f"{limits}, got {self.sides}")
 
     @classmethod
     def of(cls, prefix: str, sides: Sequence[int]) -> Grid:
-        """The grid with these sides."""
+        """Return the grid with these sides."""
         return cls(prefix, tuple(int(side) for side in sides))
 
     @property
     def size(self) -> int:
-        """How many experts fit in."""
+        """Number of places."""
         return math.prod(self.sides)
 
     def __iter__(self) -> Iterator[Index]:
         return itertools.product(*map(range, self.sides))
 
     def uid(self, index: Index) -> str:
-        """The name of an expert or, with fewer coordinates, of all experts that begin so."""
+        """Return the name of an expert or, with fewer coordinates, the common prefix of the names below."""
         return ".".join([self.prefix, *map(str, index)])
 
     def index(self, uid: str) -> Index:
-        """Where an expert is.
+        """Return the place of an expert.
 
         Raises:
-            ValueError: it is none of this grid.
+            ValueError: the name is not in this grid.
         """
         head, *tail = uid.rsplit(".", len(self.sides))
         within = len(tail) == len(self.sides) and all(
@@ -88,112 +85,85 @@ class Grid:
             for part, side in zip(tail, self.sides, strict=True)
         )
         if head != self.prefix or not within:
-            raise ValueError(f"{uid!r} is no expert of {self}")
+            raise ValueError(f"{uid!r} is not an expert of {self}")
         return tuple(map(int, tail))
+
+    def contains(self, uid: str) -> bool:
+        """Return True if `index` accepts this name."""
+        try:
+            return bool(self.index(uid))
+        except ValueError:
+            return False
 
     def __str__(self) -> str:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
-def parents(index: Index) -> Iterator[Index]:
-    """All proper prefixes of an index, the empty one first."""
-    return (index[:length] for length in range(len(index)))
-
-
-Mask: TypeAlias = npt.NDArray[np.bool_]
-
-_Ints: TypeAlias = npt.NDArray[np.int64]
-
-_Doubles: TypeAlias = npt.NDArray[np.float64]
-
-_HUGE = 1e300
-
-_NONE = -1
-
-"""Stands for no prefix where a beam is not full."""
-
-
-@dataclass(frozen=True)
-class Beams:
-    """What a search came to.
-
-    Attributes:
-        best: for each sample its experts, best first; fewer than asked for if fewer live.
-        unknown: prefixes that must be looked up before ``best`` can be believed.
-    """
-
-    best: list[list[Index]]
-    unknown: list[Index]
-
-
 def beam_search(
-    scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None], *, width: int | None = None
-) -> Beams:
-    """The ``k`` best live experts of each sample, an expert's score being the sum over its indices.
+    scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
+) -> tuple[list[list[Index]], list[Index]]:
+    """Find the ``k`` best live experts of each sample; an expert's score is the sum over its indices.
 
-    After each dimension the ``width`` best live prefixes are kept. A prefix that is told to live but has no live child
-    is passed over and leaves its place to the next best. Ties go to the smaller index. NaN is the worst score.
+    After each dimension the search keeps the ``k`` best live prefixes. It skips a prefix that is announced as live but
+    has no live child, in favour of the next best. Ties go to the smaller index. NaN is the worst score.
 
     Args:
         scores: for each dimension i an array (N, sides[i]).
-        k: experts wanted for each sample.
-        children: the live next indices of a prefix as a mask (M,), not to be changed; None: not looked up yet.
-        width: prefixes kept, ``k`` (as in the paper) unless given; wide enough, the result is the exact top k.
+        k: experts per sample.
+        children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
+
+    Returns:
+        For each sample its experts, best first, fewer if fewer are live; and the prefixes to look up before this result
+        is valid.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()
     while True:
-        descent = _Descent(children, barren)
-        best = descent.run(clean, k, max(k, width or k))
-        if not descent.barren - barren:
-            return Beams(best, sorted(descent.unknown))
-        barren |= descent.barren
+        known_barren, unknown = len(barren), set[Index]()
+        best = _descend(clean, k, children, barren, unknown)
+        if len(barren) == known_barren:
+            return best, sorted(unknown)
 
 
-class _Descent:
-    """One walk from the empty prefix to the experts."""
-
-    def __init__(self, children: Callable[[Index], Mask | None], barren: set[Index]) -> None:
-        self._children, self._known_barren = children, barren
-        self.barren: set[Index] = set()
-        self.unknown: set[Index] = set()
-
-    def run(self, scores: list[_Doubles], k: int, width: int) -> list[list[Index]]:
-        samples = len(scores[0])
-        prefixes: list[Index] = [()]
-        beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
-        for i, scores_NM in enumerate(scores):
-            last = i == len(scores) - 1
-            alive_UM = self._alive(prefixes, scores_NM.shape[1])
-            sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
-            flat = sums_NBM.reshape(samples, beam_NB.shape[1] * scores_NM.shape[1])
-            chosen = _best(flat, k if last else width)
-            if not last:  # ties go to the smaller index, so the columns of the next turn must be in order
-                chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
-                chosen[chosen == flat.shape[1]] = _NONE
-            totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
-            prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, scores_NM.shape[1])
-        return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
-
-    def _alive(self, prefixes: list[Index], side: int) -> Mask:
-        """The live children of each prefix; one row more, for no prefix, without any."""
-        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)
+def _descend(
+    scores: list[_Doubles],
+    k: int,
+    children: Callable[[Index], Mask | None],
+    barren: set[Index],
+    unknown: set[Index],
+) -> list[list[Index]]:
+    """Walk once from the empty prefix to the experts; add the prefixes that are found barren or unknown."""
+    samples = len(scores[0])
+    prefixes: list[Index] = [()]
+    beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
+    for i, scores_NM in enumerate(scores):
+        side = scores_NM.shape[1]
+        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
         for u, prefix in enumerate(prefixes):
-            mask = self._children(prefix)
+            mask = children(prefix)
             if mask is None:
-                self.unknown.add(prefix)
+                unknown.add(prefix)
             alive_UM[u] = True if mask is None else mask
-        places = {prefix: u for u, prefix in enumerate(prefixes)} if self._known_barren else {}
-        for child in self._known_barren:
+        places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
+        for child in barren:
             if child[:-1] in places:
                 alive_UM[places[child[:-1]], child[-1]] = False
-        empty = np.flatnonzero(~alive_UM[:-1].any(axis=1))
-        self.barren |= {prefixes[u] for u in empty if prefixes[u]}
-        return alive_UM
+        barren |= {prefixes[u] for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)) if prefixes[u]}
+        sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
+        flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
+        chosen = _best(flat, k)
+        if (
+            i < len(scores) - 1
+        ):  # ties go to the smaller index, so the next iteration needs its columns in order
+            chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
+            chosen[chosen == flat.shape[1]] = _NONE
+        totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
+        prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, side)
+    return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
 
 
 def _best(values: _Doubles, count: int) -> _Ints:
-    """Columns of the ``count`` largest values of each row, largest first, ties to the left; `_NONE` for -inf."""
+    """Return the columns of each row's ``count`` largest values, largest first, ties left; `_NONE` for -inf."""
     rows_total, columns_total = values.shape
     worthy = values > -np.inf
     if columns_total > count:
@@ -210,7 +180,7 @@ def _best(values: _Doubles, count: int) -> _Ints:
 
 
 def _extend(prefixes: list[Index], beam_NB: _Ints, chosen: _Ints, side: int) -> tuple[list[Index], _Ints]:
-    """The chosen prefixes, one index longer: the different ones in order, and where each sample's are among them."""
+    """Return the chosen prefixes, one index longer: the different ones in order, and each sample's positions."""
     parents = np.take_along_axis(beam_NB, np.maximum(chosen, 0) // side, axis=1)
     codes = np.where(chosen == _NONE, _NONE, parents * side + chosen % side)
     unique, beam = np.unique(codes, return_inverse=True)

@@ -1,17 +1,14 @@
-"""A layer of a torch model whose experts live on other peers (Learning@home, section 3.1).
+"""A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-Rules. Samples are grouped: one call per expert and direction, all in parallel. Once every sample has ``k_min`` answers
-the others have ``grace_s`` left; weights are renormalised over those that answered. A sample that nobody answered is
-tried once more with other experts, then passes unchanged: the experts that ship are residual, so it skips the layer.
-In backward an expert that fails counts as zero gradient for its part, and the gating still gets its gradient.
+Samples are grouped: one call per expert and direction, all in parallel. Once every sample has ``k_min`` answers, the
+other calls have ``grace_s`` left; the weights are renormalised over the answers. A sample without an answer is tried
+once more with other experts, then passes unchanged: the experts that ship are residual, so it skips the layer. In
+backward a failed expert counts as zero gradient for its part, and the gating still gets its gradient.
 
-Inside, everything is float32. Do not scale the loss (`GradScaler`): experts step on the gradients they are sent.
+Everything inside is float32. Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
 
-Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, S the shape of a sample.
-
-Which expert suits which sample: a linear map per dimension of the grid (Learning@home, section 3.2).
-
-Shapes: B samples, K chosen experts, G dimensions of the grid, D values of a sample.
+Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of a dimension, S the
+shape of a sample, D values of a sample.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,27 +29,34 @@ from torch import Tensor, nn
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
-    ExpertAccess,
     ExpertBatch,
-    ExpertInfo,
+    ExpertCalls,
     Flags,
     Places,
     as_floats,
-    end,
+    attach_backward,
     group,
-    through,
     wait_for_answers,
 )
 from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.records import ExpertInfo
 from colab_swarm.tensors.codecs import Floats, all_finite
+
+logger = logging.getLogger(__name__)
+ATTEMPTS = 2
+MIN_WITNESSES = 3  # with fewer answers an outlier cannot be identified
+DECAY = 0.99  # of an expert's share, per batch without it
+FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 
 
 class Gating(nn.Module):
-    """``g(x, f) = sum_i g_i(x)[u_i]``: the priority of an expert is the sum of its indices' scores.
+    """``g(x, f) = sum_i g_i(x)[u_i]``: an expert's priority is the sum of its indices' scores.
+
+    Each dimension of the grid has one linear map (Learning@home, section 3.2).
 
     Args:
         dim: values of a sample.
-        sides: how many indices each dimension of the grid has.
+        sides: number of indices of each dimension of the grid.
     """
 
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
@@ -60,79 +65,60 @@ class Gating(nn.Module):
         self.maps = nn.Linear(dim, sum(sides))  # all g_i side by side
 
     def forward(self, x_BD: Tensor) -> tuple[Tensor, ...]:
-        """One tensor of shape (B, side) per dimension."""
+        """Return one tensor of scores (B, side) per dimension."""
         return self.maps(x_BD).split(self.sides, dim=1)  # type: ignore[no-any-return]
 
 
 def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
-    """Of the experts at these indices: a tensor (B, K), differentiable in the scores."""
+    """Return the priorities (B, K) of the experts at these indices, differentiable in the scores."""
     picked = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
     return torch.stack(picked).sum(0)
 
 
 def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
-    """Softmax over those that answered, 0 for the others; all 0 where nobody did."""
+    """Return the softmax over the experts that answered, 0 for the others; all 0 where none answered."""
     lowest = torch.finfo(priorities_BK.dtype).min
     weights_BK = priorities_BK.masked_fill(~answered_BK, lowest).softmax(1)
     return weights_BK.masked_fill(~answered_BK, 0.0)  # not -inf above: its gradient would be NaN
 
 
-MEMORY = 0.99
-
-"""Part of a share that is left after a batch without the expert."""
-
-FORGOTTEN = 1e-4
-
-"""An expert with less has not been used for about a thousand batches: it is gone."""
-
-
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
-    """Squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7).
+    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7).
 
     Args:
         importance_E: of the experts that took part: the sum of their weights over the batch.
-        idle: how many more were known and took no part: their importance is 0.
+        idle: number of other known experts, whose importance is 0.
 
     Returns:
         A scalar >= 0; 0 if all are equally important or none took part.
     """
     if not len(importance_E):
         return importance_E.sum()
-    everyone = len(importance_E) + idle
-    mean = importance_E.sum() / everyone
-    variance = ((importance_E - mean).square().sum() + idle * mean.square()) / everyone
+    count = len(importance_E) + idle
+    mean = importance_E.sum() / count
+    variance = ((importance_E - mean).square().sum() + idle * mean.square()) / count
     return variance / mean.square().clamp_min(1e-20)
 
 
 @dataclass(frozen=True)
 class MixtureStatistics:
-    """What a layer has seen so far.
+    """Counters of a layer since its creation."""
 
-    Attributes:
-        batches: forward passes.
-        answers: of experts, forward.
-        failures: of experts, forward: an error, or silence until the others' grace was over.
-        lost_gradients: backward calls that failed: the expert may not have learned, its part counted as zero.
-        unanswered: samples for which nobody answered, which passed unchanged.
-        outliers: answers for single samples that lay too far from the others'.
-        sent_bytes, received_bytes: of activations and gradients, as they travelled.
-    """
-
-    batches: int = 0
-    answers: int = 0
-    failures: int = 0
-    lost_gradients: int = 0
-    unanswered: int = 0
-    outliers: int = 0
-    sent_bytes: int = 0
+    batches: int = 0  # forward passes
+    answers: int = 0  # forward calls that succeeded
+    failures: int = 0  # forward calls that failed or were later than the grace period
+    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
+    unanswered: int = 0  # samples without any answer, which passed unchanged
+    outliers: int = 0  # answers for single samples that were too far from the others
+    sent_bytes: int = 0  # of activations and gradients, as encoded
     received_bytes: int = 0
 
 
 class Usage:
-    """Counts what a layer does. Copies of the layer share it, on whatever threads they run."""
+    """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._shares: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -142,22 +128,21 @@ class Usage:
     def count(self, **more: int) -> None:
         """Add to the counters of `MixtureStatistics`."""
         with self._lock:
-            for name, number in more.items():
-                self._counts[name] = self._counts.get(name, 0) + number
+            self._counts.update(more)
 
     def statistics(self) -> MixtureStatistics:
-        """So far."""
+        """Return the counters, without the bytes."""
         with self._lock:
             return MixtureStatistics(**self._counts)
 
     def on_batch(self, weights: Mapping[str, float]) -> int:
-        """A batch was mixed with these sums of weights; returns how many other experts are known."""
+        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
         total = sum(weights.values())
         with self._lock:
             if total:
-                shares = {uid: MEMORY * share for uid, share in self._shares.items()}
+                shares = {uid: DECAY * share for uid, share in self._shares.items()}
                 for uid, weight in weights.items():
-                    shares[uid] = shares.get(uid, 0.0) + (1 - MEMORY) * weight / total
+                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
                 self._shares = {
                     uid: share for uid, share in shares.items() if share >= FORGOTTEN or uid in weights
                 }
@@ -165,62 +150,62 @@ class Usage:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each known expert's part of the work of the last hundred batches or so; they sum to 1."""
+        """Each known expert's part of the work of about the last hundred batches; they sum to 1."""
         with self._lock:
             total = sum(self._shares.values())
             return {uid: share / total for uid, share in sorted(self._shares.items())}
 
 
 class RemoteExpert(nn.Module):
-    """Computes forward and backward where the expert is, which learns from each backward.
+    """One expert as a module: forward and backward run on its host, and it learns from each backward.
 
-    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no parameters here.
+    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no local parameters.
 
     Args:
-        access: reaches the expert.
-        grid: where it is.
+        calls: reaches the expert.
+        grid: contains the expert.
         uid: its name.
 
     Raises:
-        ValueError: it is none of the grid.
+        ValueError: the name is not in the grid.
     """
 
-    def __init__(self, access: ExpertAccess, grid: Grid, uid: str) -> None:
+    def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
         super().__init__()
         grid.index(uid)
         self.grid, self.uid = grid, uid
-        self._access = access
+        self._calls = calls
 
     def extra_repr(self) -> str:
-        """Its name."""
+        """Return its name."""
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Where it is now, its shape and step.
+        """Return its current host, shape and step.
 
         Raises:
-            ExpertError: nobody hosts it.
+            ExpertError: no peer hosts it.
         """
-        return self._access.run(self._find())
+        return self._calls.runtime.call(self._find())
 
     async def _find(self) -> ExpertInfo:
         try:
-            async with asyncio.timeout(self._access.timeout_s):
-                info = await self._access.directory.find(self.grid, self.uid)
+            async with asyncio.timeout(self._calls.timeout_s):
+                info = await self._calls.directory.find(self.grid, self.uid)
         except TimeoutError as error:
-            raise ExpertError(f"{self.uid} was not found in {self._access.timeout_s:g} s") from error
+            raise ExpertError(f"{self.uid} was not found in {self._calls.timeout_s:g} s") from error
         if info is None:
-            raise ExpertError(f"nobody hosts {self.uid}: host it, or wait until a peer takes it over")
+            raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
         return info
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Of the same shape and dtype.
+        """Return a tensor of the same shape and dtype.
 
         Raises:
-            ExpertError: nobody hosts it, or it failed; in backward too.
+            ExpertError: no peer hosts it, or it failed; in backward too.
             ValueError: the inputs do not fit.
         """
-        info = self.info()
+        info, calls = self.info(), self._calls
         sample = inputs.shape[-len(info.shape) :]
         if inputs.ndim < len(info.shape) or any(
             size not in (-1, given) for size, given in zip(info.shape, sample, strict=True)
@@ -233,19 +218,10 @@ class RemoteExpert(nn.Module):
             values = as_floats(samples)
 
             def backward(grads: Floats) -> Floats:
-                return self._access.run(self._access.backward(info, values, grads))
+                return calls.runtime.call(calls.backward(info, values, grads))
 
-            outputs = through(samples, self._access.run(self._access.forward(info, values)), backward)
+            outputs = attach_backward(samples, calls.runtime.call(calls.forward(info, values)), backward)
         return outputs.reshape(inputs.shape).to(inputs)
-
-
-logger = logging.getLogger(__name__)
-
-ATTEMPTS = 2
-
-MIN_WITNESSES = 3
-
-"""With fewer answers nobody can say which of them is the outlier."""
 
 
 @dataclass(frozen=True)
@@ -253,10 +229,10 @@ class MixtureSettings:
     """How a layer uses its experts.
 
     Attributes:
-        k: experts asked per sample.
-        k_min: answers per sample that are waited for as long as they can come.
-        grace_s: how long the other answers are waited for after that; who is later counts as failed.
-        sequences: a sample is a sequence (length, dim), sent to experts as one and chosen for by its mean;
+        k: experts called per sample.
+        k_min: answers per sample to wait for as long as they can arrive.
+        grace_s: how long to wait for the other answers after that; later ones count as failed.
+        sequences: a sample is a sequence (length, dim), sent to experts as one and scored by its mean;
             False: a sample is a single vector (dim).
         reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
             from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
@@ -271,7 +247,7 @@ class MixtureSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.k_min <= self.k:
             raise ValueError(
-                f"k={self.k}, k_min={self.k_min}: ask at least one expert and wait for at most k"
+                f"k={self.k}, k_min={self.k_min}: call at least one expert and wait for at most k"
             )
         if not self.grace_s >= 0:
             raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
@@ -285,38 +261,38 @@ class MixtureOfExperts(nn.Module):
     """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
 
     Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
-    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share access to
-    the experts and the statistics.
+    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
+    connection to the experts and the statistics.
 
     Args:
-        access: reaches the experts.
-        grid: where they are.
+        calls: reaches the experts.
+        grid: contains the experts.
         dim: size of the last dimension.
         settings: see there.
     """
 
     def __init__(
-        self, access: ExpertAccess, grid: Grid, dim: int, settings: MixtureSettings = MixtureSettings()
+        self, calls: ExpertCalls, grid: Grid, dim: int, settings: MixtureSettings = MixtureSettings()
     ) -> None:
         super().__init__()
         self.gating = Gating(dim, grid.sides)
         self.grid, self.dim, self.settings = grid, dim, settings
         self.balance_loss: Tensor = torch.zeros(())
-        """Of the last forward pass: add a small multiple of it to your loss and work spreads over the experts."""
-        self._access, self._usage = access, Usage()
+        """Of the last forward pass: add a small multiple of it to your loss to spread the work over the experts."""
+        self._calls, self._usage = calls, Usage()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
 
     def extra_repr(self) -> str:
-        """Where and how many."""
+        """Return the grid and k."""
         return f"{self.grid}, k={self.settings.k}"
 
     def _repr_html_(self) -> str:
-        told = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
+        counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
         busiest = sorted(self.utilisation.items(), key=lambda used: -used[1])
         rows = [(uid, f"{share:.1%}") for uid, share in busiest]
-        return facts(f"MixtureOfExperts({self.extra_repr()})", told, ("expert", "of the recent work"), rows)
+        return facts(f"MixtureOfExperts({self.extra_repr()})", counts, ("expert", "of the recent work"), rows)
 
     @property
     def utilisation(self) -> dict[str, float]:
@@ -324,44 +300,41 @@ class MixtureOfExperts(nn.Module):
         return self._usage.shares
 
     def statistics(self) -> MixtureStatistics:
-        """What happened so far."""
-        calls = self._access.calls
+        """Return the counters since the layer's creation."""
+        calls = self._calls
         return replace(
             self._usage.statistics(), sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Of the same shape and dtype.
+        """Return a tensor of the same shape and dtype.
 
         Raises:
-            NoExpertsError: no expert of the grid is alive.
+            NoExpertsError: no expert of the grid is live.
             ValueError: the inputs do not fit or are not finite.
         """
-        sample = self._sample_shape(inputs)
+        sequences = self.settings.sequences
+        if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
+            wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
+            raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
         if not inputs.numel():
             return inputs
+        sample = inputs.shape[-2:] if sequences else inputs.shape[-1:]
         with torch.autocast(inputs.device.type, enabled=False):
             mixed = self._mix(inputs.reshape(-1, *sample).float())
         return mixed.reshape(inputs.shape).to(inputs.dtype)
-
-    def _sample_shape(self, inputs: Tensor) -> torch.Size:
-        needed = 3 if self.settings.sequences else 1
-        if inputs.ndim < needed or inputs.shape[-1] != self.dim:
-            wanted = f"(batch, length, {self.dim})" if self.settings.sequences else f"(..., {self.dim})"
-            raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
-        return inputs.shape[-2:] if self.settings.sequences else inputs.shape[-1:]
 
     def _mix(self, samples_BS: Tensor) -> Tensor:
         features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
         gate_dtype = self.gating.maps.weight.dtype
         scores = [score_BM.float() for score_BM in self.gating(features_BD.to(gate_dtype))]
         inputs_BS = samples_BS.cpu()
-        batch = _Batch(self._access, self.grid, self.settings, as_floats(inputs_BS))
-        self._access.run(batch.forward([as_floats(score_BM) for score_BM in scores]))
+        batch = _Batch(self._calls, self.grid, self.settings, as_floats(inputs_BS))
+        self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._usage.count(batches=1, **batch.counts)
 
         device = samples_BS.device
-        outputs_BKS = through(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
+        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
@@ -371,13 +344,13 @@ class MixtureOfExperts(nn.Module):
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
 
     def _backward(self, batch: _Batch, grads_BKS: Floats) -> Floats:
-        grads_BS, lost = self._access.run(batch.backward(grads_BKS))
+        grads_BS, lost = self._calls.runtime.call(batch.backward(grads_BKS))
         self._usage.count(lost_gradients=lost)
         return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
         experts_BK, uids = batch.experts()
-        importance_E = weights_BK.new_zeros(len(uids) + 1)  # the last: of nobody, 0
+        importance_E = weights_BK.new_zeros(len(uids) + 1)  # the last: of no expert, 0
         places = torch.from_numpy(experts_BK.ravel()).to(weights_BK.device)
         importance_E = importance_E.index_add(0, places, weights_BK.ravel())[:-1]
         idle = self._usage.on_batch(dict(zip(uids, importance_E.tolist(), strict=True)))
@@ -385,16 +358,14 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Batch:
-    """One batch on its way through the experts and back. Sizes do not depend on who answers (checkpointing asks so)."""
+    """One batch through the experts and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
 
-    def __init__(
-        self, access: ExpertAccess, grid: Grid, settings: MixtureSettings, inputs_BS: Floats
-    ) -> None:
+    def __init__(self, calls: ExpertCalls, grid: Grid, settings: MixtureSettings, inputs_BS: Floats) -> None:
         if not all_finite(inputs_BS):
             raise ValueError(
                 f"inputs of {grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
             )
-        self._access, self._grid, self._settings = access, grid, settings
+        self._calls, self._grid, self._settings = calls, grid, settings
         self._inputs_BS = inputs_BS
         batch, k = len(inputs_BS), min(settings.k, grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
@@ -411,8 +382,8 @@ class _Batch:
             except NoExpertsError:
                 if attempt == 0:
                     raise
-                break  # those that failed are all there were
-            await self._ask(group(chosen, rows.tolist()), rows)
+                break  # those that failed were the only ones
+            await self._call(group(chosen, rows.tolist()), rows)
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
@@ -421,37 +392,41 @@ class _Batch:
             self._reject(self._settings.reject_outliers)
 
     async def _choose(self, scores: Sequence[Floats]) -> list[list[ExpertInfo]]:
-        k = self.answered_BK.shape[1]
         try:
-            async with asyncio.timeout(self._access.timeout_s):
-                return await self._access.directory.best(self._grid, scores, k)
+            async with asyncio.timeout(self._calls.timeout_s):
+                return await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
         except TimeoutError:
-            logger.warning("no experts of %s found in %g s", self._grid, self._access.timeout_s)
+            logger.warning("no experts of %s found in %g s", self._grid, self._calls.timeout_s)
             return [[] for _ in scores[0]]
 
-    async def _ask(self, groups: list[ExpertBatch], rows: Places) -> None:
-        access, settings = self._access, self._settings
+    async def _call(self, groups: list[ExpertBatch], rows: Places) -> None:
+        calls, grace_s = self._calls, self._settings.grace_s
         tasks = {
-            asyncio.create_task(access.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
+            asyncio.create_task(calls.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
         }
         needed = np.zeros(len(self._inputs_BS), np.intp)
-        needed[rows] = settings.k_min
+        needed[rows] = self._settings.k_min
         try:
-            await wait_for_answers(tasks, needed, settings.grace_s)
+            await wait_for_answers(tasks, needed, grace_s)
         finally:
-            await end(tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for task, one in tasks.items():
+            uid = one.info.uid
             if task.cancelled():
-                access.directory.on_failure(one.info.uid, f"{settings.grace_s:g} s later than others")
+                calls.directory.on_failure(uid, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
                 self.counts["failures"] += 1
                 continue
             self.outputs_BKS[one.rows, one.slots] = task.result()
             self.answered_BK[one.rows, one.slots] = True
-            self.indices_BKG[one.rows, one.slots] = self._grid.index(one.info.uid)
+            self.indices_BKG[one.rows, one.slots] = self._grid.index(uid)
             self.counts["answers"] += 1
-            known = self._groups.get(one.info.uid)  # it answered other samples at the first attempt
-            self._groups[one.info.uid] = one if known is None else known.joined(one)
+            if first := self._groups.get(uid):  # it answered other samples at the first attempt
+                rows, slots = np.append(first.rows, one.rows), np.append(first.slots, one.slots)
+                one = ExpertBatch(first.info, rows, slots)
+            self._groups[uid] = one
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
@@ -466,17 +441,19 @@ class _Batch:
         self.counts["outliers"] = int(outliers_BK.sum())
 
     async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
-        """The inputs' gradient, and how many experts failed and count as zero in it."""
-        if not all_finite(grads_BKS):  # the experts must not see it, the caller's optimizer may
+        """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
+        if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             return np.full_like(self._inputs_BS, np.nan), len(self._groups)
-        groups = [kept for one in self._groups.values() if len((kept := self._kept(one)).rows)]
-        results = await asyncio.gather(
-            *(
-                self._access.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
-                for one in groups
-            ),
-            return_exceptions=True,
+        groups = []
+        for one in self._groups.values():
+            used = self.answered_BK[one.rows, one.slots]  # not those rejected as outliers
+            if used.any():
+                groups.append(ExpertBatch(one.info, one.rows[used], one.slots[used]))
+        calls = (
+            self._calls.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
+            for one in groups
         )
+        results = await asyncio.gather(*calls, return_exceptions=True)
         grads_BS, lost = np.zeros_like(self._inputs_BS), 0
         for one, result in zip(groups, results, strict=True):
             if isinstance(result, ExpertError):
@@ -487,12 +464,8 @@ class _Batch:
                 grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
         return grads_BS, lost
 
-    def _kept(self, one: ExpertBatch) -> ExpertBatch:
-        kept = self.answered_BK[one.rows, one.slots]
-        return ExpertBatch(one.info, one.rows[kept], one.slots[kept])
-
     def experts(self) -> tuple[Places, list[str]]:
-        """Which expert is in which place, as an index into the names that follow; one too large: nobody."""
+        """Return the expert of each place as an index into the names that follow; one past the end: none."""
         experts_BK = np.full(self.answered_BK.shape, len(self._groups), np.intp)
         for index, one in enumerate(self._groups.values()):
             experts_BK[one.rows, one.slots] = index

@@ -1,138 +1,131 @@
-"""What hosts tell the DHT about their experts.
+"""Records in the DHT by which hosts announce their experts.
 
-One key per prefix of the grid, the empty one included; under it each host has one record, signed, under its own id.
-Under a *row*, a prefix that lacks only the last index, the record names the host's addresses and all its experts there:
-whoever has read the row can call them. Under a shorter prefix it only names the next indices that lead to live experts,
-and there two hosts' word for an index is enough. So what is held under one key is bounded by the grid, never by the
-size of the swarm: what is under one key must fit in one message. Rows of more than `PAGE` places spread over several
-keys; of shorter ones, as many as fit in a page share a key, so that a search asks for few: they stand on one *shelf*,
-called by its first row.
+Each prefix of the grid has one key, the empty prefix included. Under it each host stores one signed record with its own
+id as the subkey. A *row* is a prefix that lacks only the last index. Its record names the host's addresses and all its
+experts there, so a peer that has read the row can call them. Under a shorter prefix the record names only the next
+indices that lead to live experts, and two hosts per index are enough. So the size of a key is bounded by the grid and
+not by the number of peers, and each key fits in one message. Rows of more than `PAGE` places are split over several
+keys. Shorter rows share a key, as many as fit in a page, so that a search reads few keys: they form a *shelf*, named
+after its first row.
 
-A peer that wants to host what nobody does says so by a place without updates (`CLAIMED`). Of several hosts of one place
-it belongs to who claimed first; see `ExpertPlace.claim`.
+To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one place, it belongs to
+the first claim; see `Holding.claim`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 
-from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.dht.service import DHT, Found, is_sound
+from colab_swarm.events import EventLog
 from colab_swarm.moe.grid import MAX_SIDE, Grid, Index, Mask
-from colab_swarm.net.peers import Contact, Message, PeerId
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers
+from colab_swarm.runtime import PauseGate
+
+PAGE = 256  # places, or next indices, that share a key
+MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
+CLAIMED = -1  # the step of a place that its host does not serve yet
+
+NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
 @dataclass(frozen=True)
-class BanSettings:
-    """How long who failed is left out.
+class ExpertServices:
+    """This peer's services; ``run_id`` is part of all DHT keys, ``gate`` is closed while experts are paused."""
 
-    Attributes:
-        first_s: after the first failure, seconds.
-        longest_s: however often it fails; who has been quiet as long after its ban begins anew.
-    """
+    peers: Peers
+    dht: DHT
+    events: EventLog
+    rng: random.Random
+    run_id: str
+    gate: PauseGate = field(default_factory=PauseGate)
 
-    first_s: float = 5.0
-    longest_s: float = 300.0
 
+@dataclass(frozen=True)
+class ExpertInfo:
+    """A live expert, as announced in the DHT."""
 
-@dataclass
-class _Record:
-    failures: int
-    until: float
+    uid: str  # its name, ``prefix.u_0.….u_(d-1)``
+    host: Contact  # the peer that serves it
+    shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
+    step: int  # optimizer steps in its weights at its host's last announcement
+    expires_at: float  # when that announcement expires, swarm time, seconds
+
+    @property
+    def peer(self) -> PeerId:
+        """The host's id."""
+        return self.host.id
 
 
 class Bans:
-    """Free of I/O; ``now`` is monotonic seconds.
+    """Excludes what failed for a while, twice as long after each failure in a row. Pure; ``now`` is monotonic seconds.
+
+    Args:
+        first_s: length of the first ban.
+        longest_s: longest ban; without a failure for as long after a ban, the count restarts.
 
     Attributes:
         version: changes with each ban that begins or is lifted.
     """
 
-    def __init__(self, settings: BanSettings) -> None:
-        self._settings = settings
-        self._records: dict[Hashable, _Record] = {}
+    def __init__(self, first_s: float = 5.0, longest_s: float = 300.0) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._records: dict[Hashable, tuple[int, float]] = {}  # failures in a row, end of the ban
         self.version = 0
 
-    def fail(self, who: Hashable, now: float) -> float | None:
-        """``who`` failed; returns for how many seconds it is left out, None if it is already.
+    def fail(self, key: Hashable, now: float) -> float | None:
+        """Count a failure; return the length of the ban that begins, None if one is running.
 
-        Calls that were under way when a host died all fail: they count once.
+        Calls that were open when a host died all fail: they count once.
         """
-        longest_s = self._settings.longest_s
-        self._records = {key: r for key, r in self._records.items() if now < r.until + longest_s}
-        record = self._records.setdefault(who, _Record(0, -math.inf))
-        if now < record.until:
+        self._records = {
+            k: (n, until) for k, (n, until) in self._records.items() if now < until + self._longest_s
+        }
+        failures, until = self._records.get(key, (0, -math.inf))
+        if now < until:
             return None
-        seconds = min(longest_s, self._settings.first_s * 2.0**record.failures)
-        record.failures, record.until = min(record.failures + 1, 64), now + seconds
+        seconds = min(self._longest_s, self._first_s * 2.0**failures)
+        self._records[key] = min(failures + 1, 64), now + seconds
         self.version += 1
         return seconds
 
-    def succeed(self, who: Hashable) -> None:
-        """``who`` did well: its failures are forgiven."""
-        if self._records.pop(who, None) is not None:
+    def succeed(self, key: Hashable) -> None:
+        """Forget the failures of ``key`` and lift its ban."""
+        if self._records.pop(key, None) is not None:
             self.version += 1
 
-    def banned(self, who: Hashable, now: float) -> bool:
-        """Whether ``who`` is left out."""
-        return who in self._records and now < self._records[who].until
+    def banned(self, key: Hashable, now: float) -> bool:
+        """Return True while ``key`` is excluded."""
+        return key in self._records and now < self._records[key][1]
 
     def ends(self, now: float) -> dict[Hashable, float]:
-        """Who is left out, and until when."""
-        return {who: record.until for who, record in self._records.items() if now < record.until}
-
-    def next_end(self, now: float) -> float:
-        """When the next ban ends; infinite if there is none."""
-        return min(self.ends(now).values(), default=math.inf)
-
-
-PAGE = 256
-
-"""Places, or next indices, that share a key."""
-
-MAX_ADDRESS_CHARS = 256
-
-"""Of all addresses in a row's record: 256 hosts must fit under one key."""
-
-CLAIMED = -1
-
-"""The step of a place that its host does not serve yet."""
-
-NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
-
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-
-Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
-
-Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
-
-Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
+        """Return the running bans, and when each ends."""
+        return {key: until for key, (_, until) in self._records.items() if now < until}
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert on a shelf.
+    """One expert on a shelf."""
 
-    Attributes:
-        index: where it stands on its shelf, counted row by row.
-        claimed_ms: the host's swarm time when it claimed the place, milliseconds.
-        step: updates in its weights; `CLAIMED`: not served yet.
-        shape: of one sample; -1: any length.
-    """
-
-    index: NextIndex
-    claimed_ms: Count
-    step: Step
-    shape: Shape
+    index: NextIndex  # its position on the shelf, counted row by row
+    claimed_ms: Count  # the host's swarm time when it claimed the place, milliseconds
+    step: Step  # optimizer steps in its weights; `CLAIMED`: not served yet
+    shape: Shape  # of one sample; -1: any length
 
 
 class RecordRow(Message, frozen=True):
-    """A host's experts on a shelf, and where the host can be dialled."""
+    """A host's experts on a shelf, and the host's addresses."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
@@ -144,75 +137,63 @@ class GridBranch(Message, frozen=True):
     indices: Annotated[tuple[NextIndex, ...], msgspec.Meta(max_length=PAGE)]
 
 
-R = TypeVar("R", RecordRow, GridBranch)
-
-
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One host's word for one next index, or for one place on a shelf.
+    """One host's announcement of one next index, or of one place on a shelf."""
 
-    Attributes:
-        host: who said so; without addresses above the rows.
-        index: the next index, or that of the place.
-        until: when the word ends, on the reader's monotonic clock, seconds.
-        uid: of the expert, or of all that begin so.
-        place: on a shelf, the expert.
-    """
-
-    host: Contact
-    index: int
-    until: float
-    uid: str
-    place: ExpertPlace | None = None
+    host: Contact  # the announcing peer; without addresses above the rows
+    index: int  # the next index, or the position on the shelf
+    until: float  # when the announcement expires, on the reader's monotonic clock, seconds
+    uid: str  # name of the expert, or common prefix of the experts below
+    place: ExpertPlace | None = None  # on a shelf, the expert
 
     @property
     def served(self) -> bool:
-        """Whether there is something to call, not only a claim."""
+        """False for a place that is claimed and cannot be called yet."""
         return self.place is None or self.place.step != CLAIMED
 
     @property
     def claim(self) -> tuple[int, PeerId]:
-        """The least of all claims of a place is the rightful one: the first and, told at once, the smaller id's."""
+        """Sort key of claims to one place. The smallest wins: the earliest and, at equal times, the smaller id's."""
         return (self.place.claimed_ms if self.place else 0, self.host.id)
 
 
 def is_row(grid: Grid, prefix: Index) -> bool:
-    """Whether the experts themselves are the children of this prefix."""
+    """Return True if the children of this prefix are experts."""
     return len(prefix) == len(grid.sides) - 1
 
 
 def shelf_of(grid: Grid, prefix: Index) -> Index:
-    """The first row of the shelf on which a row stands; a shorter prefix stands alone."""
+    """Return the first row of the shelf that contains a row; a shorter prefix is its own shelf."""
     if not is_row(grid, prefix) or not prefix:
         return prefix
     return (*prefix[:-1], prefix[-1] - prefix[-1] % _rows_together(grid))
 
 
 def _rows_together(grid: Grid) -> int:
-    """How many rows a shelf has, where there are so many that differ in their last index only."""
     return max(1, PAGE // grid.sides[-1])
 
 
 def width(grid: Grid, shelf: Index) -> int:
-    """How many next indices or, on a shelf, places there are at most."""
+    """Return the largest number of next indices or, on a shelf, of places."""
     side = grid.sides[len(shelf)]
     return side * _rows_together(grid) if is_row(grid, shelf) and shelf else side
 
 
 def offset(grid: Grid, prefix: Index) -> int:
-    """The index of a row's first place on its shelf; 0 for a shorter prefix."""
-    return (
-        (prefix[-1] - shelf_of(grid, prefix)[-1]) * grid.sides[-1] if is_row(grid, prefix) and prefix else 0
-    )
+    """Return the position of a row's first place on its shelf; 0 for a shorter prefix."""
+    if not is_row(grid, prefix) or not prefix:
+        return 0
+    return (prefix[-1] - shelf_of(grid, prefix)[-1]) * grid.sides[-1]
 
 
 def position(grid: Grid, place: Index) -> int:
-    """The index of an expert on its shelf."""
+    """Return the position of an expert on its shelf."""
     return offset(grid, place[:-1]) + place[-1]
 
 
 def _uid_at(grid: Grid, shelf: Index, index: int) -> str | None:
-    """The name of what is there; None if the grid ends before."""
+    """Return the name at a position of a shelf, None beyond the end of the grid."""
     if index >= width(grid, shelf):
         return None
     if not (is_row(grid, shelf) and shelf):
@@ -222,21 +203,18 @@ def _uid_at(grid: Grid, shelf: Index, index: int) -> str | None:
 
 
 def keys(run_id: str, grid: Grid, shelf: Index) -> list[str]:
-    """The keys whose records together tell of all that a shelf or a shorter prefix has: one per `PAGE` of it."""
+    """Return the keys that together hold all records of a shelf or shorter prefix, one per `PAGE`."""
     pages = -(-width(grid, shelf) // PAGE)
     return [f"{run_id}/experts/{grid.uid(shelf)}/{page}" for page in range(pages)]
 
 
 def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
-    """Indices by the page they are on, in order."""
-    pages: dict[int, list[int]] = {}
-    for index in sorted(indices):
-        pages.setdefault(index // PAGE, []).append(index)
-    return pages
+    """Return sorted indices by their page."""
+    return {page: [*group] for page, group in itertools.groupby(sorted(indices), lambda index: index // PAGE)}
 
 
 def short_addresses(contact: Contact) -> tuple[str, ...]:
-    """The best addresses that fit in a row's record."""
+    """Return the best addresses that fit in a row's record."""
     chosen: list[str] = []
     for address in contact.addresses:
         if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
@@ -247,68 +225,61 @@ def short_addresses(contact: Contact) -> tuple[str, ...]:
 def holdings(
     grid: Grid, shelf: Index, found: Mapping[bytes, Found], *, now: float, swarm_time: float
 ) -> dict[PeerId, list[Holding]]:
-    """What the records of a shelf or a shorter prefix say, host by host; strangers' nonsense is left out.
+    """Decode the records of a shelf or shorter prefix, by host; invalid records of strangers are dropped.
 
-    A host that has withdrawn all is there with an empty list. ``now`` is the reader's monotonic clock when it read at
-    ``swarm_time``: what skewed clocks say of the end of a record is not believed, only how long it has left.
+    A host that has withdrawn everything has an empty list. ``now`` is the reader's monotonic clock at ``swarm_time``:
+    only the remaining life of a record counts, so clocks that are wrong do no harm.
     """
-    told: dict[PeerId, list[Holding]] = {}
+    kind: type[RecordRow] | type[GridBranch] = RecordRow if is_row(grid, shelf) else GridBranch
+    announced: dict[PeerId, list[Holding]] = {}
     for subkey, record in found.items():
-        said = _decode(record.value, RecordRow) if is_row(grid, shelf) else _decode(record.value, GridBranch)
-        contact = Contact(PeerId(subkey), said.addresses if isinstance(said, RecordRow) else ())
-        if said is None or record.owner != subkey or not is_sound(contact):
+        try:
+            row = msgspec.convert(record.value, kind)
+        except msgspec.ValidationError:
             continue
-        until = now + record.expires_at - swarm_time
-        places = said.places if isinstance(said, RecordRow) else ()
-        words = (
-            [(place.index, place) for place in places]
-            if isinstance(said, RecordRow)
-            else [(i, None) for i in said.indices]
-        )
-        told[contact.id] = [
-            Holding(contact, index, until, uid, place)
-            for index, place in words
-            if (uid := _uid_at(grid, shelf, index)) is not None
-        ]
-    return told
-
-
-def _decode(value: Any, kind: type[R]) -> R | None:
-    """A stranger's record; None if it is none."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return None
+        places: list[tuple[int, ExpertPlace | None]]
+        if isinstance(row, RecordRow):
+            contact, places = Contact(PeerId(subkey), row.addresses), [(p.index, p) for p in row.places]
+        else:
+            contact, places = Contact(PeerId(subkey), ()), [(index, None) for index in row.indices]
+        if record.owner == subkey and is_sound(contact):
+            until = now + record.expires_at - swarm_time
+            announced[contact.id] = [
+                Holding(contact, index, until, uid, place)
+                for index, place in places
+                if (uid := _uid_at(grid, shelf, index)) is not None
+            ]
+    return announced
 
 
 class Listing:
-    """What was read of one prefix or shelf: each host's words, and who is believed for each index."""
+    """The announcements read for one prefix or shelf, by host and by index."""
 
-    def __init__(self, words: dict[PeerId, list[Holding]]) -> None:
-        self.words = words
+    def __init__(self, by_host: dict[PeerId, list[Holding]]) -> None:
+        self.by_host = by_host
         self._by_index: dict[int, list[Holding]] = {}
-        for word in sorted(itertools.chain(*words.values()), key=lambda word: word.claim):
-            self._by_index.setdefault(word.index, []).append(word)
+        for one in sorted(itertools.chain(*by_host.values()), key=lambda one: one.claim):
+            self._by_index.setdefault(one.index, []).append(one)
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
 
     def live(self, index: int, now: float) -> Iterator[Holding]:
-        """Hosts' words for an index that still hold, the rightful one's first."""
-        return (word for word in self._by_index.get(index, ()) if word.until > now)
+        """Yield the announcements of an index that have not expired, the rightful owner's first."""
+        return (one for one in self._by_index.get(index, ()) if one.until > now)
 
     def usable(self, index: int, now: float, bans: Bans) -> Holding | None:
-        """Who can be called for an index: the rightful one of those that are not banned."""
-        for word in self.live(index, now):
-            if word.served and not bans.banned((word.uid, word.host.id), now):
-                return word
+        """Return the first announcement that can be called and is not banned, or None."""
+        for one in self.live(index, now):
+            if one.served and not bans.banned((one.uid, one.host.id), now):
+                return one
         return None
 
     def mask(self, width: int, now: float, bans: Bans) -> Mask:
-        """The usable ones of ``width`` indices; worked out anew only when something has changed."""
+        """Return which of ``width`` indices are usable; computed again only after a change."""
         if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(width, np.bool_)
             self._mask[[index for index in self._by_index if self.usable(index, now, bans)]] = True
-            ends = (word.until for word in itertools.chain(*self._by_index.values()) if word.until > now)
+            ends = (one.until for one in itertools.chain(*self._by_index.values()) if one.until > now)
             self._mask_version = bans.version
-            self._mask_until = min([bans.next_end(now), *ends], default=math.inf)
+            self._mask_until = min([*bans.ends(now).values(), *ends], default=math.inf)
         return self._mask

@@ -1,15 +1,13 @@
-"""Chunks of saved experts on disk, named by their BLAKE3 hash, and which saves they belong to.
+"""Saves of experts: an expert's state as hashed chunks, and the store of chunks on disk. Never pickle.
 
-A chunk that several saves share lies here once, so an expert of which little has changed costs little. Chunks that
-belong to no save are deleted. What is read is checked against its hash, so nothing is synced to disk: a chunk that a
-power cut garbled is dropped when it is read, and other copies take its place.
+Format. The tensors of the state lie in one blob, in order, each at a multiple of 64 bytes. The blob is cut into chunks
+of 256 KiB. A *manifest* names the expert, its step, the chunks, and the layout: the plain part of the state
+(`colab_swarm.tensors.statedict`) and each tensor's type and shape. The manifest is a chunk too: its digest identifies
+the whole save. Chunks and manifests come from strangers: everything is checked before use.
 
-An expert's state as hashed chunks, and back; never pickle.
-
-The state's tensors lie in one blob, each at a multiple of 64 bytes, in the order of the state; the blob is cut into
-chunks of 256 KiB. A *manifest* names the expert, its step, the chunks, and the layout: the plain part of the state
-(`colab_swarm.tensors.statedict`) and where each tensor lies. The manifest itself is a chunk, so that its digest stands
-for the whole. Chunks and manifests come from strangers: all is checked before anybody uses it.
+Store. Chunks are named by their BLAKE3 hash. Saves share equal chunks, so an expert with few changes costs little.
+Chunks that belong to no save are deleted. Every read is checked against the hash, so writes are not synced: a chunk
+damaged by a power cut is dropped when it is read, and other replicas replace it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,27 +39,29 @@ from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleto
 logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
-
-SAVES_OF_ONE = 2
-
-"""Of one expert by one owner: the new one, and the one before until the new one is known to be safe."""
+SAVES_OF_ONE = 2  # per expert and owner: the new one, and the one before until the new one is safe
+CHUNK_BYTES = 1 << 18
+MAX_CHUNKS = 1 << 14
+MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
+MAX_STEP = 1 << 48
+ALIGNMENT_BYTES = 64
 
 
 def digest_of(data: Buffer) -> bytes:
-    """The name of a chunk."""
+    """Return the name of a chunk."""
     return blake3(data).digest()
 
 
 def cut_digests(joined: bytes) -> list[bytes]:
-    """Digests that were joined."""
+    """Split joined digests."""
     return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 class ChunkStore:
-    """Chunks in a folder; those that nobody holds are deleted. Safe from any thread."""
+    """Chunks in a folder, with a count of references; unreferenced ones are deleted. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made at the first chunk; what is in it is not held yet: see `sweep`."""
+        """Create the folder at the first chunk; chunks already there have no reference yet, see `sweep`."""
         self._folder = folder
         self._holds: Counter[bytes] = Counter()
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class ChunkStore:
         return self._path(digest).exists()
 
     def put(self, data: Buffer) -> bytes:
-        """Keep a chunk, whole or not at all; returns its digest.
+        """Write a chunk atomically; return its digest.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -82,7 +82,7 @@ class ChunkStore:
         return digest
 
     def get(self, digest: bytes) -> bytes | None:
-        """The chunk; None if it is not here or was garbled, in which case it is dropped."""
+        """Return the chunk; None if it is missing or damaged. A damaged one is deleted."""
         path = self._path(digest)
         try:
             data = path.read_bytes()
@@ -95,12 +95,12 @@ class ChunkStore:
         return None
 
     def hold(self, digests: Collection[bytes]) -> None:
-        """These are needed, whether they are here yet or not, until `release`."""
+        """Add a reference to these chunks, present or not, until `release`."""
         with self._lock:
             self._holds.update(digests)
 
     def release(self, digests: Collection[bytes]) -> None:
-        """End what `hold` began; deletes those that nobody else needs."""
+        """Remove a reference from these chunks, and delete those without any."""
         with self._lock:
             self._holds.subtract(digests)
             for digest in digests:
@@ -109,7 +109,7 @@ class ChunkStore:
                     _delete(self._path(digest))
 
     def sweep(self) -> None:
-        """Delete every chunk that nobody holds, and what a killed process left half-written."""
+        """Delete all unreferenced chunks, and partial files of a killed process."""
         with self._lock:
             needed = {digest.hex() for digest in self._holds}
             for path in [*self._folder.glob("??/*")]:
@@ -122,40 +122,30 @@ class ChunkStore:
 
 
 class Save(msgspec.Struct, frozen=True):
-    """One saved state of one expert.
+    """One saved state of one expert."""
 
-    Attributes:
-        owner: id of the peer that hosted and saved it.
-        uid: of the expert.
-        step: updates in its weights.
-        manifest: digest of the chunk that says what the state is made of.
-        pieces: digests of all its chunks, the manifest first, joined.
-        size_bytes: of all of them.
-        at: swarm time when its owner last wanted it, seconds.
-    """
-
-    owner: bytes
-    uid: str
-    step: int
-    manifest: bytes
-    pieces: bytes
-    size_bytes: int
-    at: float
+    owner: bytes  # id of the peer that hosted and saved it
+    uid: str  # of the expert
+    step: int  # optimizer steps in its weights
+    manifest: bytes  # digest of the manifest's chunk
+    joined: bytes  # digests of all its chunks, the manifest first, joined
+    size_bytes: int  # of all of them
+    at: float  # swarm time when its owner last renewed it, seconds
 
     @property
     def digests(self) -> frozenset[bytes]:
-        """Of all its chunks."""
-        return frozenset(cut_digests(self.pieces))
+        """Digests of all its chunks."""
+        return frozenset(cut_digests(self.joined))
 
 
 class ReplicaStore:
-    """The saves on this peer's disk: its own, and those it keeps for others within a quota.
+    """The saves on this peer's disk: its own, and within a quota those of others.
 
     Used on one thread; its `chunks` on any.
     """
 
-    def __init__(self, folder: Path, *, me: bytes, quota_bytes: int) -> None:
-        """``me`` owns the saves that the quota does not bound. One process uses a folder at a time."""
+    def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
+        """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
         self.chunks = ChunkStore(folder / "chunks")
         self._folder = folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
@@ -173,32 +163,32 @@ class ReplicaStore:
             logger.warning("dropped %s, which cannot be read: %s", path, error)
             _delete(path)
             return
-        if missing:  # those that are left may still help, together with other holders
+        if missing:  # the others may still help, together with other holders
             logger.warning("%d chunks of %s at step %d are missing here", missing, save.uid, save.step)
         self._saves[path] = save
         self.chunks.hold(save.digests)
 
     def saves(self, uid: str | None = None) -> list[Save]:
-        """Those of one expert, or all; newest step first."""
+        """Return the saves of one expert, or all; highest step first."""
         found = (save for save in [*self._saves.values()] if uid in (None, save.uid))
         return sorted(found, key=lambda save: (save.step, save.at), reverse=True)
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for others; safe from any thread."""
+        """Bytes of other peers' saves. Thread-safe."""
         return sum(save.size_bytes for save in self.saves() if save.owner != self._me)
 
     @property
     def room_bytes(self) -> int:
-        """What more may be kept for others."""
+        """Bytes left for other peers' saves."""
         return max(0, self._quota_bytes - self.kept_bytes - self._coming_bytes)
 
     @contextmanager
     def receiving(self, save: Save) -> Iterator[None]:
-        """While a save's chunks come in they have their place, and are not deleted.
+        """Reserve space for a save while its chunks arrive, and keep them from deletion.
 
         Raises:
-            StateError: there is no room for it.
+            StateError: there is not enough space.
         """
         counted = 0 if save.owner == self._me or self._path(save) in self._saves else save.size_bytes
         if counted > self.room_bytes:
@@ -213,7 +203,7 @@ class ReplicaStore:
             self.chunks.release(digests)
 
     def add(self, save: Save) -> None:
-        """All its chunks are here: keep it from now on; of more than two by its owner the oldest goes.
+        """Add a save whose chunks are all here; its owner's oldest saves beyond two are dropped.
 
         Raises:
             StateError: the disk is full or cannot be written.
@@ -227,20 +217,20 @@ class ReplicaStore:
         self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
 
     def settle(self, owner: bytes, uid: str, manifest: bytes) -> None:
-        """This save is safe elsewhere too: the owner needs no other of the expert."""
+        """Drop the owner's other saves of the expert, if this one is here."""
         mine = self._of(owner, uid)
         if any(save.manifest == manifest for _, save in mine):
             self._drop([(path, save) for path, save in mine if save.manifest != manifest])
 
     def expire(self, before: float) -> None:
-        """Drop what nobody has wanted since ``before``, swarm time in seconds."""
+        """Drop saves that were not renewed since ``before``, swarm time in seconds."""
         self._drop([(path, save) for path, save in self._saves.items() if save.at < before])
 
     def _path(self, save: Save) -> Path:
         return self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
 
     def _of(self, owner: bytes, uid: str) -> list[tuple[Path, Save]]:
-        """In the order in which they came or were wanted again."""
+        """Return an owner's saves of an expert, in the order of their last renewal."""
         found = ((p, save) for p, save in self._saves.items() if (save.owner, save.uid) == (owner, uid))
         return sorted(found, key=lambda entry: entry[1].at)
 
@@ -252,10 +242,10 @@ class ReplicaStore:
 
 
 def write_whole(path: Path, data: Buffer) -> None:
-    """Write a file so that it holds all of ``data`` or is as it was; its folder is made if need be.
+    """Write a file atomically; create its folder if needed.
 
     Raises:
-        StateError: the disk is full or cannot be written; nothing is left behind.
+        StateError: the disk is full or cannot be written; no partial file remains.
     """
     partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
     try:
@@ -270,23 +260,12 @@ def write_whole(path: Path, data: Buffer) -> None:
 
 
 def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone already, or a disk that failed: it is told where it matters
+    with contextlib.suppress(OSError):  # deleted already, or a failing disk, which the next write reports
         path.unlink()
 
 
-CHUNK_BYTES = 1 << 18
-
-MAX_CHUNKS = 1 << 14
-
-MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
-
-MAX_STEP = 1 << 48
-
-ALIGNMENT_BYTES = 64
-
-
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, type as torch calls it, and sides; its place follows from those before it."""
+    """A tensor's name, torch type name and shape; its offset follows from the tensors before it."""
 
     name: str
     kind: str
@@ -294,27 +273,19 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """Size of its values."""
         return math.prod(self.shape) * KINDS[self.kind][1]
 
 
 class SaveManifest(Message, frozen=True):
-    """What a saved state is made of.
+    """Contents of a saved state."""
 
-    Attributes:
-        uid, step: which expert, and updates in its weights.
-        skeleton: the plain part of the state, JSON.
-        tensors: in the blob's order.
-        size_bytes: of the blob.
-        digests: of the blob's chunks, joined.
-    """
-
-    uid: str
-    step: int
-    skeleton: bytes
-    tensors: tuple[TensorPlace, ...]
-    size_bytes: int
-    digests: bytes
+    uid: str  # of the expert
+    step: int  # optimizer steps in its weights
+    skeleton: bytes  # the plain part of the state, JSON
+    tensors: tuple[TensorPlace, ...]  # in the order of the blob
+    size_bytes: int  # of the blob
+    digests: bytes  # of the blob's chunks, joined
 
     def __post_init__(self) -> None:
         chunks = -(-self.size_bytes // CHUNK_BYTES)
@@ -325,10 +296,10 @@ class SaveManifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SaveManifest:
-        """Read a manifest's chunk.
+        """Decode a manifest's chunk.
 
         Raises:
-            StateError: it is none.
+            StateError: it is not a valid manifest.
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
@@ -336,17 +307,12 @@ class SaveManifest(Message, frozen=True):
             raise StateError(f"a saved expert's manifest cannot be read: {error}") from error
 
     def span(self, chunk: int) -> slice:
-        """Where a chunk lies in the blob, bytes."""
+        """Return the bytes of the blob that a chunk contains."""
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
 
 
-@dataclass(frozen=True)
-class FrozenState:
-    """A copy of an expert's state: its layout and its tensors' bytes."""
-
-    skeleton: bytes
-    tensors: tuple[TensorPlace, ...]
-    blob: NDArray[np.uint8]
+FrozenState: TypeAlias = tuple[bytes, tuple[TensorPlace, ...], NDArray[np.uint8]]
+"""A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +328,7 @@ class SavedExpert:
         return msgspec.msgpack.encode(self.manifest)
 
     @cached_property
-    def pieces(self) -> dict[bytes, memoryview]:
+    def chunks(self) -> dict[bytes, memoryview]:
         """All chunks by digest, the manifest first; equal chunks once."""
         view, manifest = memoryview(self.blob.data), self.manifest
         chunks = enumerate(cut_digests(manifest.digests))
@@ -370,21 +336,17 @@ class SavedExpert:
             digest: view[manifest.span(chunk)] for chunk, digest in chunks
         }
 
-    def save_of(self, owner: bytes, *, at: float) -> Save:
-        """What a shelf notes of it; ``at``: swarm time, seconds."""
-        return save_of(self.manifest, owner, at=at)
-
 
 def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
-    """What a shelf notes of a save with this manifest."""
+    """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
     head = msgspec.msgpack.encode(manifest)
-    pieces = digest_of(head) + manifest.digests
+    joined = digest_of(head) + manifest.digests
     size_bytes = len(head) + manifest.size_bytes
-    return Save(owner, manifest.uid, manifest.step, pieces[:DIGEST_BYTES], pieces, size_bytes, at)
+    return Save(owner, manifest.uid, manifest.step, joined[:DIGEST_BYTES], joined, size_bytes, at)
 
 
 def freeze(state: Any) -> FrozenState:
-    """Copy a state, so that its owner may go on.
+    """Copy a state, so that its expert can continue to learn.
 
     Raises:
         TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
@@ -398,7 +360,7 @@ def freeze(state: Any) -> FrozenState:
     blob = np.zeros(size_bytes, np.uint8)
     for span, tensor in zip(spans, tensors.values(), strict=True):
         blob[span] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return FrozenState(encode_skeleton(skeleton), places, blob)
+    return encode_skeleton(skeleton), places, blob
 
 
 def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
@@ -407,24 +369,23 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
     Raises:
         StateError: the state is too large to be shared.
     """
-    size_bytes = frozen.blob.nbytes
+    skeleton, tensors, blob = frozen
+    size_bytes = blob.nbytes
     if size_bytes > MAX_STATE_BYTES:
         raise StateError(f"{uid} has a state of {size_bytes:,} bytes; peers share up to {MAX_STATE_BYTES:,}")
-    view = memoryview(frozen.blob.data)
+    view = memoryview(blob.data)
     digests = b"".join(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
-    saved = SavedExpert(
-        SaveManifest(uid, step, frozen.skeleton, frozen.tensors, size_bytes, digests), frozen.blob
-    )
+    saved = SavedExpert(SaveManifest(uid, step, skeleton, tensors, size_bytes, digests), blob)
     if len(saved.head) > MAX_PAYLOAD_BYTES:
-        raise StateError(f"{uid} has a state of too many parts to be shared: {len(frozen.tensors):,} tensors")
+        raise StateError(f"{uid} has a state of too many parts to be shared: {len(tensors):,} tensors")
     return saved
 
 
 def thaw(saved: SavedExpert) -> Any:
-    """The state that was saved; its tensors are views of the blob.
+    """Return the saved state; its tensors are views of the blob.
 
     Raises:
-        StateError: the manifest does not add up, or values are not finite.
+        StateError: the manifest is inconsistent, or values are not finite.
     """
     manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
     if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
@@ -432,12 +393,12 @@ def thaw(saved: SavedExpert) -> Any:
     spans, size_bytes = _spans(manifest.tensors)
     tensors: dict[str, torch.Tensor] = {}
     if size_bytes != manifest.size_bytes:
-        raise StateError(f"the saved {manifest.uid} is not as large as it says")
+        raise StateError(f"the saved {manifest.uid} does not have the announced size")
     for place, span in zip(manifest.tensors, spans, strict=True):
         try:
             tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
-            raise StateError(f"the saved {manifest.uid} has a tensor that cannot be: {error}") from error
+            raise StateError(f"the saved {manifest.uid} has an invalid tensor: {error}") from error
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise StateError(f"the saved {manifest.uid} holds NaN or infinite values in {place.name[:80]!r}")
         tensors[place.name] = tensor
@@ -445,9 +406,9 @@ def thaw(saved: SavedExpert) -> Any:
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:
-    """Raises `StateError` unless ``found`` is built like ``model``: the same entries, or fewer, of the same shapes.
+    """Raise `StateError` unless ``found`` has the structure of ``model``: the same entries, or fewer, and shapes.
 
-    ``model`` is the state of an expert that took a step: one saved before its first has fewer entries.
+    ``model`` is the state of an expert that took a step: one saved before its first step has fewer entries.
     """
     match found, model:
         case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
@@ -460,7 +421,7 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
             for i, (one, other) in enumerate(zip(found, model, strict=True)):
                 check_fit(one, other, f"{path}/{i}")
             return
-        case None, _:  # what comes into being with the first step
+        case None, _:  # created by the first step
             return
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
             return
@@ -470,7 +431,7 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
 
 
 def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
-    """Where the tensors lie in the blob, and its size, bytes."""
+    """Return each tensor's bytes in the blob, and the blob's size."""
     spans, at = [], 0
     for place in places:
         spans.append(slice(at, at + place.size_bytes))

@@ -1,8 +1,8 @@
-"""This peer's experts at work: takes calls of any trainer, merges them into batches, computes, answers.
+"""Serves this peer's experts: receives calls of any trainer, merges them into batches, computes, answers.
 
-Who does what. The event loop receives and sends parts, and nothing that grows with their size but copying. The device
-thread decodes, checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task
-for the thread per call: it computes the next batch, whichever call that belongs to, or finds that its own was merged.
+The event loop receives and sends parts; its only work that grows with their size is copying. The device thread decodes,
+checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task for the thread
+per call: it computes the next batch, whichever call that contains, or finds that its own was merged already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -31,28 +31,26 @@ from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.tensors.device import DeviceThread
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 LATENCIES = 1000
+CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
+CLOSE_TIMEOUT_S = 5.0
+PAUSED_RETRY_S = 10.0  # retry hint of a paused host
+SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Of one expert since it is hosted here.
+    """Counters of one expert since this peer hosts it."""
 
-    Attributes:
-        step: updates in its weights.
-        forward_samples, backward_samples: answered.
-        calls, batches: how many calls were answered, in how many batches.
-        queued: samples that wait now.
-        p50_s, p99_s: from a call's arrival until its answer could be sent, of the last calls; None before the first.
-    """
-
-    step: int
-    forward_samples: int
+    step: int  # optimizer steps in its weights
+    forward_samples: int  # answered
     backward_samples: int
-    calls: int
-    batches: int
-    queued: int
-    p50_s: float | None
+    calls: int  # answered
+    batches: int  # into which these calls were merged
+    queued: int  # samples that wait now
+    p50_s: float | None  # of the last calls, from arrival to answer; None before the first
     p99_s: float | None
 
 
@@ -65,7 +63,7 @@ class ExpertTally:
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
 
     def add(self, batch: Sequence[PendingCall], now: float) -> None:
-        """Calls were answered together; ``now`` on the clock of their arrival."""
+        """Count calls that were answered as one batch; ``now`` on the clock of their arrival."""
         self._batches += bool(batch)
         self._calls += len(batch)
         for call in batch:
@@ -73,7 +71,7 @@ class ExpertTally:
             self._latencies_s.append(now - call.arrived_at)
 
     def statistics(self, *, step: int, queued: int) -> ExpertStatistics:
-        """As they stand."""
+        """Return the counters and latencies."""
         p50_s, p99_s = None, None
         if self._latencies_s:
             p50_s, p99_s = map(float, np.percentile(self._latencies_s, (50, 99)))
@@ -82,67 +80,34 @@ class ExpertTally:
         )
 
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-CLOSE_TIMEOUT_S = 5.0
-
-SHOWN_CHARS = 80
-
-PAUSED_RETRY_S = 10.0
-
-"""When to ask again at a host that is paused."""
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What may be set about a server.
-
-    Attributes:
-        limits: how much is computed at once, and held at all.
-        call_timeout_s: from a call's opening until its answer is sent; over it the call is refused.
-    """
-
-    limits: BatchLimits = field(default_factory=BatchLimits)
-    call_timeout_s: float = 60.0
-
-
 class ExpertServer:
-    """Serves experts to the swarm. There is one per peer, and per accelerator; made and used on the event loop.
+    """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
     Args:
         peers: this peer's network.
         events: gets a `Fault` when an expert's own code fails.
-        settings: see there.
-        gate: closed while experts are to rest: callers are sent elsewhere, what is here waits.
+        limits: of a batch, and of all calls together.
+        gate: closed while experts are paused: new calls get a busy answer, admitted ones wait.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        events: EventLog,
-        settings: ServerSettings = ServerSettings(),
-        gate: PauseGate | None = None,
+        self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
     ) -> None:
-        self._peers, self._events, self._settings = peers, events, settings
+        self._peers, self._events = peers, events
         self._gate = gate or PauseGate()
         self._device = DeviceThread()
         self._experts: dict[str, Expert] = {}
         self._tallies: dict[str, ExpertTally] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
-        self._batching: Batching[Call] = Batching(settings.limits)
+        self._batching: Batching[Call] = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
         peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
 
-    def __repr__(self) -> str:
-        return f"ExpertServer({len(self._experts)} experts, {self._batching})"
-
     def add(self, expert: Expert) -> None:
-        """Answer calls of this expert from now on.
+        """Start to answer calls of this expert.
 
         Raises:
-            ValueError: there is one of its name.
+            ValueError: one of its name is served already.
         """
         if expert.uid in self._experts:
             raise ValueError(f"{expert.uid} is served already: remove it first")
@@ -150,12 +115,12 @@ class ExpertServer:
         self._tallies[expert.uid] = ExpertTally()
 
     def remove(self, uid: str) -> Expert:
-        """Answer no more calls of this expert; those that wait are refused.
+        """Stop answering calls of this expert; waiting ones are refused.
 
-        A batch of it may still run: what must come after goes through `run`.
+        A batch of it may still run: use `run` for what must come after.
 
         Raises:
-            KeyError: it is not here.
+            KeyError: the expert is not served here.
         """
         expert = self._experts.pop(uid)
         del self._tallies[uid]
@@ -164,7 +129,7 @@ class ExpertServer:
         return expert
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What ``function()`` returns, called on the device thread between two batches.
+        """Return the result of ``function()``, called on the device thread between two batches.
 
         Raises:
             RuntimeError: the server is closed.
@@ -172,7 +137,7 @@ class ExpertServer:
         return await self._device.run(function)
 
     def statistics(self) -> dict[str, ExpertStatistics]:
-        """Of each expert here, by uid."""
+        """Return the statistics of each expert, by uid."""
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._experts}
         return {
@@ -181,7 +146,7 @@ class ExpertServer:
         }
 
     async def close(self) -> None:
-        """Refuse what waits, finish the batch that runs, take nothing more. Idempotent."""
+        """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""
         self._peers.unserve(ForwardExpert)
         self._peers.unserve(BackwardExpert)
         self._experts.clear()
@@ -201,12 +166,12 @@ class ExpertServer:
             if retry_s is not None:
                 await stream.send(Part(busy_s=retry_s))
                 return
-            async with asyncio.timeout(self._settings.call_timeout_s):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._receive(call, stream)
                 for part in await self._answered(call, stream):
                     await stream.send(Part(), part)
         except TimeoutError as error:
-            raise Refusal(f"the call took over {self._settings.call_timeout_s:g} s") from error
+            raise Refusal(f"the call took over {CALL_TIMEOUT_S:g} s") from error
         except ValueError as error:
             raise Refusal(str(error)) from error
         finally:
@@ -214,7 +179,7 @@ class ExpertServer:
                 self._batching.leave(call)
 
     def _accepted(self, opening: CallExpert, stream: Stream, *, backward: bool) -> Call:
-        """The call, if what it announces can be: nothing is set aside for it yet."""
+        """Return the call if its announcement is valid; no memory is reserved yet."""
         uid, shape = opening.uid, opening.shape
         expert = self._experts.get(uid)
         if expert is None:
@@ -228,12 +193,11 @@ class ExpertServer:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:
             raise Refusal(str(error)) from error
-        tensors = 2 if backward else 1
+        loop, tensors = asyncio.get_running_loop(), 2 if backward else 1
         size_bytes = tensors * opening.samples * math.prod(shape) * 4
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        now = asyncio.get_running_loop().time()
+        answer: asyncio.Future[Answer] = loop.create_future()
         key = Key(uid, backward, shape)
-        return Call(key, stream.peer, opening.samples, size_bytes, now, codec=codec, answer=answer)
+        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec=codec, answer=answer)
 
     async def _receive(self, call: Call, stream: Stream) -> None:
         numel = call.samples * math.prod(call.key.shape)
@@ -242,14 +206,14 @@ class ExpertServer:
                 try:
                     _, payload = await stream.receive(Part)
                 except StreamEnded as error:
-                    raise PeerLost(f"{short(stream.peer)} takes its call back") from error
+                    raise PeerLost(f"{short(stream.peer)} cancelled its call") from error
                 expected = call.codec.encoded_bytes(span.stop - span.start)
                 if len(payload) != expected:
-                    raise Refusal(f"a part of {len(payload)} bytes came where {expected} are due")
+                    raise Refusal(f"received a part of {len(payload)} bytes, expected {expected}")
                 call.parts.append(payload)
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:
-        """Wait for the answer, or until the caller no longer does."""
+        """Wait for the answer, or until the caller cancels."""
         if call.key.uid not in self._experts:
             raise _gone(call.key.uid)
         await self._gate.wait_open()
@@ -261,8 +225,8 @@ class ExpertServer:
         try:
             await asyncio.wait((call.answer, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not call.answer.done():
-                leaving.result()  # raises that the stream broke or ended
-                raise Refusal("more came than the call announced")
+                leaving.result()  # raises if the stream broke or ended
+                raise Refusal("received more parts than the call announced")
             return call.answer.result()
         finally:
             call.answer.cancel()
@@ -297,21 +261,18 @@ class ExpertServer:
         answers = working.result()
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
-                answer = self._contained(call.key.uid, answer, now)
+                text = f"{type(answer).__name__}: {answer}"
+                logger.error("expert %s failed", call.key.uid, exc_info=answer)
+                self._events.emit(Fault(now, f"expert {call.key.uid}", text))
+                answer = Refusal(f"{call.key.uid} failed: {text}")
             if call.answer.done():
-                continue  # nobody waits any more
+                continue  # the caller has gone
             if isinstance(answer, BaseException):
                 call.answer.set_exception(answer)
             else:
                 call.answer.set_result(answer)
         if answers and (tally := self._tallies.get(answers[0][0].key.uid)):
             tally.add([call for call, answer in answers if not isinstance(answer, BaseException)], now)
-
-    def _contained(self, uid: str, error: BaseException, now: float) -> Refusal:
-        text = f"{type(error).__name__}: {error}"
-        logger.error("expert %s failed", uid, exc_info=error)
-        self._events.emit(Fault(now, f"expert {uid}", text))
-        return Refusal(f"{uid} failed: {text}")
 
 
 def _gone(uid: str) -> Refusal:

@@ -1,9 +1,9 @@
-"""Trains one model with many batches in flight, so that nobody waits while experts and networks take their time.
+"""Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread takes a batch, copies the shared parameters, computes its gradients with that copy and applies them to the
-shared parameters as soon as it has them. Other batches have moved those meanwhile: the gradient is *stale* by as many
-updates as came in between, about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). Copies and updates take
-turns under one lock, so that nobody ever sees half an update.
+Each thread takes a batch, copies the shared parameters, computes gradients with the copy and applies them to the shared
+parameters at once. Meanwhile other batches have updated these: the gradient is *stale* by the updates in between, about
+``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates, so no thread reads half
+an update.
 """
 
 from __future__ import annotations
@@ -30,46 +30,33 @@ from colab_swarm.markup import facts
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 POLL_S = 0.2
-PAUSE_S = 1.0
-"""Between two tries of a batch that peers failed."""
+PAUSE_S = 1.0  # before a batch is retried after a peer's failure
 SHOWN_LOSSES = 100
 
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """What came of the training so far.
+    """Progress of a `fit`."""
 
-    Attributes:
-        updates: of the model's own parameters.
-        samples: in the batches they came from.
-        loss: mean of the last hundred batches; NaN before the first.
-        mean_staleness: updates by others between taking the parameters and applying a gradient, per update.
-        max_staleness: the most of these.
-        retries: times that a batch was tried again because peers failed.
-        dropped: batches whose gradient was not finite; it was not applied.
-        seconds: since `fit` began.
-    """
-
-    updates: int = 0
-    samples: int = 0
-    loss: float = math.nan
-    mean_staleness: float = 0.0
-    max_staleness: int = 0
-    retries: int = 0
-    dropped: int = 0
-    seconds: float = 0.0
+    updates: int = 0  # of the model's own parameters
+    samples: int = 0  # in the batches of these updates
+    loss: float = math.nan  # mean of the last hundred batches; NaN before the first
+    mean_staleness: float = 0.0  # mean number of other updates while a gradient was computed
+    max_staleness: int = 0  # maximum of these
+    retries: int = 0  # batches retried because peers failed
+    dropped: int = 0  # gradients that were not finite and not applied
+    seconds: float = 0.0  # since `fit` started
 
     @property
     def samples_per_s(self) -> float:
-        """So far."""
+        """Mean throughput since `fit` started."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        parts = [f"{self.updates} updates", f"loss {self.loss:.4g}", f"{self.samples_per_s:.3g} samples/s"]
-        parts.append(f"staleness {self.mean_staleness:.1f}")
-        parts += [f"{self.retries} retries"] * bool(self.retries)
-        parts += [f"{self.dropped} dropped"] * bool(self.dropped)
-        return " · ".join(parts)
+        text = f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s"
+        text += f" · staleness {self.mean_staleness:.1f}"
+        text += f" · {self.retries} retries" * bool(self.retries)
+        return text + f" · {self.dropped} dropped" * bool(self.dropped)
 
 
 @dataclass(frozen=True)
@@ -78,12 +65,12 @@ class TrainerSettings:
 
     Attributes:
         concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
-            To hide delays: time of a batch, all its waiting included, over the time of its computations.
-        max_grad_norm: longer gradients of a batch are cut to this 2-norm; None: they are not.
-        patience_s: how long no batch at all may come through because of failing peers before their error is raised.
-        progress: whether to print a line on how it goes, every second.
-        on_update: called after each update, when nobody else touches model and optimizer: the place for
-            ``scheduler.step()``, and to save.
+            To hide latency: duration of a batch, waits included, divided by its computing time.
+        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
+        patience_s: raise the error of failing peers if no batch succeeds for so long.
+        progress: print progress every second.
+        on_update: called after each update, while no other thread uses model and optimizer: call
+            ``scheduler.step()`` or save here.
     """
 
     concurrency: int = 8
@@ -98,7 +85,7 @@ class TrainerSettings:
 
 
 class _Run(Generic[Batch]):
-    """One `fit`: hands out batches, counts, and ends once."""
+    """State of one `fit`: batches, counters, the first error."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
@@ -110,7 +97,7 @@ class _Run(Generic[Batch]):
         self.began = self.last_success = time.monotonic()
 
     def take(self) -> Iterator[Batch]:
-        """The next batches, shared with the other threads, until the end."""
+        """Yield the next batches, shared with the other threads, until the end."""
         while not self.stopped.is_set():
             with self._taking:
                 try:
@@ -119,13 +106,7 @@ class _Run(Generic[Batch]):
                     return
             yield batch
 
-    def fail(self, error: BaseException) -> None:
-        """The caller shall see this; the first one counts."""
-        self.error = self.error or error
-        self.stopped.set()
-
     def result(self) -> TrainerResult:
-        """So far."""
         return TrainerResult(
             self.updates,
             self.samples,
@@ -139,16 +120,16 @@ class _Run(Generic[Batch]):
 
 
 class AsyncTrainer(Generic[Batch]):
-    """Applies gradients of many batches to one model, each as soon as it is there.
+    """Applies the gradients of many batches to one model, each as soon as it is ready.
 
-    Peers' faults never raise unless nothing comes through for ``patience_s``: a batch is tried again. Exceptions of
-    your own code are raised by `fit`.
+    A batch is retried when a peer fails. `fit` raises the peer's error only if no batch succeeds for ``patience_s``.
+    It raises exceptions of your own code at once.
 
     Args:
-        model: holds the parameters and, somewhere inside, the remote experts.
-        loss: of a copy of the model and a batch, the mean over its samples: ``lambda model, batch: …``. It runs on
-            many threads; what else it touches must stand that.
-        optimizer: of the model's own parameters; a `SwarmOptimizer` too, which keeps several trainers together.
+        model: contains the parameters and the remote experts.
+        loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``. It runs on many
+            threads and must be thread-safe.
+        optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
         settings: see there.
     """
 
@@ -163,24 +144,24 @@ class AsyncTrainer(Generic[Batch]):
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's counters
         self.result = TrainerResult()
-        """Of the last `fit`, even if it was interrupted."""
+        """Of the last `fit`, even after an interrupt."""
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
 
     def _repr_html_(self) -> str:
-        told = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
-        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", told)
+        values = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
+        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", values)
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
 
-        Ctrl-C drops the batches in flight and leaves the model as after its last whole update, in `result` too.
+        Ctrl-C drops the batches in flight and leaves the model after its last complete update; see `result`.
 
         Raises:
             KeyboardInterrupt: the user interrupted.
-            SwarmError: no batch came through for ``patience_s``; the text says why.
-            Exception: whatever the loss, the batches, the optimizer or ``on_update`` raised.
+            SwarmError: no batch succeeded for ``patience_s``; the text says why.
+            Exception: raised by the loss, the batches, the optimizer or ``on_update``.
         """
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._settings.concurrency)]
@@ -193,7 +174,7 @@ class AsyncTrainer(Generic[Batch]):
                 thread.start()
             self._watch(run, threads)
         finally:
-            with self._lock:  # whoever applies an update finishes it, nobody begins another
+            with self._lock:  # a running update finishes, no other starts
                 run.stopped.set()
                 self.result = run.result()
         if run.error is not None:
@@ -221,10 +202,10 @@ class AsyncTrainer(Generic[Batch]):
             for batch in run.take():
                 self._learn(run, replica, batch)
         except BaseException as error:  # raised by `fit`
-            run.fail(error)
+            run.error = run.error or error
+            run.stopped.set()
 
     def _learn(self, run: _Run[Batch], replica: nn.Module, batch: Batch) -> None:
-        """One batch; again if peers failed."""
         tried_at = time.monotonic()
         while not run.stopped.is_set():
             version = self._copy_to(replica, run)
@@ -234,7 +215,7 @@ class AsyncTrainer(Generic[Batch]):
             except (PeerError, NoExpertsError) as error:
                 if time.monotonic() - max(tried_at, run.last_success) > self._settings.patience_s:
                     raise
-                logger.info("a batch is tried again: %s", error)
+                logger.info("retrying a batch: %s", error)
                 with self._lock:
                     run.retries += 1
                 run.stopped.wait(PAUSE_S)
@@ -263,7 +244,11 @@ class AsyncTrainer(Generic[Batch]):
             with torch.no_grad():
                 for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
-            self._step(samples, loss)
+            if self._counts_samples:
+                self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
+            else:
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
             run.staleness += run.updates - version
             run.max_staleness = max(run.max_staleness, run.updates - version)
             run.updates += 1
@@ -273,13 +258,6 @@ class AsyncTrainer(Generic[Batch]):
             if self._settings.on_update is not None:
                 self._settings.on_update(run.result())
 
-    def _step(self, samples: int, loss: float) -> None:
-        if self._counts_samples:
-            self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
-        else:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
@@ -287,7 +265,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def samples_in(batch: Any) -> int:
-    """The length of the first tensor found in a tensor, mapping or sequence; 1 if there is none."""
+    """Return the length of the first tensor found in a tensor, mapping or sequence; 1 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import Event, EventLog
-from colab_swarm.moe.calls import ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.hosting import (
-    ExpertHosting,
-    ExpertKind,
-    HostingPlan,
-    HostResources,
-    HostSettings,
-    measure,
-)
+from colab_swarm.moe.hosting import ExpertHosting, HostPlan, HostResources, HostSettings, measure
+from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.saves import ReplicaStore, SavedExpert, cut, freeze
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 GRID = Grid("ffn", (2, 3))
-KIND = ExpertKind(
-    GRID, lambda: FeedForward(4, 8), ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1)), (4,)
-)
-MODEL = measure(KIND.make, KIND.rule, KIND.sample)
+RULE = ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+
+
+def make() -> FeedForward:
+    return FeedForward(4, 8)
+
+
+PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), count=1, capacity=1)
 SETTINGS = HostSettings(save_s=30.0, takeover_s=10.0, spare=0)
 
 
 @dataclass
 class Member:
-    """One peer of the run; ``log`` has what it told."""
+    """One peer of the run."""
 
     peers: SimPeers
     services: ExpertServices
-    premises: HostResources
+    resources: HostResources
 
     def events(self, kind: type[Event]) -> list[Event]:
         return self.services.events.recent(kind)
@@ -63,8 +60,8 @@ class Run:
         services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.kill()])
         directory = Directory(services, self.directory_settings)
-        premises = HostResources.open(services, directory, folder or self._folder / name)
-        return Member(peers, services, premises)
+        resources = HostResources(services, directory, folder or self._folder / name)
+        return Member(peers, services, resources)
 
     async def host(
         self,
@@ -77,15 +74,15 @@ class Run:
     ) -> tuple[Member, ExpertHosting]:
         """A new peer that hosts ``count`` experts, and may take over more."""
         member = await self.join(name)
-        wanted = HostingPlan(count, capacity or count, uids)
-        hosting = ExpertHosting(member.premises, KIND, wanted, MODEL, settings)
-        member.peers.when_down(lambda: [*hosting.kill(), member.premises.holders.kill()])
+        plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids)
+        hosting = ExpertHosting(member.resources, plan, settings)
+        member.peers.when_down(lambda: [*hosting.kill(), member.resources.replicas.kill()])
         await hosting.start()
         return member, hosting
 
 
 def train(hosting: ExpertHosting, steps: int = 1) -> None:
-    """Let every expert learn, as calls of trainers would."""
+    """Let every expert take steps, as calls of trainers would."""
     for expert in hosting.experts.values():
         for _ in range(steps):
             expert.backward(torch.rand(2, 4), torch.rand(2, 4))
@@ -98,4 +95,4 @@ def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int 
 
 
 def shelf_of(member: Member) -> ReplicaStore:
-    return member.premises.holders.shelf
+    return member.resources.store

@@ -1,20 +1,23 @@
-"""Experts in this process, behind the faces of the directory and of the calls; and how they can fail."""
+"""Stand-ins for the directory and for calls: experts in this process, and the ways in which they fail."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.moe.calls import ExpertAccess, ExpertInfo
+from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls
+from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.net.peers import Contact
+from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.net.peers import Contact, Peers
+from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats
 
 T = TypeVar("T")
@@ -23,7 +26,7 @@ LR = 0.05
 
 
 class LocalExperts:
-    """Modules that step by plain SGD, as a directory and as calls. ``dead`` ones fail, ``late`` ones wait."""
+    """Modules that step by plain SGD, as a directory and as call attempts. ``dead`` ones fail, ``late`` ones wait."""
 
     def __init__(
         self,
@@ -35,7 +38,6 @@ class LocalExperts:
     ) -> None:
         self.grid, self._shape = grid, shape
         self.modules = {grid.uid(index): make() for index in living or grid}
-        self.sent_bytes = self.received_bytes = 0  # nothing travels
         self.dead: set[str] = set()
         self.dead_backward: set[str] = set()
         self.late: set[str] = set()
@@ -44,8 +46,7 @@ class LocalExperts:
         self.backwards: list[str] = []
         self.failures: list[tuple[str, str]] = []
         self._device = threading.Lock()  # callers may be on loops of their own
-        self.gone: set[str] = set()
-        """Out of the directory: those that failed."""
+        self.gone: set[str] = set()  # not in the directory any more
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
         return self._info(uid) if uid in self.modules else None
@@ -73,15 +74,18 @@ class LocalExperts:
     def on_success(self, uid: str) -> None:
         pass
 
+    async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
+        return await (self.backward if kind is BackwardExpert else self.forward)(info, *tensors)
+
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         self.forwards.append(info.uid)
-        await self._mishap(info.uid, self.dead)
+        await self._fail(info.uid, self.dead)
         with self._device, torch.no_grad():
             return np.asarray(self.modules[info.uid](torch.from_numpy(inputs)).numpy())
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         self.backwards.append(info.uid)
-        await self._mishap(info.uid, self.dead_backward)
+        await self._fail(info.uid, self.dead_backward)
         module, x = self.modules[info.uid], torch.from_numpy(inputs).requires_grad_()
         with self._device:
             with torch.enable_grad():
@@ -91,7 +95,7 @@ class LocalExperts:
                     parameter -= LR * grad
         return np.asarray(found[0].numpy())
 
-    async def _mishap(self, uid: str, dead: set[str]) -> None:
+    async def _fail(self, uid: str, dead: set[str]) -> None:
         await asyncio.sleep(0)
         if self.busy.get(uid):
             self.busy[uid] -= 1
@@ -103,7 +107,7 @@ class LocalExperts:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As the runtime does, on a loop of its own; from any thread."""
+    """Run a coroutine on a loop of its own, from any thread, as the runtime does."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -121,8 +125,33 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return results[0]
 
 
-def access(experts: LocalExperts, *, timeout_s: float = 5.0) -> ExpertAccess:
-    return ExpertAccess(run, experts, experts, timeout_s)
+class LocalCalls(ExpertCalls):
+    """Calls of local experts, with the retries and reports of real ones."""
+
+    def __init__(self, experts: LocalExperts, timeout_s: float = 5.0) -> None:
+        super().__init__(
+            cast(Peers, None), cast(Directory, experts), cast(Runner, LocalRunner()), timeout_s=timeout_s
+        )
+        self.attempt = experts.attempt  # type: ignore[method-assign]
+
+
+class LocalRunner:
+    call = staticmethod(run)
+
+
+class NoDirectory:
+    """Ignores reports."""
+
+    def on_failure(self, uid: str, reason: str) -> None:
+        pass
+
+    def on_success(self, uid: str) -> None:
+        pass
+
+
+def calls_of(peers: Peers, **options: Any) -> ExpertCalls:
+    """Return calls of experts whose hosts the test knows, awaited on its own loop."""
+    return ExpertCalls(peers, cast(Directory, NoDirectory()), cast(Runner, None), **options)
 
 
 def tanh_expert(dim: int = 4) -> Callable[[], nn.Module]:

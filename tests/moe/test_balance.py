@@ -15,12 +15,12 @@ def test_the_loss_is_the_squared_coefficient_of_variation() -> None:
     assert torch.allclose(balance_loss(importance, 2), expected)
 
 
-def test_equal_importance_costs_nothing_and_nobody_neither() -> None:
+def test_equal_importance_or_no_expert_costs_nothing() -> None:
     assert balance_loss(torch.full((4,), 2.5), 0) == 0
     assert balance_loss(torch.zeros(0), 3) == 0
 
 
-def test_descending_the_loss_evens_the_importance() -> None:
+def test_minimizing_the_loss_balances_the_importance() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0], requires_grad=True)
     for _ in range(200):
         (grad,) = torch.autograd.grad(balance_loss(logits.softmax(0), 0), logits)

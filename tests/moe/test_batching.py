@@ -1,4 +1,4 @@
-"""Which calls are computed together, and who may wait."""
+"""Which calls are merged into a batch, and which are admitted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_batch_is_bounded_in_bytes_too(batching: Batching[PendingCall]) -> Non
     assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
 
 
-def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_comes_first(
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
     batching: Batching[PendingCall],
 ) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
@@ -78,14 +78,14 @@ def test_forward_backward_experts_and_shapes_never_mix_and_who_waits_longest_com
         (10**12, 10**15, "a call of .* MiB: .* MiB"),
     ],
 )
-def test_an_empty_call_and_one_larger_than_any_batch_are_refused_at_the_door(
+def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
     batching: Batching[PendingCall], samples: int, size_bytes: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
         batching.admit(call(samples=samples, size_bytes=size_bytes))
 
 
-def test_one_caller_gets_half_of_the_room_and_leaves_the_rest_to_others(
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
     batching: Batching[PendingCall],
 ) -> None:
     enqueue(batching, *(call("alice", size_bytes=20) for _ in range(3)))
@@ -103,7 +103,7 @@ def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[Pen
     assert batching.admit(call("bob", size_bytes=80)) is None
 
 
-def test_whoever_leaves_is_not_computed(batching: Batching[PendingCall]) -> None:
+def test_a_cancelled_call_is_not_computed(batching: Batching[PendingCall]) -> None:
     calls = [call(at=at) for at in range(3)]
     enqueue(batching, *calls)
     batching.leave(calls[1])
@@ -111,7 +111,7 @@ def test_whoever_leaves_is_not_computed(batching: Batching[PendingCall]) -> None
     assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
 
 
-def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[PendingCall]) -> None:
+def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching[PendingCall]) -> None:
     enqueue(batching, *(call(name, 5, size_bytes=40) for name in "abc"))
     more = call(size_bytes=40)
     assert batching.admit(more) == UNKNOWN_RETRY_S
@@ -133,7 +133,7 @@ def test_who_is_told_busy_hears_how_long_the_rest_will_take(batching: Batching[P
         max_size=60,
     )
 )
-def test_whatever_happens_the_sums_are_right_and_all_that_was_admitted_comes_out(
+def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
     steps: list[tuple[int, str, int, int, bool]],
 ) -> None:
     batching: Batching[PendingCall] = Batching(LIMITS)

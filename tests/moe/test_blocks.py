@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop, TransformerBlock
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 
@@ -20,10 +20,10 @@ RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
         (FeedForward(8, 3), (8,), (8,)),
         (TransformerBlock(8, 2), (-1, 8), (7, 8)),
         (TransformerBlock(8, 2, 5), (4, 8), (4, 8)),
-        (Nop(), (2, 3), (2, 3)),
+        (nn.Identity(), (2, 3), (2, 3)),
     ],
 )
-def test_blocks_are_experts_and_compute_again_what_they_computed(
+def test_blocks_are_experts_and_compute_the_same_twice(
     module: nn.Module, sample: tuple[int, ...], samples: tuple[int, ...]
 ) -> None:
     one = Expert("block.0", module, RULE, sample)

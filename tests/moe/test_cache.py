@@ -9,22 +9,22 @@ from colab_swarm.sim import run_virtual, virtual_time
 
 
 class Far:
-    """Takes a second to read, and tells how often it was read before."""
+    """Takes a second to read and returns the number of reads."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[str, int | None]] = []
-        self.anew = False
+        self.fresh = False
         self.cache: Cache[str, int] = Cache(self.read)
 
-    async def read(self, key: str, old: int | None, anew: bool) -> tuple[int, float]:
+    async def read(self, key: str, old: int | None, fresh: bool) -> tuple[int, float]:
         self.reads.append((key, old))
-        self.anew = anew
+        self.fresh = fresh
         value = len(self.reads)
         await asyncio.sleep(1)
         return value, 10.0
 
 
-def test_what_is_held_is_not_read_again() -> None:
+def test_a_cached_value_is_not_read_again() -> None:
     async def main() -> None:
         far = Far()
         assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
@@ -35,7 +35,7 @@ def test_what_is_held_is_not_read_again() -> None:
     run_virtual(main())
 
 
-def test_who_asks_at_the_same_time_shares_a_read() -> None:
+def test_concurrent_callers_share_a_read() -> None:
     async def main() -> None:
         far = Far()
         asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
@@ -47,7 +47,7 @@ def test_who_asks_at_the_same_time_shares_a_read() -> None:
     run_virtual(main())
 
 
-def test_what_ages_is_read_anew_while_it_still_serves() -> None:
+def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     async def main() -> None:
         far = Far()
         await far.cache.get(["a"])
@@ -59,7 +59,7 @@ def test_what_ages_is_read_anew_while_it_still_serves() -> None:
     run_virtual(main())
 
 
-def test_what_is_too_old_is_read_again() -> None:
+def test_an_expired_value_is_read_again() -> None:
     async def main() -> None:
         far = Far()
         await far.cache.get(["a"])
@@ -70,18 +70,18 @@ def test_what_is_too_old_is_read_again() -> None:
     run_virtual(main())
 
 
-def test_what_is_asked_for_anew_is_read_by_a_read_that_begins_now() -> None:
+def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
     async def main() -> None:
         far = Far()
         early = asyncio.create_task(far.cache.get(["a"]))
         await asyncio.sleep(0.5)
-        assert await far.cache.get(["a"], anew=True) == {"a": 2}
-        assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.anew
+        assert await far.cache.get(["a"], fresh=True) == {"a": 2}
+        assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
 
     run_virtual(main())
 
 
-def test_what_is_forgotten_is_read_again() -> None:
+def test_a_forgotten_value_is_read_again() -> None:
     async def main() -> None:
         far = Far()
         await far.cache.get(["a"])
@@ -91,7 +91,7 @@ def test_what_is_forgotten_is_read_again() -> None:
     run_virtual(main())
 
 
-def test_closing_ends_the_reads() -> None:
+def test_closing_cancels_the_reads() -> None:
     async def main() -> None:
         far = Far()
         asked = asyncio.create_task(far.cache.get(["a"]))

@@ -1,4 +1,4 @@
-"""The caller's side: whatever a host does, the caller gets finite values of the right shape or an `ExpertError`."""
+"""The caller gets finite values of the right shape or an `ExpertError`, whatever the host does."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ import torch
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import (
-    LINK_BUSY_RETRY_S,
-    BackwardExpert,
-    ExpertCalls,
-    ExpertInfo,
-    ForwardExpert,
-    Part,
-)
+from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, BackwardExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.records import ExpertInfo
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
+from tests.moe.local import calls_of
 from tests.net.swarm import peers, run
 
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -64,7 +59,7 @@ async def is_busy(seconds: float, opening: ForwardExpert, stream: Stream) -> Non
 
 async def garbles(opening: ForwardExpert, stream: Stream) -> None:
     class Other(Message, frozen=True):
-        word: str
+        text: str
 
     await stream.send(Other("not a part"), b"")
 
@@ -74,7 +69,7 @@ async def crashes(opening: ForwardExpert, stream: Stream) -> None:
 
 
 FAULTY: dict[str, tuple[Answering, str]] = {
-    "truncated": (truncates, "gave 0 of 12 values"),
+    "truncated": (truncates, "sent 0 of 12 values"),
     "reset": (breaks_off, "no more"),
     "short": (partial(gives, bytes(44)), "44 encoded bytes, 48 expected"),
     "long": (partial(gives, bytes(1 << 20)), "48 expected"),
@@ -86,13 +81,13 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_what_cannot_be_used_is_an_error_that_names_the_expert(case: str) -> None:
+def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             answer, text = FAULTY[case]
             bob.serve_stream(ForwardExpert, answer)
             with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
-                await ExpertCalls(alice).forward(info(bob.contact), INPUTS)
+                await calls_of(alice).forward(info(bob.contact), INPUTS)
             assert caught.value.retry_s is None
 
     run(main())
@@ -101,15 +96,15 @@ def test_what_cannot_be_used_is_an_error_that_names_the_expert(case: str) -> Non
 @pytest.mark.parametrize(
     ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
 )
-def test_a_busy_hosts_hint_is_passed_on_within_bounds(said: float, heard: float) -> None:
+def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(ForwardExpert, partial(is_busy, said))
-            calls, large = ExpertCalls(alice), np.zeros((1000, 10_000), np.float32)
+            calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
             with pytest.raises(ExpertError, match="busy") as caught:
-                await calls.forward(info(bob.contact), large)
+                await calls.attempt(ForwardExpert, info(bob.contact), [large])
             assert caught.value.retry_s == heard
-            assert calls.sent_bytes < large.nbytes / 2, "who is told busy stops sending"
+            assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
     run(main())
 
@@ -123,7 +118,7 @@ def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
             bob.serve_stream(ForwardExpert, silent)
             first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
             with pytest.raises(ExpertError, match="1 streams are open") as caught:
-                await ExpertCalls(alice).forward(info(bob.contact), INPUTS)
+                await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
             assert caught.value.retry_s == LINK_BUSY_RETRY_S
             first.reset()
 
@@ -137,7 +132,7 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(ForwardExpert, echo)
-            calls = ExpertCalls(alice, codec="float16")
+            calls = calls_of(alice, codec="float16")
             assert np.array_equal(await calls.forward(info(bob.contact), INPUTS), INPUTS)
             assert (calls.sent_bytes, calls.received_bytes) == (24, 24)
 
@@ -145,26 +140,26 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_with_codecs_that_drop_most_an_expert_answers_and_learns(codec: str) -> None:
+def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
     async def main() -> None:
         _, alice, bob = pair()
         server = ExpertServer(bob, EventLog())
         expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
         server.add(expert)
-        calls = ExpertCalls(alice, codec=codec)
+        calls = calls_of(alice, codec=codec)
         answer = await calls.forward(info(bob.contact), INPUTS)
         assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
         assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
         assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
         with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
             await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert virtual_time() < 1  # nobody waited for what could not be sent
+        assert virtual_time() < 1  # no wait for values that could not be sent
         await server.close()
 
     run_virtual(main())
 
 
-def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
+def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     async def silent(opening: ForwardExpert, stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -172,18 +167,18 @@ def test_a_host_that_never_answers_is_given_up_after_the_timeout() -> None:
         _, alice, bob = pair()
         bob.serve_stream(ForwardExpert, silent)
         with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
-            await ExpertCalls(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
+            await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
         return virtual_time()
 
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-def test_a_host_nobody_can_reach_is_an_error_too() -> None:
+def test_an_unreachable_host_is_an_error() -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
-            nobody = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
+            absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
             with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-                await ExpertCalls(alice).forward(info(nobody), INPUTS)
+                await calls_of(alice).forward(info(absent), INPUTS)
 
     run(main())
 
@@ -195,7 +190,7 @@ def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back()
         server = ExpertServer(bob, EventLog())
         expert = Expert("ffn.0", FeedForward(4), rule, (4,))
         server.add(expert)
-        calls, there = ExpertCalls(alice), info(bob.contact)
+        calls, there = calls_of(alice), info(bob.contact)
         await calls.forward(there, INPUTS)
         network.now().crash("bob")
         with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
@@ -221,16 +216,16 @@ def test_a_host_killed_while_it_answers_is_an_error() -> None:
 
         bob.serve_stream(BackwardExpert, half)
         with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await ExpertCalls(alice).backward(info(bob.contact), large, large)
+            await calls_of(alice).backward(info(bob.contact), large, large)
         assert [fault.name for fault in network.fired] == ["crash"]
 
     run_virtual(main())
 
 
-def test_there_is_no_such_codec() -> None:
+def test_an_unknown_codec_is_refused() -> None:
     async def main() -> None:
         _, alice, _ = pair()
         with pytest.raises(ValueError, match="unknown codec 'zip'"):
-            ExpertCalls(alice, codec="zip")
+            calls_of(alice, codec="zip")
 
     run_virtual(main())

@@ -1,4 +1,4 @@
-"""Chunks on disk: whole, checked, bounded, and gone when nobody needs them."""
+"""Chunks on disk: complete, checked, bounded, and deleted when unreferenced."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def files(folder: Path) -> int:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=5))
-def test_digests_that_are_joined_can_be_cut(chunks: list[bytes]) -> None:
+def test_joined_digests_can_be_split(chunks: list[bytes]) -> None:
     assert cut_digests(b"".join(map(digest_of, chunks))) == [*map(digest_of, chunks)]
 
 
-def test_a_chunk_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_chunk_is_read_unchanged(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     digest = store.put(b"weights")
     assert store.get(digest) == b"weights" and digest in store and store.get(digest_of(b"others")) is None
 
 
-def test_a_garbled_chunk_is_found_out_and_dropped(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_detected_and_dropped(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     digest = store.put(b"weights")
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -51,14 +51,14 @@ def test_a_garbled_chunk_is_found_out_and_dropped(tmp_path: Path) -> None:
     assert store.get(digest) is None and digest not in store
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     (tmp_path / "chunks").write_text("a file where the folder should be: nothing can be written")
     with pytest.raises(StateError, match=r"cannot write .* name another folder"):
         ChunkStore(tmp_path / "chunks").put(b"weights")
     assert not [*tmp_path.rglob("*.partial")]
 
 
-def test_saves_share_chunks_and_what_no_save_needs_is_deleted(tmp_path: Path) -> None:
+def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     first = put(shelf, b"manifest 1", b"same", b"old")
     second = put(shelf, b"manifest 2", b"same", b"new", step=2, at=1.0)
@@ -73,7 +73,7 @@ def test_an_owner_has_two_saves_of_an_expert_at_most(tmp_path: Path) -> None:
     assert shelf.saves() == [saves[3], saves[2]] and files(tmp_path) == 2
 
 
-def test_others_get_no_more_than_the_quota_and_the_owner_is_not_bound(tmp_path: Path) -> None:
+def test_the_quota_bounds_saves_of_others_and_not_our_own(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
     put(shelf, b"15 bytes of his")
     with pytest.raises(StateError, match="5 bytes are left here, 6 are needed"):
@@ -82,14 +82,14 @@ def test_others_get_no_more_than_the_quota_and_the_owner_is_not_bound(tmp_path: 
     assert len(shelf.saves()) == 2 and shelf.kept_bytes == 15
 
 
-def test_a_save_that_is_here_already_needs_no_more_room(tmp_path: Path) -> None:
+def test_a_renewed_save_needs_no_more_space(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
     put(shelf, b"15 bytes of his")
     put(shelf, b"15 bytes of his", at=1.0)
     assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5
 
 
-def test_a_save_that_never_came_whole_leaves_nothing(tmp_path: Path) -> None:
+def test_an_incomplete_save_leaves_no_files(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     with pytest.raises(RuntimeError), shelf.receiving(save_of(b"manifest", b"chunk")):
         shelf.chunks.put(b"manifest")
@@ -97,7 +97,7 @@ def test_a_save_that_never_came_whole_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == 0 and shelf.room_bytes == 1000
 
 
-def test_saves_outlive_the_process_and_rubbish_does_not(tmp_path: Path) -> None:
+def test_saves_outlive_the_process_and_partial_files_do_not(tmp_path: Path) -> None:
     save = put(ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000), b"manifest", b"chunk")
     (tmp_path / "chunks" / "ab").mkdir(exist_ok=True)
     (tmp_path / "chunks" / "ab" / "half-written.partial").write_bytes(b"x")
@@ -107,7 +107,7 @@ def test_saves_outlive_the_process_and_rubbish_does_not(tmp_path: Path) -> None:
     assert not (tmp_path / "saves" / "garbled.save").exists()
 
 
-def test_what_nobody_wanted_for_long_is_dropped(tmp_path: Path) -> None:
+def test_saves_that_are_not_renewed_expire(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
     put(shelf, b"manifest", at=5.0)
     shelf.expire(5.0)

@@ -1,4 +1,4 @@
-"""Who gets a vacant place: one peer, however many want it at once and whatever the network does."""
+"""A vacant place goes to one peer, however many claim it and whatever the network does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.moe.test_directory import GRID, Scout, announce, scouts
 
 
 async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
-    """What a host does: announce what it holds, and give up what is another's."""
+    """Act as a host: announce the held places, give up those of earlier claims."""
     while True:
         await scout.directory.announce(grid, {uid: ((16,), 0) for uid in uids})
         for uid in await scout.directory.rivals(grid, uids):
@@ -41,7 +41,7 @@ def test_only_wanted_places_are_claimed() -> None:
     assert sorted(run_virtual(main())) == ["ffn.0.0", "ffn.3.7"]
 
 
-def test_what_is_claimed_cannot_be_called_until_it_is_announced() -> None:
+def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
     async def main() -> list[int]:
         _, (alice, bob, carol) = await scouts(3)
         claimed = await alice.directory.claim(GRID, 3)
@@ -103,7 +103,7 @@ def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> 
     assert (first, second, fired) == (wanted, [], ["partition", "heal"])
 
 
-def test_a_place_told_by_two_at_once_is_the_smaller_ids() -> None:
+def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
     async def main() -> tuple[list[list[str]], list[bool]]:
         _, (alice, bob) = await scouts(2)
         await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
@@ -125,7 +125,7 @@ def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> Non
     assert run_virtual(main()) == ([], [], ["skew"])
 
 
-def test_the_place_of_a_dead_host_is_vacant_when_its_word_ends() -> None:
+def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
     async def main() -> tuple[list[list[str]], list[str]]:
         network, (alice, bob, _) = await scouts(3)
         await announce(alice, "ffn.1.2")

@@ -1,4 +1,4 @@
-"""What the device thread does for a batch, fed with whatever callers may send."""
+"""The device thread's work on a batch, for any input of callers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
     st.integers(0, 1 << 32),
 )
 @settings(deadline=None)  # the first call warms torch up
-def test_whatever_callers_send_each_is_answered_or_refused_and_the_expert_stays_finite(
+def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
     backward: bool, codecs: list[str], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ def test_whatever_callers_send_each_is_answered_or_refused_and_the_expert_stays_
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_outputs_that_a_codec_has_no_place_for_are_refused_and_fail_nobody_else(codec: str) -> None:
+def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -> None:
     module = FeedForward(DIM, 8)
     spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (DIM,))
     with torch.no_grad():

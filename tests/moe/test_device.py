@@ -30,7 +30,7 @@ def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -> None
     run(main())
 
 
-def test_a_fault_is_its_givers_and_the_thread_goes_on() -> None:
+def test_an_error_goes_to_its_caller_and_the_thread_continues() -> None:
     async def main() -> None:
         device = DeviceThread()
         with pytest.raises(ZeroDivisionError):
@@ -43,7 +43,7 @@ def test_a_fault_is_its_givers_and_the_thread_goes_on() -> None:
     run(main())
 
 
-def test_what_was_given_before_the_end_is_still_computed() -> None:
+def test_tasks_queued_before_shutdown_are_computed() -> None:
     device = DeviceThread()
     given = [device.submit(pow, 2, power) for power in range(5)]
     device.shutdown()
@@ -53,7 +53,7 @@ def test_what_was_given_before_the_end_is_still_computed() -> None:
         device.submit(pow, 2, 2)
 
 
-def test_what_nobody_wants_any_more_is_not_computed() -> None:
+def test_cancelled_tasks_are_not_computed() -> None:
     device, gate, computed = DeviceThread(), threading.Event(), []
     device.submit(gate.wait)
     unwanted = device.submit(computed.append, 1)

@@ -1,4 +1,4 @@
-"""The directory on a simulated network: announced, found, left out, forgotten."""
+"""The directory on a simulated network: announce, find, ban, expire."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.calls import ExpertInfo, ExpertServices
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.records import ExpertInfo, ExpertServices
 from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
@@ -32,11 +32,7 @@ class Scout(Member):
 
 
 async def scouts(
-    count: int,
-    settings: DirectorySettings = SETTINGS,
-    *,
-    profile: NetworkProfile = LAN,
-    seed: int = 0,
+    count: int, settings: DirectorySettings = SETTINGS, *, profile: NetworkProfile = LAN, seed: int = 0
 ) -> tuple[SimNetwork, list[Scout]]:
     """``count`` peers that know each other through the DHT."""
     network, members = await swarm(count, profile=profile, seed=seed)
@@ -67,7 +63,7 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
     return [[info.uid for info in sample] for sample in found]
 
 
-def test_everybody_finds_what_is_announced() -> None:
+def test_all_peers_find_announced_experts() -> None:
     async def main() -> tuple[ExpertInfo | None, Scout]:
         _, (alice, bob, *_) = await scouts(8)
         await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
@@ -105,7 +101,7 @@ def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) 
     assert run_virtual(main()) == (everywhere, [[uid] for uid in everywhere])
 
 
-def test_fewer_live_experts_than_asked_for_are_all_named() -> None:
+def test_fewer_live_experts_than_requested_are_all_returned() -> None:
     async def main() -> list[list[str]]:
         _, (alice, bob) = await scouts(2)
         await announce(alice, "ffn.1.2", "ffn.3.7")
@@ -114,7 +110,7 @@ def test_fewer_live_experts_than_asked_for_are_all_named() -> None:
     assert run_virtual(main()) == [["ffn.3.7", "ffn.1.2"]]
 
 
-def test_what_is_withdrawn_is_gone_at_once() -> None:
+def test_withdrawn_experts_disappear_at_once() -> None:
     async def main() -> list[list[str]]:
         _, (alice, bob, carol) = await scouts(3)
         await announce(alice, "ffn.1.2", "ffn.3.7")
@@ -125,33 +121,31 @@ def test_what_is_withdrawn_is_gone_at_once() -> None:
     assert run_virtual(main()) == [["ffn.1.4"]]
 
 
-def test_a_dead_host_is_forgotten_when_its_word_ends_and_the_error_tells_of_it() -> None:
+def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
     async def main() -> tuple[int, list[str]]:
         network, (alice, bob, _) = await scouts(3)
         await announce(alice, "ffn.1.2", "ffn.3.7")
         before = len(await bob.directory.live(GRID))
         network.now().crash("alice")
         await asyncio.sleep(61)
-        with pytest.raises(
-            NoExpertsError, match=r"ffn\[4 x 8\] can be called: 2 were seen from here, .* 61 s"
-        ):
+        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
             await bob.directory.best(GRID, scores("ffn.1.2"), 4)
         return before, [fault.name for fault in network.fired]
 
     assert run_virtual(main()) == (2, ["crash"])
 
 
-def test_where_nothing_was_ever_announced_the_error_names_the_prefix() -> None:
+def test_without_any_announcement_the_error_names_the_prefix() -> None:
     async def main() -> None:
         _, (alice, _) = await scouts(2)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] lives, and none was ever seen"):
+        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
             await alice.directory.best(GRID, scores("ffn.1.2"), 4)
         assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 
     run_virtual(main())
 
 
-def test_a_failed_expert_is_left_out_until_its_ban_ends_or_it_does_well() -> None:
+def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     async def main() -> tuple[list[list[list[str]]], list[ExpertBanned]]:
         _, (alice, bob) = await scouts(2)
         await announce(alice, "ffn.1.2", "ffn.1.3")
@@ -193,7 +187,7 @@ def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> Non
     assert (first.step, again.step) == (0, 9)
 
 
-def test_a_prefix_whose_experts_are_all_dead_is_passed_over() -> None:
+def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
     async def main() -> list[list[str]]:
         _, (alice, bob, carol) = await scouts(3)
         await announce(alice, "ffn.1.2")
@@ -232,8 +226,8 @@ def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, .
     run_virtual(main())
 
 
-def test_two_hosts_tell_of_a_row_and_others_step_in_before_their_word_ends() -> None:
-    async def told_by(scout: Scout) -> int:
+def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
+    async def announced_by(scout: Scout) -> int:
         return len((await scout.dht.get("run/experts/ffn/0")).keys())
 
     async def main() -> tuple[int, list[bool], list[str]]:
@@ -241,8 +235,8 @@ def test_two_hosts_tell_of_a_row_and_others_step_in_before_their_word_ends() -> 
         hosts = sorted(found[1:6], key=lambda scout: scout.peers.id)
         for i, scout in enumerate(hosts):
             await announce(scout, f"ffn.1.{i}")
-        first = await told_by(found[0])
-        for scout in hosts[:2]:  # the two that tell
+        first = await announced_by(found[0])
+        for scout in hosts[:2]:  # the two that announce
             network.now().crash(scout.peers.name)
         seen = []
         for _ in range(8):
@@ -255,7 +249,7 @@ def test_two_hosts_tell_of_a_row_and_others_step_in_before_their_word_ends() -> 
     assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
 
 
-def test_records_that_are_none_of_the_directorys_do_no_harm() -> None:
+def test_invalid_records_do_no_harm() -> None:
     async def main() -> list[list[str]]:
         _, (alice, bob, mallory) = await scouts(3)
         await announce(alice, "ffn.1.2")

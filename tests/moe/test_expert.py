@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ADAM = ExpertRule(
@@ -81,12 +81,12 @@ def test_gradients_that_overflow_leave_the_expert_as_it_was(inputs: float, grads
 
 
 def test_an_expert_without_weights_passes_gradients_on() -> None:
-    one = expert(Nop())
+    one = expert(nn.Identity())
     assert torch.equal(one.forward(batch(0)), batch(0))
     assert torch.equal(one.backward(batch(0), batch(1)), batch(1)) and one.step == 1
 
 
-def test_an_expert_carries_on_from_what_another_saved() -> None:
+def test_an_expert_continues_from_another_experts_state() -> None:
     one, other = expert(), expert(FeedForward(4, 8))
     for step in range(3):
         one.backward(batch(step), batch(100 + step))
@@ -104,7 +104,7 @@ def test_a_state_of_another_kind_is_refused(spoil: Any) -> None:
     one = expert()
     state = one.state_dict()
     spoil(state)
-    with pytest.raises(StateError, match=r"no expert like Expert\(ffn.0"):
+    with pytest.raises(StateError, match=r"does not fit Expert\(ffn.0"):
         one.load_state_dict(state)
 
 

@@ -14,13 +14,13 @@ def test_a_priority_is_the_sum_of_its_indices_scores() -> None:
     assert torch.equal(priorities(scores, indices), expected)
 
 
-def test_weights_sum_to_one_over_those_that_answered() -> None:
+def test_weights_sum_to_one_over_the_answers() -> None:
     answered = torch.tensor([[True, False, True], [True, True, True]])
     weights = mixing_weights(torch.tensor([[1.0, 9.0, 1.0], [0.0, 0.0, 0.0]]), answered)
     assert torch.allclose(weights, torch.tensor([[0.5, 0.0, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
 
 
-def test_where_nobody_answered_weights_and_gradients_are_zero() -> None:
+def test_without_answers_weights_and_gradients_are_zero() -> None:
     values = torch.randn(1, 3, requires_grad=True)
     weights = mixing_weights(values, torch.zeros(1, 3, dtype=torch.bool))
     weights.sum().backward()

@@ -1,4 +1,4 @@
-"""Hosts of experts on the simulated network and virtual time: claimed, saved, taken over, given up."""
+"""Hosts of experts on the simulated network and virtual time: claim, save, take over, give up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,23 @@ from torch import nn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.calls import ExpertCalls, ExpertServices
-from colab_swarm.moe.copies import SavePlace, SaveRecord
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.host import ExpertHost, plan_host
-from colab_swarm.moe.hosting import ExpertHosting, HostingPlan, HostResources, HostSettings
+from colab_swarm.moe.hosting import ExpertHosting, HostResources, HostSettings
+from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
-from tests.moe.hosts import GRID, KIND, MODEL, SETTINGS, Member, Run, saved, train
+from tests.moe.hosts import GRID, PLAN, SETTINGS, Member, Run, make, saved, train
+from tests.moe.local import calls_of
 from tests.net.swarm import peers, until
 from tests.net.swarm import run as run_real
 
 QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
 
 EXPIRED_S = 120.0
-"""Two lives of an announcement, and looks for the dead in between."""
+"""Twice the life of an announcement, with checks for dead hosts in between."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,21 +60,21 @@ async def saved_by(hosting: ExpertHosting, steps: int) -> None:
     await hosting.save()
 
 
-def test_hosts_share_the_grid_and_everybody_finds_their_experts(tmp_path: Path) -> None:
+def test_hosts_share_the_grid_and_all_peers_find_their_experts(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         _, alice = await run.host("alice", 4)
         _, bob = await run.host("bob", 2)
         reader = await run.join("carol")
         assert not alice.experts.keys() & bob.experts.keys()
-        live = await reader.premises.directory.live(GRID)
+        live = await reader.resources.directory.live(GRID)
         assert {info.uid for info in live} == alice.experts.keys() | bob.experts.keys() and len(live) == 6
-        answer = await ExpertCalls(reader.peers).forward(live[0], torch.ones(2, 4).numpy())
+        answer = await calls_of(reader.peers).forward(live[0], torch.ones(2, 4).numpy())
         assert answer.shape == (2, 4)
 
     play(tmp_path, story)
 
 
-def test_a_dead_hosts_expert_goes_on_elsewhere_from_its_last_save(tmp_path: Path) -> None:
+def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -87,15 +89,15 @@ def test_a_dead_hosts_expert_goes_on_elsewhere_from_its_last_save(tmp_path: Path
         assert [fault.name for fault in run.network.fired] == ["crash"]
         assert hosted(carol)[-1] == (uid, 5, True)
         assert torch.equal(other.experts[uid].forward(inputs), outputs)
-        found = await carol.premises.directory.find(GRID, uid)
+        found = await carol.resources.directory.find(GRID, uid)
         assert found is not None and found.peer == carol.peers.id and found.step == 5
         await saved_by(other, 1)
-        assert other.copies.kept[uid].step == 6  # and on from there
+        assert other.saves.results[uid].step == 6  # and on from there
 
     play(tmp_path, story)
 
 
-def test_a_newcomer_prefers_experts_of_the_dead_to_new_ones(tmp_path: Path) -> None:
+def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -109,14 +111,14 @@ def test_a_newcomer_prefers_experts_of_the_dead_to_new_ones(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
-def test_a_host_that_comes_back_goes_on_from_its_own_disk(tmp_path: Path) -> None:
+def test_a_host_that_returns_continues_from_its_own_disk(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         run_alone = await run.host("alice", 2)
         hosting = run_alone[1]
         await saved_by(hosting, 4)
         uids = [*hosting.experts]
         run.network.now().crash("alice")
-        run._entry = None  # nobody else is left, and no record of it
+        run._entry = None  # no other peer is left, and no record of it
         again, _ = await run.host("alice", 2)
         assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
         assert [fault.name for fault in run.network.fired] == ["crash"]
@@ -140,7 +142,7 @@ def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: Path) -> None:
+def test_a_false_claim_is_skipped_in_favour_of_a_real_save(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 1)
@@ -150,23 +152,23 @@ def test_the_claim_of_a_liar_is_passed_over_for_the_save_that_is_true(tmp_path: 
         lies = saved(
             uid, step=10**9, size=100
         )  # chunks that are there and match: only the state does not fit
-        chunks = mallory.premises.holders.shelf.chunks
-        for piece in lies.pieces.values():
+        chunks = mallory.resources.store.chunks
+        for piece in lies.chunks.values():
             chunks.put(piece)
-        place = SavePlace(10**9, next(iter(lies.pieces)), (mallory.peers.contact,))
-        record = SaveRecord((place,))
+        place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
+        record = (place,)
         key, me = f"run/experts/{uid}/save", mallory.peers.id
         await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
         run.network.now().crash("bob")
         await asyncio.sleep(EXPIRED_S)
         carol, hosting = await run.host("carol", 1)
         assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-        assert [claim.step for claim in await hosting.copies.claims(uid)] == [10**9, 3]
+        assert [claim.step for claim in await hosting.saves.claims(uid)] == [10**9, 3]
 
     play(tmp_path, story)
 
 
-def test_of_two_that_claim_one_name_one_hosts_it(tmp_path: Path) -> None:
+def test_one_of_two_peers_that_claim_a_name_hosts_it(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.join("alice")
         (bob, his), (carol, hers) = await asyncio.gather(
@@ -186,8 +188,7 @@ def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: 
         bob = await run.join("bob")
         run.network.now().partition({"alice"}, {"bob", "dave"})
         await asyncio.sleep(100)
-        wanted = HostingPlan(1, 1, ("ffn.0.1",))
-        his = ExpertHosting(bob.premises, KIND, wanted, MODEL, SETTINGS)
+        his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)), SETTINGS)
         await his.start()
         assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
         run.network.now().heal()
@@ -200,7 +201,7 @@ def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: 
     play(tmp_path, story)
 
 
-def test_a_full_disk_is_told_once_and_the_host_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
@@ -209,18 +210,18 @@ def test_a_full_disk_is_told_once_and_the_host_goes_on(tmp_path: Path) -> None:
             await saved_by(hosting, 1)
         (fault,) = bob.events(Fault)
         assert "cannot write" in str(fault) and len(hosting.experts) == 1
-        assert {kept.step for kept in hosting.copies.kept.values()} == {3}  # alice has it
+        assert {kept.step for kept in hosting.saves.results.values()} == {3}  # alice has it
 
     play(tmp_path, story)
 
 
-def test_saving_goes_on_in_the_background(tmp_path: Path) -> None:
+def test_experts_are_saved_in_the_background(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 2)
         train(bob, 2)
         await asyncio.sleep(2 * SETTINGS.save_s)
-        assert {(kept.step, len(kept.holders)) for kept in bob.copies.kept.values()} == {(2, 1)}
+        assert {(kept.step, len(kept.holders)) for kept in bob.saves.results.values()} == {(2, 1)}
 
     play(tmp_path, story)
 
@@ -232,12 +233,11 @@ def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(tmp_path: Pa
         def fail() -> nn.Module:
             raise RuntimeError("CUDA out of memory")
 
-        kind = type(KIND)(GRID, fail, KIND.rule, KIND.sample)
-        hosting = ExpertHosting(alice.premises, kind, HostingPlan(2, 2), MODEL, SETTINGS)
+        hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2), SETTINGS)
         with pytest.raises(RuntimeError, match="out of memory"):
             await hosting.start()
-        assert await alice.premises.directory.live(GRID) == []
-        assert len(await alice.premises.directory.claim(GRID, 6)) == 6
+        assert await alice.resources.directory.live(GRID) == []
+        assert len(await alice.resources.directory.claim(GRID, 6)) == 6
 
     play(tmp_path, story)
 
@@ -246,10 +246,10 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
     async def story(run: Run) -> None:
         reader = await run.join("alice")
         _, hosting = await run.host("bob", 1)
-        (info,) = await reader.premises.directory.live(GRID)
+        (info,) = await reader.resources.directory.live(GRID)
         await hosting.stop()
         with pytest.raises(ExpertError, match="not hosted here"):
-            await ExpertCalls(reader.peers).forward(info, torch.ones(2, 4).numpy())
+            await calls_of(reader.peers).forward(info, torch.ones(2, 4).numpy())
 
     play(tmp_path, story)
 
@@ -257,7 +257,7 @@ def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_path: Path) -> None:
-    """Every 10 s for two minutes a random host dies and another comes; experts are taken over before the next dies."""
+    """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
 
     async def story(run: Run) -> None:
         rng = random.Random(0)
@@ -269,9 +269,9 @@ def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_pat
         saved_steps: dict[str, int] = {}
 
         async def learn() -> None:
-            ones, calls = torch.ones(2, 4).numpy(), ExpertCalls(reader.peers, timeout_s=2.0)
+            ones, calls = torch.ones(2, 4).numpy(), calls_of(reader.peers, timeout_s=2.0)
             while True:
-                for info in await reader.premises.directory.live(GRID):
+                for info in await reader.resources.directory.live(GRID):
                     with contextlib.suppress(ExpertError):
                         await calls.backward(info, ones, ones)
                 await asyncio.sleep(1.0)
@@ -282,13 +282,13 @@ def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_pat
             victim = rng.choice(sorted(hosts))
             run.network.now().crash(victim)
             _, dead = hosts.pop(victim)
-            for uid, kept in dead.copies.kept.items():
+            for uid, kept in dead.saves.results.items():
                 saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
             name = f"host {i}"
             members[name] = hosts[name] = await run.host(name, 2, capacity=4, settings=settings)
         await asyncio.sleep(20)
         learning.cancel()
-        taken = [told for member, _ in members.values() for told in hosted(member) if told[2]]
+        taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
         assert len(run.network.fired) == 12 and len(taken) >= 10
         alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
         assert len(alive) == GRID.size
@@ -303,7 +303,7 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
         async with peers("alice", "bob", "carol") as nodes:
             members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
             hostings = [
-                ExpertHosting(premises, KIND, HostingPlan(1, 2), MODEL, QUICK) for premises in members[1:]
+                ExpertHosting(resources, replace(PLAN, capacity=2), QUICK) for resources in members[1:]
             ]
             for hosting in hostings:
                 await hosting.start()
@@ -312,16 +312,16 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
             assert info is not None
             ones = torch.ones(2, 4).numpy()
             for _ in range(3):
-                await ExpertCalls(nodes[0]).backward(info, ones, ones)
+                await calls_of(nodes[0]).backward(info, ones, ones)
             await hostings[0].save()
-            assert hostings[0].copies.kept[uid].holders == {nodes[2].id}
+            assert hostings[0].saves.results[uid].holders == {nodes[2].id}
             hostings[0].kill()
             await close(members[1], nodes[1])
             await until(lambda: uid in hostings[1].experts)
             assert hostings[1].experts[uid].step == 3
             await hostings[1].stop()
-            for premises, node in zip(members, nodes, strict=True):
-                await close(premises, node)
+            for resources, node in zip(members, nodes, strict=True):
+                await close(resources, node)
 
     run_real(main())
 
@@ -331,14 +331,14 @@ async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
     await dht.bootstrap([entry.contact] if entry is not node else [])
     services = ExpertServices(node, dht, EventLog(), random.Random(0), "run")
     directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
-    return HostResources.open(services, directory, folder / node.id.hex()[:8])
+    return HostResources(services, directory, folder / node.id.hex()[:8])
 
 
-async def close(premises: HostResources, node: Node) -> None:
-    premises.holders.kill()
-    await premises.server.close()
-    await premises.directory.close()
-    await asyncio.gather(*premises.services.dht.kill(), return_exceptions=True)
+async def close(resources: HostResources, node: Node) -> None:
+    resources.replicas.kill()
+    await resources.server.close()
+    await resources.directory.close()
+    await asyncio.gather(*resources.services.dht.kill(), return_exceptions=True)
     await node.close()
 
 
@@ -352,8 +352,8 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
         return await Run(tmp_path).join("alice")
 
     member = runtime.call(open_run())
-    plan = plan_host(GRID, KIND.make, count=2)
-    with ExpertHost(runtime, member.premises, plan, SETTINGS, repr) as host:
+    plan = plan_host(GRID, make, count=2)
+    with ExpertHost(runtime, member.resources, plan, SETTINGS, repr) as host:
         assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
         assert "copies elsewhere" in host._repr_html_()
         assert host.panel() == repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, priorities
-from tests.moe.local import LR, LocalExperts, access, tanh_expert
+from tests.moe.local import LR, LocalCalls, LocalExperts, tanh_expert
 
 GRID = Grid("ffn", (2, 3))
 DIM = 4
@@ -23,11 +23,11 @@ def make(
     settings: MixtureSettings = TWO, *, living: Sequence[tuple[int, int]] | None = None
 ) -> tuple[MixtureOfExperts, LocalExperts]:
     experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
-    return MixtureOfExperts(access(experts), GRID, DIM, settings), experts
+    return MixtureOfExperts(LocalCalls(experts), GRID, DIM, settings), experts
 
 
 def locally(layer: MixtureOfExperts, modules: dict[str, nn.Module], x: Tensor, k: int) -> Tensor:
-    """Equation 1 as it is written, sample by sample."""
+    """Compute equation 1 literally, sample by sample."""
     rows = []
     for sample in x:
         scores = layer.gating(sample[None])
@@ -83,7 +83,7 @@ def test_without_gradients_no_expert_learns() -> None:
     assert experts.forwards and not experts.backwards
 
 
-def test_experts_learn_although_nobody_wants_the_inputs_gradient() -> None:
+def test_experts_learn_although_the_inputs_need_no_gradient() -> None:
     layer, experts = make()
     nn.Sequential(layer, nn.Linear(DIM, 1))(torch.randn(3, DIM)).sum().backward()
     assert experts.backwards
@@ -115,7 +115,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     torch.testing.assert_close(saved, plain)
 
 
-def test_checkpointing_survives_that_other_experts_answer_the_second_time() -> None:
+def test_checkpointing_works_if_other_experts_answer_the_second_time() -> None:
     layer, experts = make()
     x = torch.randn(5, DIM, requires_grad=True)
     loss = checkpoint(layer, x, use_reentrant=False).sum()
@@ -150,7 +150,7 @@ def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
     assert layer.statistics().failures == 3
 
 
-def test_a_late_expert_is_left_behind_after_the_grace_and_reported() -> None:
+def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
     layer, experts = make(MixtureSettings(k=6, k_min=2, grace_s=0.02))
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM)).sum().backward()
@@ -160,13 +160,13 @@ def test_a_late_expert_is_left_behind_after_the_grace_and_reported() -> None:
 
 def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
     layer, experts = make(MixtureSettings(k=6, k_min=6, grace_s=0.0))
-    object.__setattr__(layer._access, "timeout_s", 0.05)
+    layer._calls.timeout_s = 0.05
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM))
-    assert experts.failures == [("ffn.0.0", "no answer in 0.05 s")]
+    assert experts.failures == [("ffn.0.0", "expert ffn.0.0 at 00000000 did not answer in 0.05 s")]
 
 
-def test_a_busy_expert_is_asked_again() -> None:
+def test_a_busy_expert_is_called_again() -> None:
     layer, experts = make(MixtureSettings(k=6))
     experts.busy = dict.fromkeys(experts.modules, 2)
     layer(torch.randn(4, DIM))
@@ -195,7 +195,7 @@ def _frozen(module: nn.Module) -> nn.Module:
     return Frozen()
 
 
-def test_samples_that_nobody_answers_are_tried_with_others_then_pass_unchanged() -> None:
+def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -> None:
     layer, experts = make(MixtureSettings(k=3))
     x = torch.randn(8, DIM)
     experts.dead = set(experts.modules)
@@ -213,7 +213,7 @@ def test_samples_that_nobody_answers_are_tried_with_others_then_pass_unchanged()
     assert layer.statistics().unanswered == 16, "the third batch was answered"
 
 
-def test_an_expert_that_steps_in_for_another_still_gets_one_backward_call() -> None:
+def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
     layer, experts = make(MixtureSettings(k=1), living=[(0, 0), (1, 2)])
     with torch.no_grad():  # the first half of the samples prefers one, the second half the other
         layer.gating.maps.weight.zero_()
@@ -285,7 +285,7 @@ class _Far(nn.Module):
         return x + 1e4
 
 
-def test_sequences_travel_whole_and_are_judged_by_their_mean() -> None:
+def test_sequences_are_sent_whole_and_scored_by_their_mean() -> None:
     layer, experts = make(MixtureSettings(k=2, sequences=True))
     x = torch.randn(3, 5, DIM)
     mixed = layer(x)
@@ -301,7 +301,7 @@ def test_sequences_travel_whole_and_are_judged_by_their_mean() -> None:
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
-def test_the_balance_loss_reaches_the_gating_and_use_is_told() -> None:
+def test_the_balance_loss_reaches_the_gating_and_utilisation_is_reported() -> None:
     layer, experts = make()
     layer(torch.randn(20, DIM))
     layer.balance_loss.backward()
@@ -334,6 +334,6 @@ def test_half_precision_models_work() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"k": 0}, {"k": 2, "k_min": 3}, {"grace_s": -1.0}, {"reject_outliers": 0.5}]
 )
-def test_senseless_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         MixtureSettings(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The layer with everything real beneath it: encrypted links on loopback, DHT, directory, servers."""
+"""The layer over real encrypted links on loopback, DHT, directory and servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.calls import ExpertAccess, ExpertCalls, ExpertServices
+from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, mixing_weights, priorities
+from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 from colab_swarm.net.node import Node
@@ -48,8 +49,7 @@ class Live:
         self.runtime = Runtime()
         self.alice, self.bob, self.carol = self.runtime.call(self._start())
         self.experts = self.bob.experts | self.carol.experts
-        calls = ExpertCalls(self.alice.node, timeout_s=10.0)
-        self.access = ExpertAccess(self.runtime.call, self.alice.directory, calls, timeout_s=10.0)
+        self.calls = ExpertCalls(self.alice.node, self.alice.directory, self.runtime, timeout_s=10.0)
 
     async def _start(self) -> list[Member]:
         members: list[Member] = []
@@ -64,8 +64,8 @@ class Live:
                 self._host(member, index)
             members.append(member)
         for member in members[1:]:
-            told = {uid: (expert.shape, expert.step) for uid, expert in member.experts.items()}
-            await member.directory.announce(GRID, told)
+            experts = {uid: (expert.shape, expert.step) for uid, expert in member.experts.items()}
+            await member.directory.announce(GRID, experts)
         return members
 
     def _host(self, member: Member, index: Index) -> None:
@@ -74,7 +74,7 @@ class Live:
         member.server.add(expert)
 
     def layer(self, k: int = 4) -> MixtureOfExperts:
-        return MixtureOfExperts(self.access, GRID, DIM, MixtureSettings(k=k))
+        return MixtureOfExperts(self.calls, GRID, DIM, MixtureSettings(k=k))
 
     def kill(self, *members: Member) -> None:
         for member in members:
@@ -146,7 +146,7 @@ def test_without_any_host_the_error_names_the_prefix(live: Live) -> None:
     live.kill(live.bob, live.carol)
     x = torch.randn(2, DIM)
     assert torch.equal(layer(x), x), "they have only just gone: the samples pass"
-    with pytest.raises(NoExpertsError, match=r"ffn\[2 x 2\].*4 were seen"):
+    with pytest.raises(NoExpertsError, match=r"ffn\[2 x 2\].*this peer saw 4"):
         layer(x)
 
 
@@ -166,8 +166,8 @@ def test_the_trainer_keeps_many_batches_in_flight_over_real_experts(live: Live) 
     assert sum(expert.step for expert in live.experts.values()) > 60
 
 
-def test_one_known_expert_computes_where_it_is(live: Live) -> None:
-    remote, x = RemoteExpert(live.access, GRID, "ffn.1.0"), torch.randn(3, DIM)
+def test_a_remote_expert_computes_on_its_host(live: Live) -> None:
+    remote, x = RemoteExpert(live.calls, GRID, "ffn.1.0"), torch.randn(3, DIM)
     expected = live.experts["ffn.1.0"]._module(x)
     torch.testing.assert_close(remote(x), expected, atol=1e-5, rtol=0)
     assert remote.info().host == live.carol.node.contact

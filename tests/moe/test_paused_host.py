@@ -1,4 +1,4 @@
-"""A host that is paused sends callers elsewhere at once, and computes what it had taken when it goes on."""
+"""A paused host answers new calls with busy at once, and computes admitted calls when it continues."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import ExpertCalls, ForwardExpert, Part
+from colab_swarm.moe.calls import ForwardExpert, Part
 from colab_swarm.moe.server import PAUSED_RETRY_S, ExpertServer
 from colab_swarm.runtime import PauseGate
+from tests.moe.local import calls_of
 from tests.moe.test_server import DIM, expert, info, samples
 from tests.net.swarm import peers, run, until
 
@@ -26,7 +27,7 @@ def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> 
             gate.hold()
             await stream.send(Part(), samples(2).tobytes())
             with pytest.raises(ExpertError) as caught:
-                await ExpertCalls(alice).forward(info(bob), samples(3))
+                await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
             assert caught.value.retry_s == PAUSED_RETRY_S
             await until(lambda: next(iter(server._batching._inside)).parts != [])
             await asyncio.sleep(0)

@@ -32,27 +32,27 @@ ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 
 
 def received(record: Any, owner: PeerId | None = ALICE) -> Found:
-    """A record as the DHT hands it out at swarm time 1000, with a minute to go."""
+    """Return a record as the DHT does at swarm time 1000, one minute before it expires."""
     return Found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)), 1060.0, owner)
 
 
 def read(prefix: tuple[int, ...], found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
-    told = holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
-    assert all(word.until == 65.0 for words in told.values() for word in words)
-    return {host: [word.index for word in words] for host, words in told.items()}
+    decoded = holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
+    assert all(one.until == 65.0 for records in decoded.values() for one in records)
+    return {host: [one.index for one in records] for host, records in decoded.items()}
 
 
-def test_a_row_tells_all_about_its_experts() -> None:
+def test_a_row_describes_its_experts() -> None:
     row = RecordRow(
         ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
     )
-    told = holdings(GRID, (3,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
-    (seven, nine) = told[ALICE]
+    decoded = holdings(GRID, (3,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    (seven, nine) = decoded[ALICE]
     assert seven.host == Contact(ALICE, row.addresses) and seven.place == row.places[0]
     assert seven.served and not nine.served and seven.claim == (123, ALICE)
 
 
-def test_a_branch_tells_next_indices_and_an_empty_one_that_its_host_left() -> None:
+def test_a_branch_lists_next_indices_and_is_empty_after_its_host_left() -> None:
     found = {ALICE: received(GridBranch((0, 3))), BOB: received(GridBranch(()), BOB)}
     assert read((), found) == {ALICE: [0, 3], BOB: []}
 
@@ -75,13 +75,13 @@ ROW = RecordRow((), (ExpertPlace(1, 2, 3, ()),))
         (ALICE, [["a"] * 17, []], ALICE),
     ],
 )
-def test_what_is_not_a_hosts_own_sound_word_is_left_out(
+def test_records_that_are_invalid_or_not_the_hosts_own_are_dropped(
     subkey: bytes, record: Any, owner: PeerId | None
 ) -> None:
     assert read((3,), {subkey: received(record, owner)}) == {}
 
 
-def test_indices_beyond_the_grid_are_left_out() -> None:
+def test_indices_beyond_the_grid_are_dropped() -> None:
     assert read((), {ALICE: received(GridBranch((3, 4)))}) == {ALICE: [3]}
 
 
@@ -118,20 +118,20 @@ def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.Da
     shelf = shelf_of(grid, places[0][:-1])
     neighbours = [place for place in places if shelf_of(grid, place[:-1]) == shelf]
     row = RecordRow((), tuple(ExpertPlace(position(grid, place), 1, 2, ()) for place in neighbours))
-    told = holdings(grid, shelf, {ALICE: received(row)}, now=5.0, swarm_time=1000.0)[ALICE]
-    assert [word.uid for word in told] == [grid.uid(place) for place in neighbours]
-    assert shelf_of(grid, shelf) == shelf and max(word.index for word in told) < width(grid, shelf)
+    decoded = holdings(grid, shelf, {ALICE: received(row)}, now=5.0, swarm_time=1000.0)[ALICE]
+    assert [one.uid for one in decoded] == [grid.uid(place) for place in neighbours]
+    assert shelf_of(grid, shelf) == shelf and max(one.index for one in decoded) < width(grid, shelf)
 
 
 def test_a_shelf_ends_with_the_grid() -> None:
     grid = Grid("ffn", (5, 64))
     assert [shelf_of(grid, (i,)) for i in range(5)] == [(0,), (0,), (0,), (0,), (4,)]
     row = RecordRow((), (ExpertPlace(63, 1, 2, ()), ExpertPlace(64, 1, 2, ()), ExpertPlace(256, 1, 2, ())))
-    told = holdings(grid, (4,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
-    assert [word.uid for word in told[ALICE]] == ["ffn.4.63"]
+    decoded = holdings(grid, (4,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    assert [one.uid for one in decoded[ALICE]] == ["ffn.4.63"]
 
 
-def test_addresses_that_do_not_fit_are_left_out() -> None:
+def test_addresses_that_do_not_fit_are_dropped() -> None:
     chosen = short_addresses(Contact(ALICE, ("a" * 100, "b" * 200, "c" * 100)))
     assert chosen == ("a" * 100, "c" * 100) and sum(map(len, chosen)) <= MAX_ADDRESS_CHARS
 

@@ -1,4 +1,4 @@
-"""Calls of experts over encrypted links on loopback: what the host does with honest and other callers."""
+"""Calls of experts over encrypted links on loopback, by honest and hostile callers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.batching import BatchLimits
-from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls, ExpertInfo, ForwardExpert, Part
+from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.server import ExpertServer, ServerSettings
+from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
+from tests.moe.local import calls_of
 from tests.net.swarm import peers, run, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -45,7 +47,7 @@ def info(host: Node, uid: str = "ffn.0", shape: tuple[int, ...] = (DIM,)) -> Exp
 
 
 def here(one: Expert, *tensors: Floats) -> Floats:
-    """What an expert of this process answers."""
+    """Return the answer of an expert in this process."""
     function = one.backward if len(tensors) == 2 else one.forward
     return function(*map(torch.from_numpy, tensors)).numpy()
 
@@ -56,7 +58,7 @@ async def hosting(
 ) -> AsyncIterator[tuple[ExpertServer, Node, Node]]:
     """Bob hosts experts, alice knows him."""
     async with peers("alice", "bob") as (alice, bob):
-        server = ExpertServer(bob, events or EventLog(), ServerSettings(**settings))
+        server = ExpertServer(bob, events or EventLog(), **settings)
         for one in experts or (expert(),):
             server.add(one)
         try:
@@ -94,35 +96,40 @@ class Gate(nn.Module):
 
 
 async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
-    """A call that the device is stuck with."""
+    """Start a call that keeps the device busy."""
     task = asyncio.create_task(call)
     await until(gate.entered.is_set)
     return task
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
-def test_an_expert_far_away_computes_as_one_here(codec: str) -> None:
+def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
     async def main() -> None:
         local, inputs, grads = expert(), samples(50), samples(50, seed=1)
         near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
         async with hosting() as (server, alice, bob):
-            calls = ExpertCalls(alice, codec=codec)
+            calls = calls_of(alice, codec=codec)
             outputs = await calls.forward(info(bob), inputs)
             assert np.abs(outputs - here(local, inputs)).mean() < near
             back = await calls.backward(info(bob), inputs, grads)
             assert np.abs(back - here(local, inputs, grads)).mean() < near
-            told = server.statistics()["ffn.0"]
-            assert (told.forward_samples, told.backward_samples, told.calls, told.step) == (50, 50, 2, 1)
-            assert told.p50_s is not None and told.p99_s is not None and told.queued == 0
+            counted = server.statistics()["ffn.0"]
+            assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
+                50,
+                50,
+                2,
+                1,
+            )
+            assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
 
     run(main())
 
 
-def test_after_many_backward_calls_the_weights_are_a_local_replicas() -> None:
+def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
     async def main() -> None:
         local, remote = expert(), expert()
         async with hosting(remote) as (_, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             for step in range(20):
                 tensors = samples(4, seed=step), samples(4, seed=1000 + step)
                 assert np.allclose(
@@ -139,7 +146,7 @@ def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> Non
     async def main() -> None:
         block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
         async with hosting(block, gate) as (_, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             for length in (1, 3, 10):
                 inputs = samples(2, length, DIM)
                 outputs = await calls.forward(info(bob, "text.0"), inputs)
@@ -150,11 +157,11 @@ def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> Non
     run(main())
 
 
-def test_calls_that_wait_are_merged_and_equal_one_by_one_and_kinds_never_mix() -> None:
+def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
     async def main() -> None:
         gate, local = Gate(), expert()
         async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
                 inputs = [samples(n, seed=n) for n in range(1, 9)]
@@ -167,18 +174,18 @@ def test_calls_that_wait_are_merged_and_equal_one_by_one_and_kinds_never_mix() -
             together = np.concatenate(inputs)
             expected = here(local, together, together)
             assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
-            told = server.statistics()["ffn.0"]
-            assert (told.calls, told.batches, told.step) == (16, 2, 1)
+            counted = server.statistics()["ffn.0"]
+            assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
             await first
 
     run(main())
 
 
-def test_one_callers_fault_in_a_batch_is_not_the_others() -> None:
+def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
     async def main() -> None:
         gate, learner = Gate(), expert()
         async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
-            calls, fine = ExpertCalls(alice), samples(2)
+            calls, fine = calls_of(alice), samples(2)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
                 tasks = [
@@ -196,9 +203,7 @@ def test_one_callers_fault_in_a_batch_is_not_the_others() -> None:
     run(main())
 
 
-def test_a_fault_in_the_experts_code_is_an_event_here_and_an_error_there_and_the_next_call_is_served() -> (
-    None
-):
+def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 3:
@@ -210,7 +215,7 @@ def test_a_fault_in_the_experts_code_is_an_event_here_and_an_error_there_and_the
     async def main() -> None:
         events = EventLog()
         async with hosting(expert(module=Fragile()), events=events) as (_, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
                 await calls.forward(info(bob), samples(3))
             with pytest.raises(ExpertError, match=r"ffn\.0 failed: SystemExit: four"):
@@ -228,8 +233,8 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
     "10 GB a sample": (ForwardExpert("text.0", 1, (1 << 30, DIM), "float32"), "split it"),
     "shape": (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
     "more shape": (ForwardExpert("ffn.0", 1, (8,) * 999, "float32"), r"takes samples of shape"),
-    "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "one at least"),
-    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "one at least"),
+    "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "at least one"),
+    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "at least one"),
     "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
     "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
     "codec": (BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
@@ -237,7 +242,7 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_computed_is_refused_before_anything_is_received(case: str) -> None:
+def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
     async def main() -> None:
         opening, text = REFUSED[case]
         async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
@@ -255,10 +260,10 @@ def test_what_cannot_be_computed_is_refused_before_anything_is_received(case: st
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ([31], "a part of 31 bytes came where 32 are due"),
+        ([31], "a part of 31 bytes, expected 32"),
         ([64], "a part of 64 bytes"),
         ([0], "a part of 0 bytes"),
-        ([32, 32], "more came"),
+        ([32, 32], "more parts"),
     ],
 )
 def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
@@ -285,22 +290,22 @@ def test_values_that_are_not_finite_never_reach_an_expert() -> None:
                 bad = samples(2)
                 bad[1, 3] = np.nan
                 with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
-                    await ExpertCalls(alice, codec=codec).backward(info(bob), samples(2), bad)
+                    await calls_of(alice, codec=codec).backward(info(bob), samples(2), bad)
             assert not gate.batches and one.step == 0
 
     run(main())
 
 
-def test_a_full_server_says_busy_and_when_to_ask_again() -> None:
+def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
     async def main() -> None:
         gate = Gate()
         limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
         async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob), samples(2)))
-                with pytest.raises(ExpertError, match="busy: ask again in") as caught:
-                    await calls.forward(info(bob), samples(1))
+                with pytest.raises(ExpertError, match="busy: call again in") as caught:
+                    await calls.attempt(ForwardExpert, info(bob), [samples(1)])
                 assert caught.value.retry_s is not None and caught.value.retry_s > 0
             await first
             await calls.forward(info(bob), samples(1))
@@ -308,11 +313,11 @@ def test_a_full_server_says_busy_and_when_to_ask_again() -> None:
     run(main())
 
 
-def test_a_caller_that_gives_up_frees_its_place_and_is_not_computed() -> None:
+def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
     async def main() -> None:
         gate = Gate()
         async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
                 waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
@@ -326,12 +331,12 @@ def test_a_caller_that_gives_up_frees_its_place_and_is_not_computed() -> None:
     run(main())
 
 
-def test_a_caller_that_never_sends_what_it_announced_loses_its_place() -> None:
+def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     async def main() -> float:
         network = SimNetwork(LAN, seed=1)
         alice, bob = network.peer("alice"), network.peer("bob")
         network.introduce()
-        server = ExpertServer(bob, EventLog(), ServerSettings(call_timeout_s=60.0))
+        server = ExpertServer(bob, EventLog())
         server.add(expert())
         stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
         await asyncio.sleep(59)
@@ -345,11 +350,11 @@ def test_a_caller_that_never_sends_what_it_announced_loses_its_place() -> None:
     assert run_virtual(main()) == pytest.approx(60, abs=0.1)
 
 
-def test_calls_of_an_expert_that_left_are_refused_and_it_can_be_served_anew() -> None:
+def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
     async def main() -> None:
         gate, one = Gate(), expert()
         async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
                 waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
@@ -367,7 +372,7 @@ def test_calls_of_an_expert_that_left_are_refused_and_it_can_be_served_anew() ->
     run(main())
 
 
-def test_a_call_that_is_still_coming_in_when_the_server_closes_is_refused() -> None:
+def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
     async def main() -> None:
         async with hosting() as (server, alice, bob):
             stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
@@ -380,11 +385,11 @@ def test_a_call_that_is_still_coming_in_when_the_server_closes_is_refused() -> N
     run(main())
 
 
-def test_a_server_that_closes_answers_what_runs_and_refuses_what_waits() -> None:
+def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
     async def main() -> None:
         gate = Gate()
         async with hosting(expert(module=gate)) as (server, alice, bob):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             with gate.closed():
                 first = await occupied(gate, calls.forward(info(bob), samples(1)))
                 waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
@@ -412,7 +417,7 @@ def test_only_workers_may_teach_an_expert() -> None:
         one = expert()
         server.add(one)
         async with peers("alice") as (alice,):
-            calls = ExpertCalls(alice)
+            calls = calls_of(alice)
             await calls.forward(info(bob), samples(1))
             with pytest.raises(ExpertError, match="needs the role worker"):
                 await calls.backward(info(bob), samples(1), samples(1))

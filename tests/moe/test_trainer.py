@@ -17,7 +17,7 @@ from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings, samples_in
-from tests.moe.local import LocalExperts, access, tanh_expert
+from tests.moe.local import LocalCalls, LocalExperts, tanh_expert
 
 QUIET = TrainerSettings(concurrency=4, progress=False)
 
@@ -70,7 +70,7 @@ def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() 
 def test_it_trains_through_experts() -> None:
     grid = Grid("ffn", (4,))
     experts = LocalExperts(grid, tanh_expert())
-    layer = MixtureOfExperts(access(experts), grid, 4, MixtureSettings(k=2))
+    layer = MixtureOfExperts(LocalCalls(experts), grid, 4, MixtureSettings(k=2))
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1))
     result = AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
     first = square(model, torch.cat(batches(60)))
@@ -80,7 +80,7 @@ def test_it_trains_through_experts() -> None:
 
 
 @pytest.mark.parametrize("error", [ExpertError("it is dead"), NoExpertsError("no expert is alive")])
-def test_peers_faults_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_peers_are_retried(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.001)
     model, faults = nn.Linear(4, 2), [error] * 5
 
@@ -93,7 +93,7 @@ def test_peers_faults_are_tried_again(error: Exception, monkeypatch: pytest.Monk
     assert (result.updates, result.retries) == (6, 5) and not faults
 
 
-def test_after_its_patience_the_peers_fault_is_raised() -> None:
+def test_after_its_patience_the_trainer_raises_the_peers_error() -> None:
     def loss(replica: nn.Module, batch: Tensor) -> Tensor:
         raise NoExpertsError("no expert of ffn is alive")
 
@@ -123,7 +123,7 @@ def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
         AsyncTrainer(model, square, sgd(model), replace(QUIET, on_update=on_update)).fit(batches(6))
 
 
-def test_an_interrupt_leaves_whole_updates_and_drops_what_is_in_flight() -> None:
+def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> None:
     model, release, steps = nn.Linear(4, 2), threading.Event(), 0
 
     class Interrupted(torch.optim.SGD):
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_finite_is_dropped() -> None:
     assert (result.updates, result.dropped) == (0, 3) and torch.equal(model.weight, before)
 
 
-def test_gradients_are_cut_and_buffers_follow() -> None:
+def test_gradients_are_clipped_and_buffers_follow() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     settings = TrainerSettings(1, max_grad_norm=0.01, progress=False)
@@ -169,16 +169,16 @@ def test_gradients_are_cut_and_buffers_follow() -> None:
     assert model.state_dict()["0.num_batches_tracked"] == 1
 
 
-def test_an_optimizer_that_counts_samples_is_told_them() -> None:
-    told: list[tuple[int, float]] = []
+def test_an_optimizer_that_counts_samples_gets_their_number() -> None:
+    steps: list[tuple[int, float]] = []
 
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None, *, samples: int, loss: float) -> None:  # type: ignore[override]
-            told.append((samples, loss))
+            steps.append((samples, loss))
 
     model = nn.Linear(4, 2)
     AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), QUIET).fit(batches(3))
-    assert [samples for samples, _ in told] == [8, 8, 8] and all(loss > 0 for _, loss in told)
+    assert [samples for samples, _ in steps] == [8, 8, 8] and all(loss > 0 for _, loss in steps)
 
 
 @pytest.mark.slow
@@ -201,13 +201,13 @@ def test_a_scheduler_fits_into_on_update() -> None:
     assert "3 updates" in repr(trainer)
 
 
-def test_progress_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(4, 2)
     AsyncTrainer(model, square, sgd(model), TrainerSettings(2)).fit(batches(3))
     assert "3 updates · loss" in capsys.readouterr().out
 
 
-def test_no_batch_at_once_is_refused() -> None:
+def test_a_concurrency_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="concurrency=0"):
         TrainerSettings(concurrency=0)
 

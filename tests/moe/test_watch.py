@@ -1,4 +1,4 @@
-"""What a panel is told of a grid's experts."""
+"""The snapshots of a grid's experts that a panel shows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.moe.hosts import GRID, Member, Run
 
 
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
-    premises = member.premises
-    told, runtime = premises.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
-    return ExpertsWatch(runtime, member.services, premises.directory, GRID, told), premises.directory
+    resources = member.resources
+    served, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
+    return ExpertsWatch(runtime, member.services, resources.directory, GRID, served), resources.directory
 
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
-    """At what the watch shows so much later, looked at each half second as a panel does."""
+    """Return the snapshot after ``after_s``, reading every half second as a panel does."""
     for _ in range(int(2 * after_s)):
         await watch._look()
         await asyncio.sleep(0.5)
     return await watch._look()
 
 
-def test_the_first_look_waits_for_nobody_and_the_next_ones_tell_who_hosts_what(tmp_path: Path) -> None:
+def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
         alice, _ = await run.host("alice", 2)
@@ -39,13 +39,13 @@ def test_the_first_look_waits_for_nobody_and_the_next_ones_tell_who_hosts_what(t
         watch, _ = watch_of(bob)
         at_once = await look(watch)
         assert (at_once.listing.live, at_once.listed_s) == ((), None)
-        told = await look(watch, 2.0)
-        assert [(host.host, host.mine, host.experts) for host in told.listing.hosts] == [
+        seen = await look(watch, 2.0)
+        assert [(host.host, host.mine, host.experts) for host in seen.listing.hosts] == [
             (short(alice.peers.id), False, 2),
             (short(bob.peers.id), True, 1),
         ]
-        assert [expert.uid for expert in told.served] == [one.uid for one in told.listing.live if one.mine]
-        assert told.listed_s is not None and told.listed_s < 2.5 and not told.fault
+        assert [expert.uid for expert in seen.served] == [one.uid for one in seen.listing.live if one.mine]
+        assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
     run_virtual(main())
 
@@ -55,18 +55,18 @@ def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
         run = Run(tmp_path)
         _, hosting = await run.host("alice", 2)
         watch, _ = watch_of(await run.join("bob"))
-        assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "nobody has learned"
+        assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "no expert has learned"
         busy, idle = sorted(hosting.experts)
         for _ in range(3):
             hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
-        told = await look(watch, 60.0)
-        assert {one.uid: one.share for one in told.listing.live} == {busy: 1.0, idle: 0.0}
-        assert told.listing.hosts[0].share == 1.0
+        seen = await look(watch, 60.0)
+        assert {one.uid: one.share for one in seen.listing.live} == {busy: 1.0, idle: 0.0}
+        assert seen.listing.hosts[0].share == 1.0
 
     run_virtual(main())
 
 
-def test_steps_of_this_peer_s_own_experts_are_known_at_once(tmp_path: Path) -> None:
+def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
         alice, hosting = await run.host("alice", 1)
@@ -74,32 +74,32 @@ def test_steps_of_this_peer_s_own_experts_are_known_at_once(tmp_path: Path) -> N
         await look(watch, 2.0)
         (expert,) = hosting.experts.values()
         expert.backward(torch.rand(2, 4), torch.rand(2, 4))
-        (told,) = (await look(watch, LIST_EVERY_S)).listing.live
-        assert (told.step, told.share) == (1, 1.0)
+        (one,) = (await look(watch, LIST_EVERY_S)).listing.live
+        assert (one.step, one.share) == (1, 1.0)
 
     run_virtual(main())
 
 
-def test_who_failed_is_left_out_and_whose_host_died_is_dead(tmp_path: Path) -> None:
+def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
         alice, _ = await run.host("alice", 2)
         watch, directory = watch_of(await run.join("bob"))
-        told = await look(watch, 2.0)
-        first, second = (one.uid for one in told.listing.live)
+        seen = await look(watch, 2.0)
+        first, second = (one.uid for one in seen.listing.live)
         directory.on_failure(first, "did not answer")
-        told = await look(watch)
-        assert [one.uid for one in told.listing.live] == [second] and told.listing.left_out == (first,)
+        seen = await look(watch)
+        assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
         assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
         alice.peers.crash()
-        told = await look(watch, 120.0)
+        seen = await look(watch, 120.0)
         assert not alice.peers.up, "the fault did not fire"
-        assert told.listing.live == () and told.listing.dead == (first, second)
+        assert seen.listing.live == () and seen.listing.dead == (first, second)
 
     run_virtual(main())
 
 
-def test_a_closed_watch_says_so_and_asks_nobody(tmp_path: Path) -> None:
+def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         watch, _ = watch_of(await Run(tmp_path).join("alice"))
         watch.close()
@@ -108,11 +108,11 @@ def test_a_closed_watch_says_so_and_asks_nobody(tmp_path: Path) -> None:
     run_virtual(main())
 
 
-def test_a_fault_of_the_listing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         watch, directory = watch_of(await Run(tmp_path).join("alice"))
 
-        async def fails(grid: object, anew: bool) -> None:
+        async def fails(grid: object, fresh: bool) -> None:
             raise ConnectionError("no way")
 
         monkeypatch.setattr(directory, "live", fails)
@@ -125,18 +125,18 @@ def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
     return ExpertStatistics(calls, samples, samples, calls, batches, 3, 0.01, 0.05)
 
 
-def test_rates_are_of_the_last_seconds_not_of_all_time() -> None:
+def test_rates_are_means_of_the_last_seconds() -> None:
     rates = ExpertRates()
     assert rates.of({"ffn.0": statistics(1000, 8000, 500)}, 100.0)[0].samples_per_s == 0.0
-    (told,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 102.0)
-    assert (told.calls_per_s, told.samples_per_s, told.batch_size) == (10.0, 160.0, 32.0)
+    (one,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 102.0)
+    assert (one.calls_per_s, one.samples_per_s, one.batch_size) == (10.0, 160.0, 32.0)
     rates.of({"ffn.0": statistics(1020, 8160, 510)}, 105.0)
-    (told,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 110.0)
-    assert (told.calls_per_s, told.batch_size) == (0.0, None)
+    (one,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 110.0)
+    assert (one.calls_per_s, one.batch_size) == (0.0, None)
 
 
-def test_an_expert_that_was_taken_up_anew_counts_from_nothing() -> None:
+def test_an_expert_that_is_hosted_again_counts_from_zero() -> None:
     rates = ExpertRates()
     rates.of({"ffn.0": statistics(1000, 8000, 500)}, 0.0)
-    (told,) = rates.of({"ffn.0": statistics(4, 20, 2)}, 4.0)
-    assert (told.calls_per_s, told.samples_per_s) == (1.0, 10.0)
+    (one,) = rates.of({"ffn.0": statistics(4, 20, 2)}, 4.0)
+    assert (one.calls_per_s, one.samples_per_s) == (1.0, 10.0)

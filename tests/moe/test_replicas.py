@@ -1,4 +1,4 @@
-"""Peers keep saved experts for each other, on the simulated network: what is sent, what is lost, and who lies."""
+"""Replicas of saves on the simulated network: what is sent, what survives crashes, and peers that lie."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, StateError
-from colab_swarm.moe.copies import Claim, Copies, SavedIndices, SavePlace, SaveRecord
-from colab_swarm.moe.holders import FetchPieces, KeepSave, LackedPieces, SaveKept, SavePiece, give_save
+from colab_swarm.moe.replicas import (
+    Claim,
+    ExpertSaves,
+    FetchChunks,
+    KeepSave,
+    LackedChunks,
+    SaveChunk,
+    SaveKept,
+    SavePlace,
+    send_save,
+)
 from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual, virtual_time
@@ -24,30 +33,30 @@ LIMIT_BYTES = 10**7
 
 
 class Scene:
-    """Alice saves, the others hold."""
+    """Alice saves, the other peers are holders."""
 
     def __init__(self, folder: Path) -> None:
         self.run = Run(folder)
         self.members: dict[str, Member] = {}
 
-    async def open(self, *names: str, copies: int = 2) -> Copies:
+    async def open(self, *names: str, copies: int = 2) -> ExpertSaves:
         for name in names:
             self.members[name] = await self.run.join(name)
-            await self.members[name].premises.holders.start()
+            await self.members[name].resources.replicas.start()
         return self.copies("alice", copies)
 
-    def copies(self, name: str, copies: int = 2) -> Copies:
+    def copies(self, name: str, copies: int = 2) -> ExpertSaves:
         member = self.members[name]
-        return Copies(member.services, member.premises.holders, copies=copies)
+        return ExpertSaves(member.services, member.resources.store, copies=copies)
 
-    async def save(self, copies: Copies, state: SavedExpert) -> Any:
-        return await copies.save(state, await self.members["alice"].premises.holders.others())
+    async def save(self, copies: ExpertSaves, state: SavedExpert) -> Any:
+        return await copies.save(state, await self.members["alice"].resources.replicas.others())
 
     def name(self, peer: PeerId) -> str:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
 
     def holders(self, step: int) -> set[str]:
-        """Who has the save of a step on disk."""
+        """Return the peers that have the save of a step on disk."""
         return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
 
     def crash(self, name: str) -> None:
@@ -62,7 +71,7 @@ def play(folder: Path, story: Any) -> None:
     run_virtual(coroutine)
 
 
-async def fetched(copies: Copies, uid: str = "ffn.0.0") -> SavedExpert:
+async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> SavedExpert:
     claim = (await copies.claims(uid))[0]
     return await copies.fetch(uid, claim, limit_bytes=LIMIT_BYTES)
 
@@ -93,7 +102,7 @@ def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_only_what_changed_is_sent_and_what_is_the_same_is_renewed(tmp_path: Path) -> None:
+def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         first = await scene.save(copies, saved(step=1))
@@ -108,12 +117,12 @@ def test_only_what_changed_is_sent_and_what_is_the_same_is_renewed(tmp_path: Pat
     play(tmp_path, story)
 
 
-def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_path: Path) -> None:
+def test_the_previous_save_is_dropped_only_when_the_new_one_is_safe(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol")
         await scene.save(copies, saved(step=1))
         scene.run.network.when(
-            lambda m: isinstance(m, SavePiece), sender="alice", receiver="carol", nth=2
+            lambda m: isinstance(m, SaveChunk), sender="alice", receiver="carol", nth=2
         ).crash("carol")
         await scene.save(copies, saved(step=2, value=1.0))
         assert [fault.name for fault in scene.run.network.fired] == ["crash"]
@@ -125,7 +134,7 @@ def test_the_save_before_is_dropped_when_the_new_one_is_safe_and_not_sooner(tmp_
     play(tmp_path, story)
 
 
-def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path) -> None:
+def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", "dave")
         first = await scene.save(copies, saved(step=1))
@@ -145,10 +154,10 @@ def test_a_save_that_no_holder_takes_does_not_hide_the_one_before(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(tmp_path: Path) -> None:
+def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
-        others = await scene.members["alice"].premises.holders.others()
+        others = await scene.members["alice"].resources.replicas.others()
         tries: list[str] = []
         scene.crash("bob")
         alice = scene.members["alice"].peers
@@ -172,7 +181,7 @@ def test_a_holder_that_cannot_be_reached_is_asked_once_and_not_for_each_expert(t
 def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
-        others = scene.members["alice"].premises.holders.others
+        others = scene.members["alice"].resources.replicas.others
         lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
         assert not copies.due("ffn.0.0", 1, await others())
         scene.crash(lost)
@@ -185,32 +194,32 @@ def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_holder_without_room_says_so_and_another_is_asked(tmp_path: Path) -> None:
+def test_a_holder_without_space_refuses_and_another_is_used(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", copies=1)
-        full = scene.members["bob"].premises.holders
-        full.shelf._quota_bytes = 1000
+        full = scene.members["bob"].resources.replicas
+        full.store._quota_bytes = 1000
         with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-            await give_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
+            await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
         kept = await scene.save(copies, saved())
-        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.shelf.kept_bytes == 0
+        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
 
     play(tmp_path, story)
 
 
-def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_holder_that_sends_wrong_chunks_is_replaced(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
         liar = scene.members[scene.name(min(kept.holders))]
         (save,) = shelf_of(liar).saves()
         lies: list[bytes] = []
 
-        async def lie(ask: FetchPieces, stream: Any) -> None:
+        async def lie(ask: FetchChunks, stream: Any) -> None:
             for digest in ask.digests:
                 lies.append(digest)
-                await stream.send(SavePiece(), bytes(1 << 18))
+                await stream.send(SaveChunk(), bytes(1 << 18))
 
-        liar.peers.serve_stream(FetchPieces, lie)
+        liar.peers.serve_stream(FetchChunks, lie)
         scene.crash("alice")
         reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
         again = await fetched(scene.copies(reader))
@@ -220,7 +229,7 @@ def test_a_holder_that_sends_garbage_costs_nothing_but_time(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
-def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> None:
+def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         await scene.save(copies, saved(step=7))
@@ -232,7 +241,7 @@ def test_a_garbled_chunk_on_the_own_disk_comes_from_a_holder(tmp_path: Path) -> 
     play(tmp_path, story)
 
 
-def test_a_silent_holder_holds_nobody_up_for_long(tmp_path: Path) -> None:
+def test_a_silent_holder_delays_a_fetch_for_seconds_only(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
         scene.members["erin"] = await scene.run.join("erin")
@@ -249,12 +258,12 @@ def test_a_silent_holder_holds_nobody_up_for_long(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_claim_of_a_save_that_nobody_has_is_passed_over(tmp_path: Path) -> None:
+def test_a_claim_of_a_missing_save_is_skipped(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", "mallory")
         await scene.save(copies, saved(step=7))
         liar = scene.members["mallory"].services
-        record = SaveRecord((SavePlace(10**9, bytes(32), (liar.peers.contact,)),))
+        record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
         key = "run/experts/ffn.0.0/save"
         await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
         lie, truth = await scene.copies("bob").claims("ffn.0.0")
@@ -289,7 +298,7 @@ def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(tmp_pat
         short = chunks.put(b"short")
         lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
         head = chunks.put(msgspec.msgpack.encode(lie))
-        for piece in whole.pieces.values():
+        for piece in whole.chunks.values():
             chunks.put(piece)
         claim = Claim(scene.members["alice"].peers.id, 1, head, ())
         with pytest.raises(StateError, match="wrong about the length"):
@@ -303,10 +312,10 @@ def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
         await scene.open("alice", "bob")
         alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
         async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
-            await stream.send(SavePiece(), whole.head)
-            lacked, _ = await stream.receive(LackedPieces)
+            await stream.send(SaveChunk(), whole.head)
+            lacked, _ = await stream.receive(LackedChunks)
             assert len(lacked.places) == 10
-            await stream.send(SavePiece(), b"something else")
+            await stream.send(SaveChunk(), b"something else")
             with pytest.raises(CallRefused, match="does not match its hash"):
                 await stream.receive(SaveKept)
         assert not shelf_of(scene.members["bob"]).saves()
@@ -315,7 +324,7 @@ def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_full_disk_is_told_and_holders_keep_the_save_all_the_same(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob", copies=1)
         (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
@@ -328,21 +337,21 @@ def test_a_full_disk_is_told_and_holders_keep_the_save_all_the_same(tmp_path: Pa
     play(tmp_path, story)
 
 
-def test_garbled_records_are_left_out(tmp_path: Path) -> None:
+def test_invalid_records_of_saves_are_ignored(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob")
         services = scene.members["bob"].services
         many = (Contact(PeerId(bytes(32)), ()),) * 50
         for key, value in (
             ("run/experts/ffn.0.0/save", "rubbish"),
-            ("run/experts/ffn.0.0/save", [[[1, bytes(32), many]]]),
-            ("run/experts/ffn.0.0/save", [[[1, bytes(3), ()]]]),
+            ("run/experts/ffn.0.0/save", [[1, bytes(32), many]]),
+            ("run/experts/ffn.0.0/save", [[1, bytes(3), ()]]),
             ("run/expert-holders", {"room": "much"}),
-            ("run/experts/ffn/saves", SavedIndices(((7, 7), (0, 0)))),
+            ("run/experts/ffn/saves", ((7, 7), (0, 0))),
             ("run/experts/ffn/saves", 7),
         ):
             await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
             assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
-        assert await scene.members["alice"].premises.holders.others() == {}
+        assert await scene.members["alice"].resources.replicas.others() == {}
 
     play(tmp_path, story)

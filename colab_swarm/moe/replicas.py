@@ -1,0 +1,518 @@
+"""Replicas of expert saves: each save is on its host's disk and at a few other peers, the *holders*.
+
+Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest, to which it answers
+with the chunks it lacks, then those chunks. So a save with few changes costs little, and a save that is there already
+is only renewed. A holder keeps two saves per expert and owner until the owner reports that the newer one is safe. It
+drops saves that were not renewed for a day.
+
+Saving. The owner writes the chunks to its disk and sends them to holders, previous ones first; a holder that fails is
+replaced by the next. Then it publishes a signed record. Once enough holders have the save, all may drop the one before;
+until then the record names both. So after the loss of the host and all holders but one, only the steps since the last
+save are lost.
+
+Finding. Any peer that may write to the DHT may claim a save of any step. So claims are tried from the highest step
+down, chunks count only if they match their hashes, and a save that is incomplete or does not fit is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from colab_swarm.dht.service import is_sound
+from colab_swarm.errors import CallRefused, PeerError, StateError
+from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.saves import (
+    DIGEST_BYTES,
+    MAX_CHUNKS,
+    MAX_STEP,
+    SAVES_OF_ONE,
+    ReplicaStore,
+    SavedExpert,
+    SaveManifest,
+    cut_digests,
+    digest_of,
+    save_of,
+)
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
+
+logger = logging.getLogger(__name__)
+MAX_HOLDERS = 8
+FETCHED_AT_ONCE = 16
+KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
+RENEWALS = 24  # of an unchanged save during its life
+ANNOUNCE_S = 60.0  # between two announcements of a holder
+CHUNK_TIMEOUT_S = 30.0
+PROBE_S = 10.0  # timeout of the first request to a holder
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
+
+
+class HolderRecord(Message, frozen=True):
+    """A peer that keeps saves for others; signed, under its own subkey."""
+
+    addresses: tuple[str, ...]
+    room_bytes: int
+
+
+class KeepSave(Message, frozen=True):
+    """Opens a stream that brings a save; ``manifest`` is the digest of its first chunk."""
+
+    manifest: bytes
+
+
+class SaveChunk(Message, frozen=True):
+    """A chunk; its bytes are the item's payload."""
+
+
+class LackedChunks(Message, frozen=True):
+    """The chunks of a save that the holder lacks, by their place in the manifest."""
+
+    places: tuple[int, ...]
+
+
+class SaveKept(Message, frozen=True):
+    """Confirms that the save is complete here."""
+
+
+class SettleSave(Message, frozen=True):
+    """Reports that the caller's save with this manifest is safe: it needs no other save of the expert."""
+
+    uid: str
+    manifest: bytes
+
+
+class FetchChunks(Message, frozen=True):
+    """Requests a stream of the chunks with these digests, in this order."""
+
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=FETCHED_AT_ONCE)]
+
+
+class SavePlace(Message, frozen=True):
+    """A save and its holders."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
+    manifest: Digest  # digest of its first chunk
+    holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
+
+    def __post_init__(self) -> None:
+        if not all(map(is_sound, self.holders)):
+            raise ValueError("record of a save with invalid holders")
+
+
+SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
+"""An expert's newest save and, until that is safe, the one before; signed, under its owner's subkey."""
+SavedIndices = tuple[Index, ...]
+"""The experts of a grid that a peer has saved; signed, under its own subkey."""
+
+
+class ReplicaService:
+    """Keeps saves for other peers, and finds peers that keep ours. One per peer, on the event loop."""
+
+    def __init__(self, services: ExpertServices, store: ReplicaStore) -> None:
+        """Serve calls from now on; `start` announces it."""
+        self.store = store
+        self._services, self._peers = services, services.peers
+        self._key = f"{services.run_id}/expert-holders"
+        self._task: asyncio.Task[None] | None = None
+        self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
+        self._peers.serve_stream(FetchChunks, self._send_chunks, role=Role.WORKER)
+        self._peers.serve(SettleSave, self._settle, role=Role.WORKER)
+
+    async def start(self) -> None:
+        """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
+        if self._task is None:
+            await self._announce(3 * ANNOUNCE_S)
+            self._task = asyncio.create_task(self._keep_announcing(), name="hold saved experts")
+
+    async def stop(self) -> None:
+        """Stop serving, and withdraw the announcement."""
+        announced = self._task is not None
+        self.kill()
+        if announced:
+            await self._announce(0.5)
+
+    def kill(self) -> None:
+        """Stop serving without withdrawing the announcement, as a crash would."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        for kind in (KeepSave, FetchChunks, SettleSave):
+            self._peers.unserve(kind)
+
+    async def others(self) -> dict[PeerId, HolderRecord]:
+        """Return the other peers that keep saves now."""
+        found: dict[PeerId, HolderRecord] = {}
+        for subkey, record in (await _records(self._services, self._key, HolderRecord)).items():
+            contact = Contact(PeerId(subkey), record.addresses)
+            if is_sound(contact) and contact.id != self._peers.id:
+                self._peers.learn(contact)
+                found[contact.id] = record
+        return found
+
+    async def _keep_announcing(self) -> None:
+        while True:
+            await asyncio.sleep(ANNOUNCE_S * self._services.rng.uniform(0.8, 1.2))
+            self.store.expire(self._peers.time() - KEPT_S)
+            try:
+                await self._announce(3 * ANNOUNCE_S)
+            except PeerError as error:
+                logger.info("could not announce that this peer keeps saved experts: %s", error)
+
+    async def _announce(self, ttl_s: float) -> None:
+        addresses = self._peers.contact.addresses
+        if addresses:  # a peer that cannot be dialled could not return a save
+            record = HolderRecord(addresses, self.store.room_bytes)
+            await self._services.dht.store(self._key, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
+
+    async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
+        try:
+            head = await _receive_chunk(stream, opening.manifest)
+            manifest = SaveManifest.decode(head)
+            save = save_of(manifest, stream.peer, at=self._peers.time())
+            digests, chunks = cut_digests(manifest.digests), self.store.chunks
+            with self.store.receiving(save):
+                await asyncio.to_thread(chunks.put, head)
+                first = {
+                    digest: place for place, digest in reversed([*enumerate(digests)]) if digest not in chunks
+                }
+                lacked = sorted(first.values())
+                await stream.send(LackedChunks(tuple(lacked)))
+                for place in lacked:
+                    await asyncio.to_thread(chunks.put, await _receive_chunk(stream, digests[place]))
+                self.store.add(save)
+        except (StateError, TimeoutError) as error:
+            raise Refusal(str(error) or "the save arrived too slowly") from error
+        await stream.send(SaveKept())
+        await stream.end()
+
+    async def _send_chunks(self, request: FetchChunks, stream: Stream) -> None:
+        for digest in request.digests:
+            chunk = await asyncio.to_thread(self.store.chunks.get, digest)
+            if chunk is None:
+                raise Refusal(f"chunk {digest.hex()[:8]} is not here")
+            await stream.send(SaveChunk(), chunk)
+        await stream.end()
+
+    async def _settle(self, owner: PeerId, message: SettleSave) -> SaveKept:
+        self.store.settle(owner, message.uid, message.manifest)
+        return SaveKept()
+
+
+async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
+    """Return the valid records of a key, by subkey."""
+    found: dict[bytes, Any] = {}
+    for subkey, entry in (await services.dht.get(key)).items():
+        try:
+            found[subkey] = msgspec.convert(entry.value, kind, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            logger.info("ignored a record of %s under %s: %s", subkey.hex()[:8], key, error)
+    return found
+
+
+async def _receive_chunk(stream: Stream, digest: bytes) -> memoryview:
+    async with asyncio.timeout(CHUNK_TIMEOUT_S):
+        _, payload = await stream.receive(SaveChunk)
+    if digest_of(payload) != digest:
+        raise StateError(f"the chunk does not match its hash {digest.hex()[:8]}")
+    return payload
+
+
+async def send_save(
+    peers: Peers, holder: PeerId, saved: SavedExpert, *, timeout_s: float = CHUNK_TIMEOUT_S
+) -> int:
+    """Send a save to a holder; return how many bytes of chunks it lacked. ``timeout_s`` is per chunk.
+
+    Raises:
+        PeerError: the holder failed or refused.
+    """
+    count, clock = len(saved.manifest.digests) // DIGEST_BYTES, asyncio.get_running_loop()
+    sent_bytes = 0
+    try:
+        async with (
+            asyncio.timeout(timeout_s) as limit,
+            await peers.stream(holder, KeepSave(digest_of(saved.head)), timeout_s=timeout_s) as stream,
+        ):
+            await stream.send(SaveChunk(), saved.head)
+            lacked, _ = await stream.receive(LackedChunks)
+            if len(lacked.places) > MAX_CHUNKS or any(not 0 <= place < count for place in lacked.places):
+                raise PeerError("the holder requests chunks that do not exist")
+            for place in lacked.places:
+                limit.reschedule(clock.time() + timeout_s)
+                chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
+                await stream.send(SaveChunk(), chunk)
+                sent_bytes += len(chunk)
+            limit.reschedule(clock.time() + timeout_s)
+            await stream.receive(SaveKept)
+    except TimeoutError as error:
+        raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
+    return sent_bytes
+
+
+async def fetch_chunks(
+    peers: Peers, holder: PeerId, digests: Sequence[bytes], *, timeout_s: float = CHUNK_TIMEOUT_S
+) -> dict[bytes, bytes]:
+    """Return chunks from a holder, all verified; after a fault of the holder, the ones before it.
+
+    Raises:
+        PeerError: the holder sent none.
+    """
+    found: dict[bytes, bytes] = {}
+    try:
+        async with (
+            asyncio.timeout(timeout_s) as limit,
+            await peers.stream(holder, FetchChunks(tuple(digests)), timeout_s=timeout_s) as stream,
+        ):
+            for digest in digests:
+                _, payload = await stream.receive(SaveChunk)
+                if digest_of(payload) != digest:
+                    raise PeerError(f"holder {short(holder)} sent a wrong chunk")
+                found[digest] = bytes(payload)
+                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+    except (PeerError, TimeoutError) as error:
+        if not found:
+            raise PeerError(f"holder {short(holder)} sent nothing: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim that a save of an expert exists: by which owner, of which step, at which holders."""
+
+    owner: PeerId
+    step: int
+    manifest: bytes
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Result of a save."""
+
+    step: int  # optimizer steps in its weights
+    holders: frozenset[PeerId]  # other peers that have it
+    sent_bytes: int  # chunks that the holders lacked
+    at: float  # swarm time, seconds
+    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
+
+
+class ExpertSaves:
+    """Saves this peer's experts, and finds saves of any peer's experts."""
+
+    def __init__(self, services: ExpertServices, store: ReplicaStore, *, copies: int) -> None:
+        """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
+        self.results: dict[str, SaveResult] = {}
+        self._safe: dict[str, SavePlace] = {}  # the last save that is safe
+        self._failed_at: dict[PeerId, float] = {}  # swarm time
+        self._services, self._peers = services, services.peers
+        self._store, self._copies = store, copies
+
+    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord]) -> bool:
+        """Return True if a save would add steps, holders or life."""
+        last = self.results.get(uid)
+        if last is None or last.step != step or last.fault:
+            return True
+        lacking = len(last.holders) < min(self._copies, len(others))
+        age_s = self._peers.time() - last.at
+        return lacking or not last.holders <= others.keys() or age_s > KEPT_S / RENEWALS
+
+    async def save(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
+        """Save on this disk and at holders among ``others``, then publish it; a fault is part of the result."""
+        uid = saved.manifest.uid
+        fault = await self.write(saved)
+        holders, sent_bytes = await self._spread(saved, others)
+        result = SaveResult(saved.manifest.step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        here = [] if fault else [self._peers.contact]
+        contacts = (*here, *map(self._peers.contact_of, sorted(holders)))
+        place, former = SavePlace(result.step, digest_of(saved.head), contacts), self._safe.get(uid)
+        before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
+        safe = len(holders) >= min(self._copies, max(len(others), before))  # former holders may be back soon
+        saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
+        if not (place.holders and await self._publish(self._key(uid), saves)):
+            return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
+        self.results[uid] = result
+        if safe or (holders and former is None):
+            self._safe[uid] = place
+        if safe:
+            self._store.settle(self._peers.id, uid, place.manifest)
+            message = SettleSave(uid, place.manifest)
+            calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
+            await asyncio.gather(*calls, return_exceptions=True)
+        return result
+
+    def adopt(self, uid: str, claim: Claim) -> None:
+        """Keep publishing a save that this peer made earlier, until a newer one is safe."""
+        contacts = tuple(map(self._peers.contact_of, claim.holders))
+        self._safe[uid] = SavePlace(claim.step, claim.manifest, contacts)
+
+    async def write(self, saved: SavedExpert) -> str | None:
+        """Save on this disk; return the error text, or None."""
+        save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
+        try:
+            with self._store.receiving(save):
+                await asyncio.to_thread(lambda: [*map(self._store.chunks.put, saved.chunks.values())])
+                self._store.add(save)
+        except StateError as error:
+            logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
+            return str(error)
+        return None
+
+    async def _spread(
+        self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]
+    ) -> tuple[list[PeerId], int]:
+        """Send a save to holders until enough have it; return them, and the bytes they lacked.
+
+        Former holders come first, then the others in an order that depends on the expert: this spreads the load.
+        """
+        uid, size_bytes = saved.manifest.uid, saved.manifest.size_bytes
+        last = self.results.get(uid)
+        known = last.holders if last else frozenset()
+        since = self._peers.time() - PATIENCE_S
+        able = [
+            peer
+            for peer, record in others.items()
+            if (peer in known or record.room_bytes >= size_bytes)
+            and self._failed_at.get(peer, since) <= since
+        ]
+        holders: list[PeerId] = []
+        total_bytes = 0
+        for holder in sorted(
+            able, key=lambda peer: (peer not in known, blake3(uid.encode() + peer).digest())
+        ):
+            if len(holders) == self._copies:
+                break
+            try:
+                total_bytes += await send_save(self._peers, holder, saved)
+                holders.append(holder)
+            except PeerError as error:
+                logger.info("%s does not keep %s: %s", short(holder), uid, error)
+                if not isinstance(error, CallRefused):  # the other experts need not wait for it too
+                    self._failed_at[holder] = self._peers.time()
+        return holders, total_bytes
+
+    # -- finding
+
+    async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
+        """Publish which experts of a grid this peer has saved, so that others can take them over."""
+        await self._publish(self._grid_key(grid), tuple(sorted(map(grid.index, uids))))
+
+    async def saved(self, grid: Grid) -> set[str]:
+        """Return the experts of a grid that any peer has saved."""
+        uids: set[str] = set()
+        for indices in (await _records(self._services, self._grid_key(grid), SavedIndices)).values():
+            found = set(map(grid.uid, indices))
+            if all(map(grid.contains, found)):
+                uids |= found
+        return uids
+
+    async def claims(self, uid: str) -> list[Claim]:
+        """Return all saves of an expert on this disk or claimed in the DHT, highest step first."""
+        claims: dict[bytes, Claim] = {}
+        for save in self._store.saves(uid):
+            claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
+        for subkey, places in (await _records(self._services, self._key(uid), SaveRecord)).items():
+            for place in places:
+                for contact in place.holders:
+                    self._peers.learn(contact)
+                holders = tuple(contact.id for contact in place.holders if contact.id != self._peers.id)
+                claims[place.manifest] = Claim(PeerId(subkey), place.step, place.manifest, holders)
+        return sorted(claims.values(), key=lambda claim: claim.step, reverse=True)
+
+    async def fetch(self, uid: str, claim: Claim, *, limit_bytes: int) -> SavedExpert:
+        """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
+
+        Raises:
+            StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
+        """
+        head, holders = await self._probe(uid, claim)
+        manifest = SaveManifest.decode(head)
+        if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
+            raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
+        fetch = _Fetch(manifest)
+        await asyncio.to_thread(fetch.take, fetch.next_batch(len(fetch.queue)), self._store.chunks.get)
+        while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
+            alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
+            holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
+        if fetch.queue:
+            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {claim.step} were not found")
+        return SavedExpert(manifest, fetch.blob)
+
+    async def _probe(self, uid: str, claim: Claim) -> tuple[bytes, list[PeerId]]:
+        """Return the manifest's chunk and the holders that sent it; all are called at once, as dead ones time out."""
+        here = await asyncio.to_thread(self._store.chunks.get, claim.manifest)
+        calls = (
+            fetch_chunks(self._peers, holder, [claim.manifest], timeout_s=PROBE_S) for holder in claim.holders
+        )
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found = {
+            holder: answer[claim.manifest]
+            for holder, answer in zip(claim.holders, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+        for head in (here, *found.values()):
+            if head is not None:
+                return head, [*found]
+        raise StateError(f"none of {len(claim.holders)} holders has {uid} at step {claim.step}")
+
+    async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
+        """Fetch until the queue is empty; False if the holder failed: its missing chunks are queued again."""
+        while batch := fetch.next_batch(FETCHED_AT_ONCE):
+            try:
+                found = await fetch_chunks(self._peers, holder, batch)
+            except PeerError as error:
+                logger.info("%s", error)
+                found = {}
+            fetch.take(batch, found.get)
+            if len(found) < len(batch):
+                return False
+        return True
+
+    async def _publish(self, key: str, record: tuple[Any, ...]) -> bool:
+        """Return True if any peer stored the record."""
+        dht, me = self._services.dht, self._peers.id
+        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0
+
+    def _key(self, uid: str) -> str:
+        return f"{self._services.run_id}/experts/{uid}/save"
+
+    def _grid_key(self, grid: Grid) -> str:
+        return f"{self._services.run_id}/experts/{grid.prefix}/saves"
+
+
+class _Fetch:
+    """The blob of a save while its chunks arrive; ``queue`` are the chunks that are not requested."""
+
+    def __init__(self, manifest: SaveManifest) -> None:
+        self.blob = np.zeros(manifest.size_bytes, np.uint8)
+        self._spans: dict[bytes, list[slice]] = {}
+        for chunk, digest in enumerate(cut_digests(manifest.digests)):
+            self._spans.setdefault(digest, []).append(manifest.span(chunk))
+        self.queue = list(self._spans)
+
+    def next_batch(self, count: int) -> list[bytes]:
+        batch, self.queue = self.queue[:count], self.queue[count:]
+        return batch
+
+    def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
+        """Insert the chunks that ``get`` returns, which match their hashes; queue the others again.
+
+        Raises:
+            StateError: a chunk has the wrong length, so the manifest is wrong.
+        """
+        for digest in batch:
+            chunk = get(digest)
+            if chunk is None:
+                self.queue.append(digest)
+                continue
+            for span in self._spans[digest]:
+                if len(chunk) != span.stop - span.start:
+                    raise StateError("a saved expert's manifest is wrong about the length of a chunk")
+                self.blob[span] = np.frombuffer(chunk, np.uint8)
