@@ -22,7 +22,7 @@ from colab_swarm.workunits.coordination import Coordination, CoordinationSetting
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import MemoryStore, ParameterStore
+from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
 from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.uploads import Uploads
 from colab_swarm.workunits.web import CoordinatorServer
@@ -150,7 +150,7 @@ async def coordinating(
     **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
-    store = store or MemoryStore(job.name)
+    store = store or SqliteStore(MEMORY, job.name)
     given = CoordinationSettings(folder, store_url, **{"servers": 1, "tick_s": 0.02, **settings})
     coordination = Coordination(job, store, Token(Identity()), RUN, given)
     scene = Scene(coordination, store, folder, gate or RequestGate(None))

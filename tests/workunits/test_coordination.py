@@ -16,7 +16,7 @@ from colab_swarm.workunits.coordination import CoordinationSettings
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.store import MemoryStore, open_store
+from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
 
 CODE = """
@@ -31,7 +31,7 @@ job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(s
 
 def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
     async def main() -> None:
-        store = MemoryStore("tiny")
+        store = SqliteStore(MEMORY, "tiny")
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
             alice, first = scene.alice, scene.coordination.card.subsets
             await alice.train()
@@ -59,7 +59,7 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
 
 def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        store = MemoryStore("tiny")
+        store = SqliteStore(MEMORY, "tiny")
         async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
             for stranger in (scene.alice, scene.bob):
                 await stranger.ask(4)
@@ -128,7 +128,7 @@ def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> N
     run(main)
 
 
-class Doubtful(MemoryStore):
+class Doubtful(SqliteStore):
     """A store whose line breaks just after it has written a decision that ``name`` is in."""
 
     name, broke = "", 0
@@ -142,7 +142,7 @@ class Doubtful(MemoryStore):
 
 def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
     async def main() -> None:
-        store = Doubtful("tiny")
+        store = Doubtful(MEMORY, "tiny")
         async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
             name = (await scene.alice.ask())[0].assignment
             file, store.name = scene.coordination.schema.encode(scene.values()), "Accepted"
@@ -212,7 +212,7 @@ def children() -> list[int]:
 
 def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
     async def main() -> None:
-        job, store = tiny_job(), MemoryStore("tiny")
+        job, store = tiny_job(), SqliteStore(MEMORY, "tiny")
         async with coordinating(job, tmp_path / "one", store=store) as old:
             assert await old.alice.ask()
             async with coordinating(job, tmp_path / "two", store=store) as new:

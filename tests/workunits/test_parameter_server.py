@@ -17,7 +17,7 @@ import pytest
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.assimilation import LEASE_S, ParameterServer
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
-from colab_swarm.workunits.store import MemoryStore, ParameterStore, SqliteStore, Update
+from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
 from colab_swarm.workunits.training import Evaluator
 from tests.workunits.digits import digits_job
 
@@ -66,7 +66,7 @@ def evaluator() -> Evaluator:
 
 
 def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
-    store, numel = MemoryStore("digits"), evaluator.schema.numel
+    store, numel = SqliteStore(MEMORY, "digits"), evaluator.schema.numel
     fill(store, numel, 0, 1)
     server = ParameterServer(store, evaluator, "server-1")
     assert server.run_once(10.0)
@@ -79,7 +79,7 @@ def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
 
 
 def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> None:
-    store = MemoryStore("digits")
+    store = SqliteStore(MEMORY, "digits")
     fill(store, evaluator.schema.numel, 0)
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
     assert slow is not None
@@ -89,11 +89,11 @@ def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> N
     assert len(entries(store, Assimilated)) == 1
 
 
-class Shaky(MemoryStore):
+class Shaky(SqliteStore):
     """Fails each kind of call once; claims are for no time, so that none has to run out."""
 
-    def __init__(self, job: str) -> None:
-        super().__init__(job)
+    def __init__(self, path: str, job: str) -> None:
+        super().__init__(path, job)
         self.faults = {"claim", "assimilate", "append"}
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
@@ -117,7 +117,7 @@ class Shaky(MemoryStore):
 
 @pytest.mark.slow
 def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
-    store, stop = Shaky("digits"), threading.Event()
+    store, stop = Shaky(MEMORY, "digits"), threading.Event()
     fill(store, evaluator.schema.numel, 0, 1, 2)
     thread = threading.Thread(target=ParameterServer(store, evaluator, "server-1").run, args=(stop,))
     thread.start()

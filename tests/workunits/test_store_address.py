@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.store import MemoryStore, SqliteStore, open_store
+from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 
 UNREACHABLE = (
     "redis://:topsecret@127.0.0.1:1/0",
@@ -28,7 +28,7 @@ def test_files_are_sqlite_and_memory_is_memory(tmp_path: Path, monkeypatch: pyte
         store.close()
     assert {"job.db", "other", "relative", "absolute"} <= set(os.listdir(tmp_path))
     memory = open_store("memory", "job")
-    assert isinstance(memory, MemoryStore) and not memory.shared
+    assert isinstance(memory, SqliteStore) and memory.url == MEMORY and not memory.shared
 
 
 @pytest.mark.parametrize("address", ["redis", "", "sqlite://", "mongodb://here", "postgresql://here/jobs"])

@@ -19,7 +19,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry
-from colab_swarm.workunits.store import MemoryStore
+from colab_swarm.workunits.store import MEMORY, SqliteStore
 from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS
 from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 
@@ -121,7 +121,7 @@ def test_units_that_are_given_back_go_to_somebody_else(tmp_path: Path) -> None:
     run(main)
 
 
-class Failing(MemoryStore):
+class Failing(SqliteStore):
     """A store that can be out of order."""
 
     broken = False
@@ -138,7 +138,7 @@ def test_while_the_store_is_away_volunteers_are_told_to_come_again_and_nothing_i
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        store = Failing("tiny")
+        store = Failing(MEMORY, "tiny")
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
             name = (await scene.alice.ask())[0].assignment
             file = scene.coordination.schema.encode(scene.values())
@@ -175,11 +175,11 @@ def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> N
     run(main)
 
 
-class Slow(MemoryStore):
+class Slow(SqliteStore):
     """A store that keeps a result when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__("tiny")
+        super().__init__(MEMORY, "tiny")
         self.reached, self.go_on = threading.Event(), threading.Event()
 
     def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
