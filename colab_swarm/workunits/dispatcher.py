@@ -130,8 +130,8 @@ class Dispatcher:
             for unit, state in chosen
         ]
 
-    def astray(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
-        """What a volunteer was given but does not have ``in_hand``: the answer was lost, or what it had in memory."""
+    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
+        """Return assignments of a volunteer that it does not have ``in_hand``: it lost the answer, or its memory."""
         replicas = self.state.replicas
         out = sorted(self.state.volunteer(volunteer).out - set(in_hand))
         return [replicas[one] for one in out if replicas[one].deadline > now]

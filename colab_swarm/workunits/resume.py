@@ -25,8 +25,8 @@ from colab_swarm.tensors.statedict import (
     unflatten,
     write_tensors,
 )
+from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import GivenUnit
-from colab_swarm.workunits.training import UnitTraining
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`cs.workunits.volunteer`: give this machine's time to somebody's job."""
+"""`cs.workunits.volunteer`: train units of another person's job on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from colab_swarm.workunits.resume import VolunteerSnapshot
 from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
-PLACES = 64
+MAX_FOLDERS = 64
 """Volunteers of one name on one machine."""
 VIEWS = Views(
     render_html, render_text, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
@@ -36,25 +36,26 @@ _volunteers: set[Volunteer] = set()
 
 
 class Volunteer:
-    """A volunteer at work in the background. Show it, `watch` it, `stop` it."""
+    """A volunteer that works in the background. Show it, `watch` it, `stop` it.
+
+    Attributes:
+        url: of the coordinator, whose page shows the job's progress.
+        folder: its own, for data and unfinished units.
+    """
 
     def __init__(
-        self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, place: VolunteerFolder
+        self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, folder: Path, lock: FileLock
     ) -> None:
-        self._runtime, self._client, self._work, self._place = runtime, client, work, place
+        self.url, self.folder = client.url, folder
+        self._runtime, self._client, self._work, self._lock = runtime, client, work, lock
         self._stopped = False
 
-    @property
-    def url(self) -> str:
-        """Of the coordinator, whose page shows how the job goes."""
-        return self._client.url
-
     def snapshot(self) -> VolunteerSnapshot:
-        """What it does; safe from any thread."""
+        """Return its progress. Thread-safe."""
         return self._work.snapshot()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the job is done, or nothing more can be; returns whether it has ended within ``seconds``."""
+        """Wait until it has ended, ``seconds`` at most; return True if it has."""
 
         async def waiting() -> bool:
             with contextlib.suppress(TimeoutError):
@@ -65,26 +66,27 @@ class Volunteer:
         return self._runtime.call(waiting())
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish what can be within ``finish_s``, give the rest back, and end. Idempotent."""
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
+
+        async def leave() -> None:
+            await self._work.leave(finish_s=finish_s)
+            await self._client.close()
+
         try:
-            self._runtime.call(self._leave(finish_s))
+            self._runtime.call(leave())
         finally:
-            self._place.lock.release()
+            self._lock.release()
             _volunteers.discard(self)
 
-    async def _leave(self, finish_s: float) -> None:
-        await self._work.leave(finish_s=finish_s)
-        await self._client.close()
-
     def panel(self) -> Panel[VolunteerSnapshot]:
-        """A live view: widgets in a notebook, text elsewhere."""
+        """Return a live view: widgets in a notebook, text elsewhere."""
         return Panel(self.snapshot, self.stop, views=VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show what it does for ``seconds``, or until it ends or you interrupt; it goes on afterwards."""
+        """Show its progress for ``seconds``, or until it ends or you interrupt. It continues afterwards."""
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
@@ -92,32 +94,6 @@ class Volunteer:
 
     def _repr_html_(self) -> str:
         return render_html(self.snapshot())
-
-
-@dataclass(frozen=True)
-class VolunteerFolder:
-    """A folder for one volunteer, locked while it works: two of them would train the same units."""
-
-    folder: Path
-    lock: FileLock
-
-    @classmethod
-    def take(cls, folder: Path, name: str) -> VolunteerFolder:
-        """The first of ``name``, ``name-2`` … below ``folder`` that nobody uses."""
-        plain = _plain(name)
-        for number in range(1, PLACES + 1):
-            own = folder / (plain if number == 1 else f"{plain}-{number}")
-            own.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(own / "lock", thread_local=False)
-            with contextlib.suppress(Timeout):
-                lock.acquire(timeout=0)
-                return cls(own, lock)
-        raise ValueError(f"{PLACES} volunteers called {name!r} work in {folder}: give another name=")
-
-
-def _plain(name: str) -> str:
-    """As the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 def volunteer(
@@ -131,86 +107,85 @@ def volunteer(
     device: str | torch.device | None = None,
     accept_terms: bool = False,
 ) -> Volunteer:
-    """Train units of somebody's job on this machine, by nothing but outgoing HTTP(S) requests.
+    """Train units of a job on this machine, by outgoing HTTP(S) requests only.
 
-    What was in hand when the kernel died goes on if the same ``name`` and ``folder`` come back before the deadline.
-    Calling it again while it works gives the same volunteer (re-run cells freely).
+    Units in hand when the kernel died are resumed if you call this with the same ``name`` and ``folder`` before their
+    deadline. Calling it again while it works returns the same volunteer, so you can re-run cells freely.
 
     Args:
-        link: that the coordinator shows.
-        job: your own copy of the job, whose code then runs instead of the coordinator's.
+        link: shown by the coordinator.
+        job: your own copy of the job; its code then runs instead of the coordinator's.
         trust_code: run the code that the coordinator sends; read it first.
         units: trained at a time.
-        name: what others see; this machine's name by default.
-        folder: for data and unfinished units; in your home by default.
-        device: to train on; a GPU where there is one.
-        accept_terms: that the platform's terms allow this; asked for on Colab.
+        name: shown to others; by default this machine's name.
+        folder: for data and unfinished units; by default in your home.
+        device: to train on; by default a GPU if there is one.
+        accept_terms: True if the platform's terms allow this; needed on Colab.
 
     Raises:
         InviteError: the link is mistyped, expired, or no link to a coordinator.
-        JoinError: the coordinator does not answer, or does not let this peer take part.
-        TermsError: the platform's terms have not been read.
-        ValueError: the code is not trusted yet (the text says where to read it), or ``job`` is another job.
+        JoinError: the coordinator does not answer, or does not admit this peer.
+        TermsError: the platform's terms are not accepted.
+        ValueError: the code is not trusted yet (the message says where to read it), or ``job`` is another job.
     """
     parsed, name = WorkLink.parse(link), name or socket.gethostname()
     for other in list(_volunteers):
-        if other.url == parsed.url.rstrip("/") and other._place.folder.name == _plain(name):
+        if other.url == parsed.url.rstrip("/") and other.folder.name == _plain(name):
             if not other.snapshot().over:
                 return other
-            other.stop()  # and leaves its place
+            other.stop()  # which releases its folder
     require_terms(accept_terms)
-    place = VolunteerFolder.take(default_folder(folder), name)
-    try:
-        identity = Identity.load_or_create(place.folder / "volunteer.key")
-        client = CoordinatorClient(
-            parsed.url, parsed.token(identity), run_id=parsed.invite.run_id, authority=parsed.authority
-        )
-        return open_volunteer(
-            client, place, job=job, trust_code=trust_code, units=units, name=name, device=device
-        )
-    except BaseException:
-        place.lock.release()
-        raise
+
+    def client(own: Path) -> CoordinatorClient:
+        token = parsed.token(Identity.load_or_create(own / "volunteer.key"))
+        return CoordinatorClient(parsed.url, token, run_id=parsed.invite.run_id, authority=parsed.authority)
+
+    return open_volunteer(
+        client, name=name, job=job, trust_code=trust_code, units=units, folder=folder, device=device
+    )
 
 
 def open_volunteer(
-    client: CoordinatorClient,
-    place: VolunteerFolder,
+    client_in: Callable[[Path], CoordinatorClient],
     *,
+    name: str,
     job: Job | None,
     trust_code: bool,
     units: int,
-    name: str,
+    folder: str | Path | None,
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Begin to work for the coordinator that ``client`` speaks to, while the gate is open; see `volunteer`."""
+    """Work for the coordinator of a client, while the gate is open; see `volunteer`.
+
+    Args:
+        client_in: returns the client; it may keep a key in the folder that it gets.
+        gate: closed while the machine is needed for something else.
+    """
     runtime = Runtime.shared()
-    try:
+    own, lock = take_folder(folder, name)
+    with contextlib.ExitStack() as undo:
+        undo.callback(lock.release)
+        client = client_in(own)
+        undo.callback(lambda: runtime.call(client.close()))
         card, code = runtime.call(_first_answers(client, with_code=job is None))
         if job is None:
-            job = _trusted(card, code, place.folder, trust_code=trust_code)
+            job = _trusted(card, code, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or PauseGate())
+        settings = VolunteerSettings(own, units, name, torch.device(kind), gate=gate or PauseGate())
         work = Volunteering(client, job, card, settings)
-        runtime.call(_begin(work))
-    except BaseException:
-        runtime.call(client.close())
-        raise
-    volunteer = Volunteer(runtime, client, work, place)
+        runtime.call(work.begin())
+        undo.pop_all()
+    volunteer = Volunteer(runtime, client, work, own, lock)
     _volunteers.add(volunteer)
     return volunteer
-
-
-async def _begin(work: Volunteering) -> None:
-    work.start()
 
 
 async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
     try:
         async with asyncio.timeout(FIRST_ANSWER_S):
             card = await client.card()
-            return card, await client.code(card) if with_code and card.code_sha256 else ""
+            return card, await client.code(card) if with_code else ""
     except PeerError as error:
         raise JoinError(str(error)) from error
     except TimeoutError as error:
@@ -237,9 +212,22 @@ def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job
     return Job.from_code(code, str(path))
 
 
-def default_folder(folder: str | Path | None) -> Path:
-    """Where volunteers keep what they need, if nobody says."""
-    return Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
+    """Lock the first free folder of ``name``, ``name-2`` … below ``folder``: two volunteers need two folders."""
+    base = Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+    for number in range(1, MAX_FOLDERS + 1):
+        own = base / (_plain(name) if number == 1 else f"{_plain(name)}-{number}")
+        own.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(own / "lock", thread_local=False)
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=0)
+            return own, lock
+    raise ValueError(f"{MAX_FOLDERS} volunteers called {name!r} work in {base}: give another name=")
+
+
+def _plain(name: str) -> str:
+    """The name as that of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 @atexit.register

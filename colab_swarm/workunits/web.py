@@ -1,8 +1,8 @@
-"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a page for everybody.
+"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a public status page.
 
-What a volunteer may not do is refused as early as it is known: by its token, by the size it announces, by the
-assignment it names; only then is a body read. Nothing of a request becomes a path of the file system: data are looked
-up in the job's card, uploads by a pattern.
+A request is refused as early as possible: by its token, by the size it announces, by the assignment it names. Only then
+is the body read. Nothing of a request becomes a path of the file system: data are looked up in the job's card, uploads
+by a pattern.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import Crowded, RequestGate
-from colab_swarm.workunits.uploads import Gap, Uploads, piece_of, range_of
+from colab_swarm.workunits.uploads import Gap, piece_of, range_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
-"""Of an upload; it is in memory while its digest is checked."""
+"""Of an upload's piece, which is in memory while its digest is checked."""
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
-"""At once, and of one volunteer; whoever comes beyond that is asked to come again."""
+"""Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
-"""How long a body may take to come, and a file to go, which has longer by its size."""
+"""Time limits for receiving a body and for sending a file; a large file has longer."""
 IDLE_S = 75.0
-"""How long a connection may be silent, or take to say what it wants."""
+"""Time limit for a silent connection, and for the head of a request."""
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5
-"""After how many seconds to come again."""
+"""Seconds after which to retry."""
 FAREWELL_S = 2.0
-"""For taking in what is not wanted before the line is cut, and for ending what goes on when the server closes."""
+"""Time limit for draining a refused body, and for transfers under way when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Pages for one visitor; see `colab_swarm.net.visitors`."""
+"""Pages per visitor; see `colab_swarm.net.visitors`."""
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -78,31 +78,30 @@ DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 class CoordinatorServer:
-    """Serves a coordination that has started.
+    """Serve a coordination that has started.
 
     Attributes:
-        url: of the page, and of all else.
-        running: uploads and downloads that go on.
+        url: address of the page, and prefix of all other requests.
+        running: uploads and downloads under way.
     """
 
     def __init__(
         self,
         coordination: Coordination,
-        uploads: Uploads,
         gate: RequestGate,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = ""
-        self._coordination, self._uploads, self._gate, self._clock = coordination, uploads, gate, clock
+        self._coordination, self._gate, self._clock = coordination, gate, clock
         self.running = {"upload": 0, "download": 0}
-        self._each: Counter[tuple[str, PeerId]] = Counter()  # of them, by volunteer
+        self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
         self._pages: dict[str, bytes] = {}
         self._paged_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one.
+        """Listen; port 0 chooses a free one.
 
         Raises:
             OSError: the port is taken.
@@ -139,15 +138,15 @@ class CoordinatorServer:
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # -- who may ask, and how a refusal looks
+    # -- admission and refusals
 
     @web.middleware
     async def _explained(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Every refusal below /api is a `Problem`."""
+        """Turn every refusal below /api into a `Problem`."""
         try:
             return await handler(request)
         except Refused as error:
@@ -158,7 +157,7 @@ class CoordinatorServer:
             return refusal
         except StoreError as error:
             logger.debug("a request waits for the store: %s", error)
-            text = "the coordinator's store does not answer: come again in a few seconds"
+            text = "the coordinator's store does not answer: try again in a few seconds"
             return _refusal(503, Problem("busy", text), retry_s=BROKEN_S)
         except web.HTTPException as error:
             if not request.path.startswith("/api") or error.status < 400:
@@ -185,7 +184,7 @@ class CoordinatorServer:
         return await handler(request)
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
-        """The body, which is what was signed."""
+        """Return the body, after checking it against the signed digest."""
         size = request.content_length
         if size is None and request.body_exists:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
@@ -194,8 +193,8 @@ class CoordinatorServer:
         try:
             async with asyncio.timeout(READ_S):
                 body = await request.content.read()
-        except OSError as error:  # it hung up, or took too long
-            raise Refused("busy", f"the body did not come within {READ_S:.0f} s: send it again") from error
+        except OSError as error:  # the client hung up, or took too long
+            raise Refused("busy", f"the body did not arrive within {READ_S:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not what was signed")
         return body
@@ -211,14 +210,14 @@ class CoordinatorServer:
     async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
         mine = kind, request[VOLUNTEER]
         if self.running[kind] >= most or self._each[mine] >= MAX_EACH:
-            raise Refused("busy", f"too many {kind}s are going on: come again in a second")
+            raise Refused("busy", f"too many {kind}s at once: try again in a second")
         self.running[kind] += 1
         self._each[mine] += 1
         try:
             yield
         finally:
             self.running[kind] -= 1
-            self._each -= Counter([mine])  # and forgets those that have none
+            self._each -= Counter([mine])  # which drops volunteers without any
 
     # -- the job, units and results
 
@@ -226,22 +225,24 @@ class CoordinatorServer:
         return _answer(self._coordination.card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._coordination.code)
+        return web.Response(text=self._coordination.job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
-        asked = await self._message(request, AskForUnits)
-        return _answer(await self._coordination.ask(request[VOLUNTEER], asked))
+        message = await self._message(request, AskForUnits)
+        return _answer(await self._coordination.ask(request[VOLUNTEER], message))
 
     async def _return(self, request: web.Request) -> web.Response:
-        given = await self._message(request, GiveBack)
-        return _answer(await self._coordination.give_back(request[VOLUNTEER], given))
+        message = await self._message(request, GiveBack)
+        return _answer(await self._coordination.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
-        received = self._uploads.received(request[VOLUNTEER], _assignment(request))
+        assignment = _assignment(request)
+        self._coordination.check(request[VOLUNTEER], assignment)
+        received = self._coordination.uploads.received(assignment)
         return web.Response(headers={"Received": str(received)})
 
     async def _piece(self, request: web.Request) -> web.Response:
-        assignment, expected = _assignment(request), self._uploads.size_bytes
+        assignment, expected = _assignment(request), self._coordination.uploads.size_bytes
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         except ValueError as error:
@@ -249,11 +250,11 @@ class CoordinatorServer:
         if whole != expected:
             raise Refused("size", f"a result of {whole:,} bytes: those of this job have {expected:,}")
         if size != request.content_length:
-            raise Refused("invalid", f"Content-Range tells {size:,} bytes, Content-Length another number")
-        self._uploads.check(request[VOLUNTEER], assignment)
+            raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
+        self._coordination.check(request[VOLUNTEER], assignment)
         async with self._one_of(request, "upload", MAX_UPLOADS):
             piece = await self._read(request, MAX_PIECE_BYTES)
-            return _answer(await self._uploads.add(request[VOLUNTEER], assignment, start, piece))
+            return _answer(await self._coordination.add(request[VOLUNTEER], assignment, start, piece))
 
     # -- files
 
@@ -261,31 +262,29 @@ class CoordinatorServer:
         digest = request.match_info["digest"]
         if not any(subset.sha256 == digest for subset in self._coordination.card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._coordination.data_folder / digest).open("rb") as file:
+        with (self._coordination.folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        keep = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return await self._send(request, data, f'"{digest}"', keep)
+        cached = {"Cache-Control": "private, max-age=31536000, immutable"}
+        return await self._send(request, data, f'"{digest}"', cached)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
-        return await self._send_parameters(request, *await self._coordination.parameters_file())
+        return await self._send_parameters(request, None)
 
     async def _base(self, request: web.Request) -> web.StreamResponse:
         found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", request.match_info["unit"])
         if found is None:
             raise Refused("unknown", "no such unit: ask for units")
-        file = await self._coordination.parameters_file(Unit(int(found[1]), int(found[2])))
-        return await self._send_parameters(request, *file)
+        return await self._send_parameters(request, Unit(int(found[1]), int(found[2])))
 
-    async def _send_parameters(
-        self, request: web.Request, version: int, data: memoryview
-    ) -> web.StreamResponse:
-        told = {"Version": str(version), "Cache-Control": "no-cache"}
-        return await self._send(request, data, f'"{version}"', told)
+    async def _send_parameters(self, request: web.Request, unit: Unit | None) -> web.StreamResponse:
+        version, data = await self._coordination.parameters_file(unit)
+        headers = {"Version": str(version), "Cache-Control": "no-cache"}
+        return await self._send(request, data, f'"{version}"', headers)
 
     async def _send(
-        self, request: web.Request, data: memoryview, etag: str, told: dict[str, str]
+        self, request: web.Request, data: memoryview, etag: str, headers: dict[str, str]
     ) -> web.StreamResponse:
-        headers = {"ETag": etag, "Accept-Ranges": "bytes", **told}
+        headers = {"ETag": etag, "Accept-Ranges": "bytes", **headers}
         if request.headers.get("If-None-Match") == etag:
             return web.Response(status=304, headers=headers)
         status, start, end = 200, 0, len(data)
@@ -305,7 +304,7 @@ class CoordinatorServer:
                     await response.prepare(request)
                     for place in range(start, end, SENT_BYTES):
                         await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))
-            except OSError:  # it hung up, or took too long
+            except OSError:  # the client hung up, or is too slow
                 if request.transport is not None:
                     request.transport.abort()
         return response
@@ -318,7 +317,7 @@ class CoordinatorServer:
             self._pages.clear()
             self._paged_at = now
         if not self._visits.admit(source_of(request), now):
-            text = "too often: try again in a second"
+            text = "too many requests: try again in a second"
             return web.Response(status=429, text=text, headers={"Retry-After": "1"})
         kind, render = PAGES[request.path]
         if request.path not in self._pages:
@@ -340,7 +339,6 @@ def _answer(message: Message) -> web.Response:
 
 
 def _refusal(status: int, problem: Problem, *, retry_s: int = BUSY_S) -> web.Response:
-    """Nothing more is read of the request."""
     response = _answer(problem)
     response.set_status(status)
     if status == 503:

@@ -1,8 +1,8 @@
-"""A volunteer: asks a coordinator for units, trains them, brings the results; and goes on where it was killed.
+"""The volunteer's work loop: request units, train them, upload the results, and resume after a kill.
 
-Each of its slots asks, fetches, trains, uploads, and asks again. The coordinator's faults never end it, only what it
-refuses does. All units of the process are trained in turns on one thread, for torch's random numbers are the
-process's: so replicas of a unit agree, and several slots overlap one's training with another's transfers.
+Each slot requests, fetches, trains, uploads, and starts over. Errors of the coordinator never end the loop, only its
+refusals do. All units of the process are trained in turns on one thread, because torch's random numbers belong to the
+process. So replicas of a unit agree, and one slot's training overlaps with another's transfers.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
-from colab_swarm.workunits.job import Job, Rows
-from colab_swarm.workunits.messages import Backoff, BackoffSettings, GivenUnit, GivenUnits, JobCard
+from colab_swarm.workunits.job import Job, Rows, UnitTraining
+from colab_swarm.workunits.messages import Backoff, GivenUnit, GivenUnits, JobCard
 from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
-from colab_swarm.workunits.training import UnitConfig, UnitTraining
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TURN_S = 0.1
-"""How long a unit is trained before another may be."""
+"""Training time of one unit before the next unit's turn."""
 BANNED_S = 60.0
 MIN_WAIT_S = 0.05
 FAREWELL_S = 5.0
-"""How long giving units back may take."""
-AFTER_REFUSAL = BackoffSettings(first_s=0.5, most_s=60.0)
+"""Time limit for giving units back."""
+AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
 
 
 @dataclass(frozen=True)
 class VolunteerSettings:
-    """How a volunteer works.
+    """Settings of a volunteer.
 
     Attributes:
-        folder: where data and units in hand are kept.
-        units: worked on at a time.
-        name: what people call it.
-        device: where to train.
-        save_s: a unit is saved so often.
-        cache_bytes: of data kept.
-        gate: closed while the machine is wanted for something else.
+        folder: for data and units in hand.
+        units: trained at a time.
+        name: shown to people.
+        device: to train on.
+        save_s: interval between saves of a unit.
+        cache_bytes: most data on disk.
+        gate: closed while the machine is needed for something else.
     """
 
     folder: Path
@@ -73,7 +72,7 @@ class VolunteerSettings:
 
 
 class _Over(Exception):
-    """There is nothing more to do; the text says why. ``fault``: traceback of the job's code."""
+    """The loop ends; the text says why. ``fault``: traceback of the job's code."""
 
     def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
         super().__init__(text)
@@ -81,15 +80,15 @@ class _Over(Exception):
 
 
 class Volunteering:
-    """Trains units of one job until it is told to leave, or there is nothing more to do.
+    """Train units of one job until `leave` is called or the job ends.
 
     Args:
-        client: of the job's coordinator; it is not closed.
-        job: its model, loss and optimizer.
+        client: of the job's coordinator; the caller closes it.
+        job: model, loss and optimizer.
         card: the coordinator's.
-        settings: how it works.
+        settings: of this volunteer.
         clock: seconds since the epoch.
-        rng: chance.
+        rng: random numbers for waits.
 
     Raises:
         ValueError: the job's model is not the coordinator's.
@@ -123,36 +122,36 @@ class Volunteering:
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._over: _Over | None = None
-        self._told = GivenUnits()
+        self._answer = GivenUnits()
         self._accepted = self._refused = self._given_back = self._samples = 0
         self._refusal, self._banned = "", ""
         self._began, self._ended = time.monotonic(), 0.0
 
-    def start(self) -> None:
-        """Begin, in the running loop."""
+    async def begin(self) -> None:
+        """Start the loop."""
         self._work = asyncio.create_task(self._run(), name="volunteer")
 
     async def wait_over(self) -> None:
-        """Return when it has ended; `snapshot` says why."""
+        """Wait until it has ended; `snapshot` says why."""
         if self._work is not None:
             await asyncio.shield(self._work)
 
     async def leave(self, *, finish_s: float = 30.0) -> None:
-        """Finish what is in hand if ``finish_s`` is enough, give back the rest, and end."""
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
 
     def snapshot(self) -> VolunteerSnapshot:
-        """What it does; may be called from any thread."""
+        """Return its progress. Thread-safe."""
         units = tuple(slot.progress() for slot in self._slots)
         return VolunteerSnapshot(
             job=self._card.name,
             state=self._state(units),
             over=self._over is not None,
             fault="" if self._over is None else self._over.fault,
-            epoch=self._told.epoch,
-            accuracy=self._told.accuracy,
+            epoch=self._answer.epoch,
+            accuracy=self._answer.accuracy,
             units=units,
             accepted=self._accepted,
             refused=self._refused,
@@ -179,7 +178,7 @@ class Volunteering:
         busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
         return busy[0] if busy else self._banned or "waiting for units"
 
-    # --- from the first unit to the last ------------------------------------------------------------------------------
+    # -- from the first unit to the last
 
     async def _run(self) -> None:
         over = _Over("left")
@@ -196,15 +195,15 @@ class Volunteering:
         self._over, self._ended = over, time.monotonic()
 
     async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for units in hand, and for units that may be on their way; but not for a coordinator that is away."""
+        """Wait for units in hand and for units on their way, but not for an unreachable coordinator."""
         pairs = zip(slots, self._slots, strict=True)
         last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
         if last:
             await asyncio.wait(last, timeout=self._finish_s)
 
     async def _farewell(self, over: _Over) -> None:
-        """Give back what is in hand. What cannot be given back stays on disk for the next time."""
-        with suppress(TimeoutError):  # the thread is done with what it was at: nothing is saved from now on
+        """Give back the units in hand. Those that cannot be given back stay on disk for the next session."""
+        with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
             async with asyncio.timeout(FAREWELL_S):
                 await THREAD.run(lambda: None)
         units = [slot.held.unit for slot in self._slots if slot.held is not None]
@@ -223,7 +222,7 @@ class Volunteering:
             slot.let_go()
 
     async def _serve(self, slot: Slot) -> None:
-        backoff = Backoff(AFTER_REFUSAL, self._rng)
+        backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if not await self._next(slot) or slot.held is None:
                 continue
@@ -240,21 +239,25 @@ class Volunteering:
             slot.let_go()
             await self._pause(pause_s)
 
-    # --- one unit -----------------------------------------------------------------------------------------------------
+    # -- one unit
 
     async def _next(self, slot: Slot) -> bool:
-        """Get a unit, or wait a while; whether there is one to train."""
+        """Get a unit or wait for a while; return True if there is one to train."""
         if self._left_behind:
             slot.take(self._left_behind.popleft())
             return True
         slot.phase = "asking"
         await self._settings.gate.wait_open()
         try:
-            async with self._asking:  # one at a time: else what another slot was just given seems lost
-                told = await self._client.ask(
-                    1, held=self._cache.held(), name=self._settings.name, in_hand=self._in_hand()
+            async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
+                held = [one.held for one in self._slots if one.held is not None]
+                answer = await self._client.ask(
+                    1,
+                    held=self._cache.held(),
+                    name=self._settings.name,
+                    in_hand=[one.unit.assignment for one in (*held, *self._left_behind)],
                 )
-                for unit in told.units[:1]:
+                for unit in answer.units[:1]:
                     slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
         except CallRefused as error:
             if error.code != "banned":
@@ -262,24 +265,20 @@ class Volunteering:
             self._banned, slot.phase = str(error), "waiting"
             await self._pause(BANNED_S)
             return False
-        self._banned, self._told = "", told
-        if told.finished:
+        self._banned, self._answer = "", answer
+        if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot.held is not None:
             return not self._leaving.is_set()
         slot.phase = "waiting"
-        await self._pause(max(told.wait_s, MIN_WAIT_S))
+        await self._pause(max(answer.wait_s, MIN_WAIT_S))
         return False
 
-    def _in_hand(self) -> list[str]:
-        held = [slot.held for slot in self._slots if slot.held is not None]
-        return [one.unit.assignment for one in (*held, *self._left_behind)]
-
     async def _train(self, slot: Slot, held: UnitInHand) -> None:
-        """From a unit to its result.
+        """Train a unit and upload its result.
 
         Raises:
-            CallRefused: nobody wants the result.
+            CallRefused: the coordinator refuses the result.
         """
         unit, slot.phase = held.unit, "downloading"
         if held.training is None:
@@ -295,12 +294,12 @@ class Volunteering:
         slot.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._accepted += 1
-        self._samples += self._subsets[unit.data].rows * training.lesson.local_epochs
+        self._samples += self._subsets[unit.data].rows * self._card.local_epochs
 
     async def _data(self, unit: GivenUnit) -> bytes:
         subset = self._subsets.get(unit.data)
         if subset is None:
-            raise _Over("the coordinator's data have changed: volunteer anew")
+            raise _Over("the coordinator's data have changed: call volunteer again")
         data = await asyncio.to_thread(self._cache.get, unit.data)
         if data is None:
             data = await self._client.data(subset)
@@ -308,19 +307,25 @@ class Volunteering:
         return data
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
-        """On the thread: the training of a unit, from the beginning or from where it was saved."""
+        """On the thread: start the training of a unit, or resume a saved one."""
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
-        lesson = UnitConfig(self._card.local_epochs, self._card.batch_size, held.unit.seed)
-        rows = Rows.decode(data)
-        training = UnitTraining(self._job, rows, lesson, model=model, device=self._settings.device)
+        training = UnitTraining(
+            self._job,
+            Rows.decode(data),
+            local_epochs=self._card.local_epochs,
+            batch_size=self._card.batch_size,
+            seed=held.unit.seed,
+            model=model,
+            device=self._settings.device,
+        )
         if held.training is not None:
             training.load_state_dict(held.training)
         return training
 
     def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
-        """On the thread: train for a turn; and save if it is time to."""
+        """On the thread: train for one turn, and save if it is time to."""
         end = time.monotonic() + TURN_S
         while training.done < training.batches:
             slot.loss = training.step()
@@ -342,21 +347,20 @@ class Volunteering:
             return await THREAD.run(work)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # whatever it is, SystemExit too, trying again would bring the same
+        except BaseException as error:  # SystemExit too: a retry would raise it again
             fault = "".join(traceback.format_exception(error))
             logger.warning("the job's code failed:\n%s", fault)
             said = traceback.format_exception_only(error)[-1].strip()
             raise _Over(f"the job's code failed: {said}", fault=fault) from error
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not when it is time to leave."""
+        """Wait, but not after `leave` was called."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._leaving.wait()
 
 
 def _first(ends: ExceptionGroup[Exception]) -> _Over:
-    """Why it is over."""
     for end in ends.exceptions:
         if isinstance(end, _Over):
             return end

@@ -70,7 +70,7 @@ def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path: Path, caplog: pytes
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         SubsetCache(tmp_path / "file", 100).put("0" * 64, b"alice")
-    assert "cannot keep 5 bytes" in caplog.text
+    assert "cannot save 5 bytes" in caplog.text
 
 
 def test_no_more_is_told_than_fits_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

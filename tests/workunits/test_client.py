@@ -22,7 +22,7 @@ from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits.client import CoordinatorClient, Trouble, _decoded, _problem
-from colab_swarm.workunits.messages import Backoff, BackoffSettings, GivenUnits, JobCard, Problem, Taken
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
@@ -57,7 +57,7 @@ def talk(
 
 
 def test_waits_double_up_to_a_bound_and_begin_anew_after_a_success() -> None:
-    backoff = Backoff(BackoffSettings(first_s=1.0, most_s=5.0), random.Random(0))
+    backoff = Backoff(random.Random(0), first_s=1.0, most_s=5.0)
     for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         assert whole_s / 2 <= backoff.failed() <= whole_s
     backoff.succeeded()
@@ -65,7 +65,7 @@ def test_waits_double_up_to_a_bound_and_begin_anew_after_a_success() -> None:
 
 
 def test_a_wait_is_as_long_as_the_other_side_asks_within_reason() -> None:
-    backoff = Backoff(BackoffSettings(), random.Random(0))
+    backoff = Backoff(random.Random(0))
     assert backoff.failed(asked_s=30.0) == 30.0
     assert backoff.failed(asked_s=1e9) == 900.0
 
@@ -127,7 +127,7 @@ def test_a_volunteer_whose_clock_is_wrong_takes_the_coordinators() -> None:
             Token(Identity()),
             run_id=RUN,
             authority=None,
-            backoff=QUICK,
+            retry_s=QUICK,
             clock=lambda: time.time() - 3600,
         )
         async with slow:
@@ -170,7 +170,7 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
 
     async def scene(standin: StandIn, _: CoordinatorClient) -> None:
         client = CoordinatorClient(
-            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, backoff=QUICK
+            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, retry_s=QUICK
         )
         async with client:
             with pytest.raises(NotAdmitted):
@@ -314,7 +314,7 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
     async def scene(standin: StandIn, _: CoordinatorClient) -> None:
         monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
         client = CoordinatorClient(
-            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, backoff=QUICK
+            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
         )
         async with client:
             assert await client.card() == standin.card()

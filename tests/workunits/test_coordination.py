@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.coordination import CoordinationSettings
+from colab_swarm.net.identity import Identity
+from colab_swarm.workunits.coordination import Coordination
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
-from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
+from colab_swarm.workunits.tokens import Token
+from tests.workunits.local import RUN, Scene, Stranger, coordinating, run, tiny_job, until
 
 CODE = """
 import numpy as np
@@ -167,7 +169,9 @@ def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_
 @pytest.mark.parametrize("servers", [0, -1])
 def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
     with pytest.raises(ValueError, match="1 at least"):
-        CoordinationSettings(tmp_path, servers=servers)
+        Coordination(
+            tiny_job(), SqliteStore(MEMORY, "tiny"), Token(Identity()), RUN, tmp_path, servers=servers
+        )
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_rep
     async def main() -> None:
         job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
         store = open_store(url, "tiny")
-        async with coordinating(job, tmp_path / "work", store=store, store_url=url) as scene:
+        async with coordinating(job, tmp_path / "work", store=store) as scene:
             await scene.alice.train()
             await until(lambda: "Measured" in scene.kinds())
             [first] = children()

@@ -14,7 +14,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.state import Assimilated
-from colab_swarm.workunits.volunteering import VolunteerFolder
+from colab_swarm.workunits.volunteering import take_folder
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 from tests.workunits.local import tiny_job
@@ -90,7 +90,7 @@ def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path
         cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
     (kept,) = tmp_path.glob("alice/jobs/*.py")
     assert kept.read_text() == CODE and str(kept) in str(told.value)
-    VolunteerFolder.take(tmp_path, "alice").lock.release()  # nobody holds it
+    take_folder(tmp_path, "alice")[1].release()  # nobody holds it
 
 
 def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_mistakes_of_the_user_are_told_at_once(tmp_path: Path) -> None:
 
 
 def test_two_volunteers_of_one_name_have_places_of_their_own(tmp_path: Path) -> None:
-    places = [VolunteerFolder.take(tmp_path, "al/ice") for _ in range(2)]
-    assert [place.folder.name for place in places] == ["al_ice", "al_ice-2"]
-    places[0].lock.release()
-    assert VolunteerFolder.take(tmp_path, "al/ice").folder == places[0].folder
+    places = [take_folder(tmp_path, "al/ice") for _ in range(2)]
+    assert [folder.name for folder, _ in places] == ["al_ice", "al_ice-2"]
+    places[0][1].release()
+    assert take_folder(tmp_path, "al/ice")[0] == places[0][0]
 
 
 @pytest.mark.slow

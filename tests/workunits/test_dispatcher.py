@@ -277,10 +277,10 @@ def test_a_replica_that_is_not_needed_any_more_is_nobodys_fault() -> None:
 def test_units_that_are_not_in_hand_are_astray_until_their_deadline() -> None:
     desk = Desk()
     (one,), (two,) = desk.ask(ALICE), desk.ask(ALICE)
-    astray = desk.core.astray(ALICE, [two.assignment], now=desk.now)
+    astray = desk.core.unacknowledged(ALICE, [two.assignment], now=desk.now)
     assert [replica.assignment for replica in astray] == [one.assignment]
-    assert not desk.core.astray(BOB, [], now=desk.now)
-    assert not desk.core.astray(ALICE, [], now=desk.now + 100.0)
+    assert not desk.core.unacknowledged(BOB, [], now=desk.now)
+    assert not desk.core.unacknowledged(ALICE, [], now=desk.now + 100.0)
 
 
 def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_begins_anew() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from colab_swarm.workunits.job import Job, WorkPlan, cross_entropy, share_correct
-from colab_swarm.workunits.training import Evaluator
+from colab_swarm.workunits.job import Evaluator, Job, WorkPlan, cross_entropy, share_correct
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 

@@ -71,4 +71,4 @@ def test_who_mends_a_job_and_tries_again_is_the_same_volunteer(tmp_path: Path) -
         assert first.wait(10) and "no such layer" in first.snapshot().fault
         second = cs.workunits.volunteer(one.link, job=job, name="alice", folder=tmp_path)
         second.stop(finish_s=0.0)
-        assert second is not first and second._place.folder == first._place.folder
+        assert second is not first and second.folder == first.folder

@@ -16,9 +16,9 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.assimilation import LEASE_S, ParameterServer
+from colab_swarm.workunits.job import Evaluator
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
-from colab_swarm.workunits.training import Evaluator
 from tests.workunits.digits import digits_job
 
 CODE = """

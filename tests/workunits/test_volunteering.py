@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from colab_swarm.net.identity import Identity
 from colab_swarm.workunits import work_loop as module
-from colab_swarm.workunits.job import Job, Rows, cross_entropy
+from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.training import UnitConfig, UnitTraining
 from colab_swarm.workunits.weights import Floats
 from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
@@ -44,7 +43,7 @@ def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, *
                 VolunteerSettings(folder, **{"name": "alice", **settings}),
                 rng=random.Random(0),
             )
-            alice.start()
+            await alice.begin()
             await scene(standin, alice)
 
     asyncio.run(main())
@@ -55,8 +54,14 @@ def trained(standin: StandIn, unit: GivenUnit) -> Floats:
     """What a unit's result has to be."""
     model = standin.job.first_model()
     plan = standin.job.plan
-    lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit.seed)
-    training = UnitTraining(standin.job, Rows.decode(standin.files[unit.subset]), lesson, model=model)
+    training = UnitTraining(
+        standin.job,
+        Rows.decode(standin.files[unit.subset]),
+        local_epochs=plan.local_epochs,
+        batch_size=plan.batch_size,
+        seed=unit.seed,
+        model=model,
+    )
     while training.done < training.batches:
         training.step()
     return standin.schema.flatten(model)
@@ -179,7 +184,7 @@ def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_p
 def test_refused_results_are_counted_and_the_reason_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "AFTER_REFUSAL", QUICK)
+    monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
 
     async def scene(standin: StandIn, alice: Volunteering) -> None:
         await until(lambda: alice.snapshot().refused == 2)

@@ -38,14 +38,14 @@ def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication: int)
             volunteers = []
             for name in ("alice", "bob"):
                 client = CoordinatorClient(
-                    scene.server.url, Token(Identity()), run_id=RUN, authority=None, backoff=QUICK
+                    scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
                 )
                 await stack.enter_async_context(client)
                 settings = VolunteerSettings(tmp_path / name, units=2, name=name)
                 card = await client.card()
                 volunteers.append(Volunteering(client, job, card, settings, rng=random.Random(0)))
             for volunteer in volunteers:
-                volunteer.start()
+                await volunteer.begin()
             await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
             assert {volunteer.snapshot().state for volunteer in volunteers} == {"the job is finished"}
             accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
@@ -89,7 +89,7 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
                 volunteering = Volunteering(
                     client, standin.job, await client.card(), VolunteerSettings(tmp_path)
                 )
-                volunteering.start()
+                await volunteering.begin()
                 await volunteering.wait_over()
             assert volunteering.snapshot().accepted == 2
             assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit

@@ -147,7 +147,7 @@ def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> Non
     async def main() -> None:
         async with coordinating(job, tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
-            scene.uploads.size_bytes = 1 << 23
+            scene.coordination.uploads.size_bytes = 1 << 23
             method, target, headers = put(name, size=1 << 23, whole=1 << 23)
             await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
 

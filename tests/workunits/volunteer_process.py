@@ -30,7 +30,7 @@ async def _main(url: str, folder: Path) -> None:
     async with CoordinatorClient(url, Token(Identity(SEED)), run_id=RUN, authority=None) as client:
         job = replace(digits_job(), loss=_slow)
         volunteering = Volunteering(client, job, await client.card(), VolunteerSettings(folder, save_s=0.0))
-        volunteering.start()
+        await volunteering.begin()
         await volunteering.wait_over()
 
 
