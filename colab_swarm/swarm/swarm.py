@@ -415,17 +415,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm import work
 
         self._check_worker()
-        volunteer = work.volunteer(
-            self.runtime,
-            self.services,
-            self._access(),
-            name=self.name,
-            job=job,
-            trust_code=trust_code,
-            units=units,
-            folder=folder,
-            device=device,
-        )
+        options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
+        volunteer = work.volunteer(self.runtime, self.services, self._access(), name=self.name, **options)
         self.session.stops.append(volunteer.stop)
         return volunteer
 

@@ -24,7 +24,7 @@ from colab_swarm.workunits.state import AnyEntry, Assimilated, Measured
 class PreemptionModel:
     """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the job ``epochs``.
 
-    A unit takes ``unit_s`` (t_e) and is given up after ``deadline_s`` (t_o). An instance is preempted during a unit with
+    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted during a unit with
     ``kill_probability`` (p) and replaced after ``restart_s``.
     """
 
