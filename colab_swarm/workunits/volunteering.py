@@ -1,69 +1,186 @@
-"""`cs.workunits.volunteer`: train units of another person's job on this machine."""
+"""`cs.workunits.volunteer`: train units of another person's job on this machine.
+
+A volunteer requests units, trains them, uploads the results, and resumes after a kill. Each of its slots requests,
+fetches, trains, uploads, and starts over. Errors of the coordinator never end it, only its refusals do. All units of
+the process are trained in turns on one thread, because torch's random numbers belong to the process. So replicas of a
+unit agree, and one slot's training overlaps with another's transfers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
+import logging
+import random
 import re
 import socket
-from collections.abc import Callable
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 from filelock import FileLock, Timeout
 
-from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.errors import CallRefused, JoinError, PeerError
 from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
 from colab_swarm.runtime import PauseGate, Runtime
-from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.tensors.device import DeviceThread
+from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
 from colab_swarm.workunits.coordinator import WorkLink
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import JobCard
-from colab_swarm.workunits.resume import VolunteerSnapshot
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
+from colab_swarm.workunits.job import Job, Rows, UnitTraining
+from colab_swarm.workunits.messages import Backoff, GivenUnit, GivenUnits, JobCard
+from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
+from colab_swarm.workunits.weights import Floats, Schema
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
 MAX_FOLDERS = 64
 """Volunteers of one name on one machine."""
+TURN_S = 0.1
+"""Training time of one unit before the next unit's turn."""
+BANNED_S = 60.0
+MIN_WAIT_S = 0.05
+FAREWELL_S = 5.0
+"""Time limit for giving units back."""
+AFTER_REFUSAL_S = 0.5, 60.0
+THREAD = DeviceThread()
 VIEWS = Views(
     render_html, render_text, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
 )
 _volunteers: set[Volunteer] = set()
 
 
+@dataclass(frozen=True)
+class VolunteerSettings:
+    """Settings of a volunteer.
+
+    Attributes:
+        folder: for data and units in hand.
+        units: trained at a time.
+        name: shown to people.
+        device: to train on.
+        save_s: interval between saves of a unit.
+        cache_bytes: most data on disk.
+        gate: closed while the machine is needed for something else.
+    """
+
+    folder: Path
+    units: int = 1
+    name: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    save_s: float = 30.0
+    cache_bytes: int = 2 << 30
+    gate: PauseGate = field(default_factory=PauseGate)
+
+    def __post_init__(self) -> None:
+        if self.units < 1:
+            raise ValueError(f"units={self.units}: it must be 1 at least")
+
+
+class _Over(Exception):
+    """The loop ends; the text says why. ``fault``: traceback of the job's code."""
+
+    def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
+        super().__init__(text)
+        self.fault, self.finished = fault, finished
+
+
 class Volunteer:
     """A volunteer that works in the background. Show it, `watch` it, `stop` it.
+
+    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
+
+    Args:
+        client: of the job's coordinator; `stop` closes it.
+        job: model, loss and optimizer.
+        card: the coordinator's.
+        settings: of this volunteer.
+        clock: seconds since the epoch.
+        rng: random numbers for waits.
 
     Attributes:
         url: of the coordinator, whose page shows the job's progress.
         folder: its own, for data and unfinished units.
+
+    Raises:
+        ValueError: the job's model is not the coordinator's.
     """
 
     def __init__(
-        self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, folder: Path, lock: FileLock
+        self,
+        client: CoordinatorClient,
+        job: Job,
+        card: JobCard,
+        settings: VolunteerSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
     ) -> None:
-        self.url, self.folder = client.url, folder
-        self._runtime, self._client, self._work, self._lock = runtime, client, work, lock
+        self._schema = Schema.of(THREAD.submit(job.first_model).result())
+        if self._schema.head() != card.schema:
+            reason = "its size differs"
+            try:
+                self._schema.decode(card.schema)
+            except ValueError as error:
+                reason = str(error)
+            raise ValueError(f"this job's model is not that of {card.name!r}: {reason}")
+        self.url, self.folder = client.url, settings.folder
+        self._client, self._job, self._card, self._settings = client, job, card, settings
+        self._held = ExitStack()  # the lock of the folder, until `stop`
         self._stopped = False
+        self._clock, self._rng = clock, rng or random.Random()
+        self._subsets = {subset.sha256: subset for subset in card.subsets}
+        self._cache = SubsetCache(settings.folder / "data", settings.cache_bytes)
+        same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
+        owner = sha256(client.token.identity.id + same).hexdigest()
+        self._saves = UnitSaves(settings.folder / "units", owner)
+        self._slots = [Slot() for _ in range(settings.units)]
+        self._left_behind: deque[UnitInHand] = deque()
+        self._leaving, self._finish_s = asyncio.Event(), 0.0
+        self._asking = asyncio.Lock()
+        self._work: asyncio.Task[None] | None = None
+        self._over: _Over | None = None
+        self._answer = GivenUnits()
+        self._accepted = self._refused = self._given_back = self._samples = 0
+        self._refusal, self._banned = "", ""
+        self._began, self._ended = time.monotonic(), 0.0
 
-    def snapshot(self) -> VolunteerSnapshot:
-        """Return its progress. Thread-safe."""
-        return self._work.snapshot()
+    async def begin(self) -> None:
+        """Start the loop."""
+        self._work = asyncio.create_task(self._run(), name="volunteer")
+
+    async def wait_over(self) -> None:
+        """Wait until it has ended; `snapshot` says why."""
+        if self._work is not None:
+            await asyncio.shield(self._work)
+
+    async def leave(self, *, finish_s: float = FINISH_S) -> None:
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
+        self._finish_s = finish_s
+        self._leaving.set()
+        await self.wait_over()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
 
         async def waiting() -> bool:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._work.wait_over()
+                    await self.wait_over()
             return self.snapshot().over
 
-        return self._runtime.call(waiting())
+        return Runtime.shared().call(waiting())
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
@@ -72,14 +189,12 @@ class Volunteer:
         self._stopped = True
 
         async def leave() -> None:
-            await self._work.leave(finish_s=finish_s)
+            await self.leave(finish_s=finish_s)
             await self._client.close()
 
-        try:
-            self._runtime.call(leave())
-        finally:
-            self._lock.release()
-            _volunteers.discard(self)
+        _volunteers.discard(self)
+        with self._held:
+            Runtime.shared().call(leave())
 
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""
@@ -94,6 +209,231 @@ class Volunteer:
 
     def _repr_html_(self) -> str:
         return render_html(self.snapshot())
+
+    def snapshot(self) -> VolunteerSnapshot:
+        """Return its progress. Thread-safe."""
+        units = tuple(slot.progress() for slot in self._slots)
+        return VolunteerSnapshot(
+            job=self._card.name,
+            state=self._state(units),
+            over=self._over is not None,
+            fault="" if self._over is None else self._over.fault,
+            epoch=self._answer.epoch,
+            accuracy=self._answer.accuracy,
+            units=units,
+            accepted=self._accepted,
+            refused=self._refused,
+            given_back=self._given_back,
+            refusal=self._refusal,
+            samples=self._samples,
+            sent_bytes=self._client.sent_bytes,
+            received_bytes=self._client.received_bytes,
+            seconds=(self._ended or time.monotonic()) - self._began,
+            cache_hits=self._cache.hits,
+            cache_misses=self._cache.misses,
+        )
+
+    def _state(self, units: tuple[UnitProgress, ...]) -> str:
+        if self._over is not None:
+            return str(self._over)
+        if self._client.trouble:
+            return self._client.trouble
+        if self._leaving.is_set():
+            return "leaving, once the units in hand are done"
+        if self._settings.gate.closed:
+            return "paused"
+        phases = {unit.phase for unit in units}
+        busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
+        return busy[0] if busy else self._banned or "waiting for units"
+
+    # -- from the first unit to the last
+
+    async def _run(self) -> None:
+        over = _Over("left")
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
+                slots = [group.create_task(self._serve(slot)) for slot in self._slots]
+                await self._leaving.wait()
+                await self._finish(slots)
+                raise over
+        except* Exception as ends:
+            over = next((end for end in ends.exceptions if isinstance(end, _Over)), None) or _crash(
+                ends.exceptions[0]
+            )
+        await self._farewell(over)
+        self._over, self._ended = over, time.monotonic()
+
+    async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for units in hand and for units on their way, but not for an unreachable coordinator."""
+        pairs = zip(slots, self._slots, strict=True)
+        last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
+        if last:
+            await asyncio.wait(last, timeout=self._finish_s)
+
+    async def _farewell(self, over: _Over) -> None:
+        """Give back the units in hand. Those that cannot be given back stay on disk for the next session."""
+        with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
+            async with asyncio.timeout(FAREWELL_S):
+                await THREAD.run(lambda: None)
+        units = [slot.held.unit for slot in self._slots if slot.held is not None]
+        units += [held.unit for held in self._left_behind]
+        if units and not over.finished:
+            try:
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._client.give_back([unit.assignment for unit in units])
+            except (PeerError, TimeoutError) as error:
+                logger.info("units were not given back: %s", error or "no answer")
+                return
+            self._given_back += len(units)
+        for unit in units:
+            self._saves.drop(unit)
+        for slot in self._slots:
+            slot.let_go()
+
+    async def _serve(self, slot: Slot) -> None:
+        backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
+        while not self._leaving.is_set():
+            if not await self._next(slot) or slot.held is None:
+                continue
+            try:
+                await self._train(slot, slot.held)
+            except CallRefused as error:
+                self._refused, self._refusal = self._refused + 1, str(error)
+                logger.info("unit %s was refused: %s", slot.held.unit.assignment, error)
+                pause_s = backoff.failed()
+            else:
+                backoff.succeeded()
+                pause_s = 0.0
+            self._saves.drop(slot.held.unit)
+            slot.let_go()
+            await self._pause(pause_s)
+
+    # -- one unit
+
+    async def _next(self, slot: Slot) -> bool:
+        """Get a unit or wait for a while; return True if there is one to train."""
+        if self._left_behind:
+            slot.take(self._left_behind.popleft())
+            return True
+        slot.phase = "asking"
+        await self._settings.gate.wait_open()
+        try:
+            async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
+                held = [one.held for one in self._slots if one.held is not None]
+                answer = await self._client.ask(
+                    1,
+                    held=self._cache.held(),
+                    name=self._settings.name,
+                    in_hand=[one.unit.assignment for one in (*held, *self._left_behind)],
+                )
+                for unit in answer.units[:1]:
+                    slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
+        except CallRefused as error:
+            if error.code != "banned":
+                raise _Over(f"the coordinator refuses: {error}") from error
+            self._banned, slot.phase = str(error), "waiting"
+            await self._pause(BANNED_S)
+            return False
+        self._banned, self._answer = "", answer
+        if answer.finished:
+            raise _Over("the job is finished", finished=True)
+        if slot.held is not None:
+            return not self._leaving.is_set()
+        slot.phase = "waiting"
+        await self._pause(max(answer.wait_s, MIN_WAIT_S))
+        return False
+
+    async def _train(self, slot: Slot, held: UnitInHand) -> None:
+        """Train a unit and upload its result.
+
+        Raises:
+            CallRefused: the coordinator refuses the result.
+        """
+        unit, slot.phase = held.unit, "downloading"
+        if held.training is None:
+            await asyncio.to_thread(self._saves.save, held)
+        data = await self._data(unit)
+        values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
+        training = slot.training = await self._compute(lambda: self._begin(held, data, values))
+        slot.phase = "training"
+        while training.done < training.batches:
+            await self._compute(lambda: self._some_batches(slot, training))
+        schema = self._schema
+        result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
+        slot.phase = "uploading"
+        await self._client.upload(unit.assignment, result)
+        self._accepted += 1
+        self._samples += self._subsets[unit.data].rows * self._card.local_epochs
+
+    async def _data(self, unit: GivenUnit) -> bytes:
+        subset = self._subsets.get(unit.data)
+        if subset is None:
+            raise _Over("the coordinator's data have changed: call volunteer again")
+        data = await asyncio.to_thread(self._cache.get, unit.data)
+        if data is None:
+            data = await self._client.data(subset)
+            await asyncio.to_thread(self._cache.put, unit.data, data)
+        return data
+
+    def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
+        """On the thread: start the training of a unit, or resume a saved one."""
+        model = self._job.first_model()
+        if values is not None:
+            self._schema.load(model, values)
+        training = UnitTraining(
+            self._job,
+            Rows.decode(data),
+            local_epochs=self._card.local_epochs,
+            batch_size=self._card.batch_size,
+            seed=held.unit.seed,
+            model=model,
+            device=self._settings.device,
+        )
+        if held.training is not None:
+            training.load_state_dict(held.training)
+        return training
+
+    def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
+        """On the thread: train for one turn, and save if it is time to."""
+        end = time.monotonic() + TURN_S
+        while training.done < training.batches:
+            slot.loss = training.step()
+            now = time.monotonic()
+            if slot.held is not None and now - slot.saved >= self._settings.save_s:
+                slot.saved = now
+                self._saves.save(replace(slot.held, training=training.state_dict()))
+            if now >= end:
+                return
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """Run the job's own code, on the thread.
+
+        Raises:
+            _Over: it raised.
+        """
+        await self._settings.gate.wait_open()
+        try:
+            return await THREAD.run(work)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit too: a retry would raise it again
+            fault = "".join(traceback.format_exception(error))
+            logger.warning("the job's code failed:\n%s", fault)
+            said = traceback.format_exception_only(error)[-1].strip()
+            raise _Over(f"the job's code failed: {said}", fault=fault) from error
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not after `leave` was called."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
+
+
+def _crash(error: Exception) -> _Over:
+    fault = "".join(traceback.format_exception(error))
+    logger.error("volunteering failed:\n%s", fault)
+    return _Over(f"colab-swarm failed: {error}", fault=fault)
 
 
 def volunteer(
@@ -164,8 +504,8 @@ def open_volunteer(
     """
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
-    with contextlib.ExitStack() as undo:
-        undo.callback(lock.release)
+    with ExitStack() as held, ExitStack() as undo:
+        held.callback(lock.release)
         client = client_in(own)
         undo.callback(lambda: runtime.call(client.close()))
         card, code = runtime.call(_first_answers(client, with_code=job is None))
@@ -173,10 +513,10 @@ def open_volunteer(
             job = _trusted(card, code, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings = VolunteerSettings(own, units, name, torch.device(kind), gate=gate or PauseGate())
-        work = Volunteering(client, job, card, settings)
-        runtime.call(work.begin())
+        volunteer = Volunteer(client, job, card, settings)
+        runtime.call(volunteer.begin())
         undo.pop_all()
-    volunteer = Volunteer(runtime, client, work, own, lock)
+        volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
     return volunteer
 
@@ -219,7 +559,7 @@ def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
         own = base / (_plain(name) if number == 1 else f"{_plain(name)}-{number}")
         own.mkdir(parents=True, exist_ok=True)
         lock = FileLock(own / "lock", thread_local=False)
-        with contextlib.suppress(Timeout):
+        with suppress(Timeout):
             lock.acquire(timeout=0)
             return own, lock
     raise ValueError(f"{MAX_FOLDERS} volunteers called {name!r} work in {base}: give another name=")
@@ -233,5 +573,5 @@ def _plain(name: str) -> str:
 @atexit.register
 def _stop_all() -> None:
     for volunteer in list(_volunteers):
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             volunteer.stop(finish_s=0.0)

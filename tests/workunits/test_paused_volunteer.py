@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.runtime import LOOK_S, PauseGate
-from colab_swarm.workunits.work_loop import Volunteering
+from colab_swarm.workunits.volunteering import Volunteer
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import StandIn
 from tests.workunits.test_volunteering import Valve, play
@@ -20,7 +20,7 @@ def test_a_paused_volunteer_stands_still_and_goes_on(tmp_path: Path) -> None:
     gate, valve = PauseGate(), Valve(before=2)
     job = replace(digits_job(), loss=valve)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         gate.hold()
         valve.go_on.set()

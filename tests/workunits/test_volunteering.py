@@ -16,17 +16,17 @@ import pytest
 from torch import Tensor, nn
 
 from colab_swarm.net.identity import Identity
-from colab_swarm.workunits import work_loop as module
+from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
 from colab_swarm.workunits.tokens import Token
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from colab_swarm.workunits.weights import Floats
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 
 TIME_LIMIT_S = 30.0
-Scene = Callable[[StandIn, Volunteering], Awaitable[None]]
+Scene = Callable[[StandIn, Volunteer], Awaitable[None]]
 
 
 def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, **settings: Any) -> StandIn:
@@ -36,7 +36,7 @@ def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, *
         async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
             await stack.enter_async_context(standin.serving())
             client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
-            alice = Volunteering(
+            alice = Volunteer(
                 client,
                 job or standin.job,
                 await client.card(),
@@ -84,7 +84,7 @@ class Valve:
 
 @pytest.mark.parametrize("units", [1, 3])
 def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path, units: int) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert (snapshot.state, snapshot.over, snapshot.fault) == ("the job is finished", True, "")
@@ -99,7 +99,7 @@ def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path,
 
 
 def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
 
     standin = play(scene, StandIn(digits_job(), epochs=3), tmp_path)
@@ -109,7 +109,7 @@ def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
 
 
 def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().accepted == 2
 
@@ -120,7 +120,7 @@ def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: "unreachable" in alice.snapshot().state)
         assert alice.snapshot().state.endswith("trying again in 77 s")
         await alice.leave()
@@ -134,7 +134,7 @@ def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path
 def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
     valve = Valve(before=2)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         unit = alice.snapshot().units[0]
         assert (unit.unit, unit.phase, unit.done, unit.batches) == ("epoch 1, subset 0", "training", 2, 4)
@@ -152,7 +152,7 @@ def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
 def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
     valve = Valve(before=1)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         leaving = asyncio.create_task(alice.leave(finish_s=0.0))
         await asyncio.sleep(0)
@@ -170,7 +170,7 @@ def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_p
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise ZeroDivisionError("no such thing")
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert snapshot.state == "the job's code failed: ZeroDivisionError: no such thing"
@@ -186,7 +186,7 @@ def test_refused_results_are_counted_and_the_reason_kept(
 ) -> None:
     monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: alice.snapshot().refused == 2)
         assert (alice.snapshot().accepted, alice.snapshot().refusal) == (0, "too far off")
         await alice.leave()
@@ -198,7 +198,7 @@ def test_refused_results_are_counted_and_the_reason_kept(
 
 
 def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
         await alice.leave()
 
@@ -208,7 +208,7 @@ def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
 
 
 def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().state == "the coordinator refuses: revoked"
 
@@ -218,7 +218,7 @@ def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
 
 
 def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         waits = Waits()
         standin.meets("POST /api/units", waits)
         await waits.reached.wait()
@@ -232,7 +232,7 @@ def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
 
 
 def test_another_model_than_the_coordinators_is_told_at_once(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         raise AssertionError("it must not start")
 
     other = replace(digits_job(), model=lambda: nn.Linear(64, 10))

@@ -17,7 +17,7 @@ from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.resume import _load
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, run
 from tests.workunits.stand_in import QUICK, StandIn, client_of
@@ -43,7 +43,7 @@ def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication: int)
                 await stack.enter_async_context(client)
                 settings = VolunteerSettings(tmp_path / name, units=2, name=name)
                 card = await client.card()
-                volunteers.append(Volunteering(client, job, card, settings, rng=random.Random(0)))
+                volunteers.append(Volunteer(client, job, card, settings, rng=random.Random(0)))
             for volunteer in volunteers:
                 await volunteer.begin()
             await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
@@ -86,7 +86,7 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
             assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
             fetched = standin.seen.count("GET /api/parameters")
             async with client_of(standin, token=Token(Identity(SEED))) as client:
-                volunteering = Volunteering(
+                volunteering = Volunteer(
                     client, standin.job, await client.card(), VolunteerSettings(tmp_path)
                 )
                 await volunteering.begin()
