@@ -43,7 +43,6 @@ from colab_swarm.workunits.messages import (
     JobCard,
     Problem,
     Subset,
-    Taken,
 )
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.state import (
@@ -60,13 +59,10 @@ from colab_swarm.workunits.state import (
 )
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.uploads import UploadBuffer
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-CHECKED_AT_ONCE = 4
-"""Complete results in memory at once."""
 
 
 class Refused(Exception):
@@ -176,7 +172,6 @@ class Coordination:
     Attributes:
         schema: of the job's parameters.
         card: the job as volunteers see it.
-        uploads: results that have arrived in part.
     """
 
     def __init__(
@@ -199,9 +194,7 @@ class Coordination:
         self._validator, self._staffing, self._pool = Validator(job.plan), Staffing(), WorkerPool(self._hire)
         self._backlog = 0
         self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
-        self._loading, self._uploading = asyncio.Lock(), asyncio.Lock()
-        self._checking = asyncio.Semaphore(CHECKED_AT_ONCE)
-        self._complete: set[str] = set()  # uploads whose results are being checked
+        self._loading = asyncio.Lock()
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
@@ -229,9 +222,6 @@ class Coordination:
         await asyncio.to_thread(self.store.begin, self.schema.flatten(self._first))
         code = code_of_servers(self.job)
         await asyncio.to_thread((self.folder / "job.py").write_text, code, encoding="utf-8")
-        self.uploads = UploadBuffer(
-            self.folder / "uploads", size_bytes=len(self.schema.head()) + 4 * self.schema.numel
-        )
         names = [subset.sha256 for subset in subsets]
         self._dispatcher = Dispatcher(self.job.plan, names, random.SystemRandom())
         self._log = Logbook(self.store, self._dispatcher, self._validator, self._clock)
@@ -328,65 +318,32 @@ class Coordination:
     # -- results
 
     def check(self, volunteer: PeerId, assignment: str) -> None:
-        """Raise Refused if a volunteer's result for an assignment is not wanted now."""
-        if assignment in self._complete:
-            raise Refused("busy", "this result is complete and is being checked: ask again in a second")
-        self._check_wanted(volunteer, assignment)
-
-    def _check_wanted(self, volunteer: PeerId, assignment: str) -> None:
+        """Raise Refused if a volunteer's result for an assignment is not wanted."""
         refusal = self._dispatcher.refusal(assignment, volunteer.hex(), now=self._clock())
         if refusal is not None:
             raise Refused(*refusal)
 
-    def _awaits(self, assignment: str) -> bool:
+    def awaits(self, assignment: str) -> bool:
+        """Return True if the result of an assignment is wanted from its volunteer."""
         replica = self._dispatcher.state.replicas.get(assignment)
         now = self._clock()
         return replica is not None and not self._dispatcher.refusal(assignment, replica.volunteer, now=now)
 
-    async def add(self, volunteer: PeerId, assignment: str, start: int, piece: bytes) -> Taken:
-        """Take the piece of a result that starts at ``start``. The last one has the result checked.
+    async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
+        """Check a complete result, a file as `Schema.encode` makes it, and log the verdict.
 
         Raises:
-            Refused: the result is not wanted, or invalid; an invalid one is deleted.
-            Gap: an earlier piece is missing.
-            ValueError: the result would be too long.
-            StoreError: the result cannot be saved now; the last piece may be sent again.
+            Refused: the result is invalid, or not wanted any more.
+            StoreError: the store fails; try again later.
         """
-        async with self._uploading:
-            self.check(volunteer, assignment)
-            if not start:
-                self.uploads.sweep(self._awaits)
-            received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
-            if received < self.uploads.size_bytes:
-                return Taken(received)
-            self._complete.add(assignment)
-        try:
-            async with self._checking:
-                await self._take(
-                    volunteer, assignment, await asyncio.to_thread(self.uploads.read, assignment)
-                )
-        except (StoreError, asyncio.CancelledError):
-            self.uploads.cut(assignment, start)
-            raise
-        except BaseException:
-            self.uploads.drop(assignment)
-            raise
-        else:
-            self.uploads.drop(assignment)
-        finally:
-            self._complete.discard(assignment)
-        return Taken(received, accepted=True)
-
-    async def _take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
-        """Check a complete result, a file as `Schema.encode` makes it, and log the verdict."""
-        self._check_wanted(volunteer, assignment)
+        self.check(volunteer, assignment)
         unit = self._dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
         base = self.schema.decode(file)
         values, change, fault = await asyncio.to_thread(self._judge, data, base)
         async with self._log.lock:
             await self._log.settle()
-            self._check_wanted(volunteer, assignment)
+            self.check(volunteer, assignment)
             if fault is not None:
                 await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)

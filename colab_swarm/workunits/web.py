@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,18 +29,22 @@ from colab_swarm.markup import content_security_policy
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
 from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem
+from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Taken
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import Crowded, RequestGate
-from colab_swarm.workunits.uploads import Gap, piece_of, range_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
+NUMBER = "(0|[1-9][0-9]{0,17})"
+RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
+CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
 """Of an upload's piece, which is in memory while its digest is checked."""
+CHECKED_AT_ONCE = 4
+"""Complete results in memory at once."""
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
 """Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
@@ -77,6 +84,105 @@ VOLUNTEER: web.RequestKey[PeerId] = web.RequestKey("volunteer", bytes)  # type: 
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
+def range_of(header: str, size: int) -> tuple[int, int]:
+    """Return start and end of the part that a ``Range`` header selects of a file of ``size`` bytes.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    found = RANGE.fullmatch(header)
+    start = int(found[1]) if found else size
+    end = min(int(found[2]) + 1, size) if found and found[2] else size
+    if start >= end:
+        raise ValueError(
+            f"no such range: the file has {size:,} bytes; ask for one range such as bytes=0-1023"
+        )
+    return start, end
+
+
+def piece_of(header: str) -> tuple[int, int, int]:
+    """Return start, length and total length of an upload's piece by its ``Content-Range`` header.
+
+    Raises:
+        ValueError: the header names no piece.
+    """
+    found = CONTENT_RANGE.fullmatch(header)
+    start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
+    if not start <= last < whole:
+        raise ValueError("Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
+    return start, last + 1 - start, whole
+
+
+class Gap(Exception):
+    """A piece does not continue the upload. ``received``: bytes of the upload so far."""
+
+    def __init__(self, received: int) -> None:
+        super().__init__(f"{received:,} bytes of this upload are here: send what follows")
+        self.received = received
+
+
+class UploadBuffer:
+    """One file per upload in ``folder``; a complete one has ``size_bytes``.
+
+    A complete file exists only while its result is checked. One found at the start was cut short by the death of the
+    process and is deleted, so the volunteer sends it again.
+    """
+
+    def __init__(self, folder: Path, *, size_bytes: int) -> None:
+        self._folder, self.size_bytes = folder, size_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            if file.stat().st_size >= size_bytes:
+                file.unlink()
+
+    def received(self, assignment: str) -> int:
+        """Return the bytes of an upload received so far."""
+        try:
+            return self._file(assignment).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def add(self, assignment: str, start: int, piece: bytes) -> int:
+        """Append a piece that starts at ``start`` and return the bytes received so far.
+
+        Raises:
+            Gap: the upload ends elsewhere; nothing is changed.
+            ValueError: the piece continues beyond the end; nothing is changed.
+        """
+        received = self.received(assignment)
+        if start != received:
+            raise Gap(received)
+        if start + len(piece) > self.size_bytes:
+            raise ValueError(f"{start + len(piece):,} bytes: a result has {self.size_bytes:,}")
+        with self._file(assignment).open("ab") as file:
+            file.write(piece)
+        return start + len(piece)
+
+    def read(self, assignment: str) -> bytes:
+        """Return the bytes of an upload."""
+        return self._file(assignment).read_bytes()
+
+    def cut(self, assignment: str, received: int) -> None:
+        """Delete all beyond ``received`` bytes."""
+        with suppress(FileNotFoundError):  # swept meanwhile
+            os.truncate(self._file(assignment), received)
+
+    def drop(self, assignment: str) -> None:
+        """Delete an upload."""
+        self._file(assignment).unlink(missing_ok=True)
+
+    def sweep(self, awaited: Callable[[str], bool]) -> None:
+        """Delete all uploads but those of assignments that are ``awaited``."""
+        for file in self._folder.iterdir():
+            if not awaited(file.name):
+                file.unlink(missing_ok=True)
+
+    def _file(self, assignment: str) -> Path:
+        if len(assignment) != 32 or not set(assignment) <= set("0123456789abcdef"):
+            raise ValueError(f"{assignment!r} is no assignment")  # no text of a stranger becomes a path
+        return self._folder / assignment
+
+
 class CoordinatorServer:
     """Serve a coordination that has started.
 
@@ -95,10 +201,19 @@ class CoordinatorServer:
         self.url = ""
         self._coordination, self._gate, self._clock = coordination, gate, clock
         self.running = {"upload": 0, "download": 0}
+        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
+        self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
         self._pages: dict[str, bytes] = {}
         self._paged_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
+
+    @cached_property
+    def uploads(self) -> UploadBuffer:
+        """The results that have arrived in part."""
+        schema = self._coordination.schema
+        size_bytes = len(schema.head()) + 4 * schema.numel
+        return UploadBuffer(self._coordination.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 chooses a free one.
@@ -236,13 +351,12 @@ class CoordinatorServer:
         return _answer(await self._coordination.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
-        assignment = _assignment(request)
-        self._coordination.check(request[VOLUNTEER], assignment)
-        received = self._coordination.uploads.received(assignment)
+        received = self.uploads.received(self._wanted(request))
         return web.Response(headers={"Received": str(received)})
 
     async def _piece(self, request: web.Request) -> web.Response:
-        assignment, expected = _assignment(request), self._coordination.uploads.size_bytes
+        _assignment(request)
+        expected = self.uploads.size_bytes
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         except ValueError as error:
@@ -251,10 +365,45 @@ class CoordinatorServer:
             raise Refused("size", f"a result of {whole:,} bytes: those of this job have {expected:,}")
         if size != request.content_length:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
-        self._coordination.check(request[VOLUNTEER], assignment)
+        self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
-            piece = await self._read(request, MAX_PIECE_BYTES)
-            return _answer(await self._coordination.add(request[VOLUNTEER], assignment, start, piece))
+            return _answer(await self._add(request, start, await self._read(request, MAX_PIECE_BYTES)))
+
+    def _wanted(self, request: web.Request) -> str:
+        """Return the assignment of a request, after checking that its result is wanted now."""
+        assignment = _assignment(request)
+        if assignment in self._complete:
+            raise Refused("busy", "this result is complete and is being checked: ask again in a second")
+        self._coordination.check(request[VOLUNTEER], assignment)
+        return assignment
+
+    async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
+        """Save a piece; after the last one have the coordination check the result.
+
+        An invalid result is deleted. If it cannot be checked now, its last piece may be sent again.
+        """
+        async with self._uploading:
+            assignment = self._wanted(request)
+            if not start:
+                self.uploads.sweep(self._coordination.awaits)
+            received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
+            if received < self.uploads.size_bytes:
+                return Taken(received)
+            self._complete.add(assignment)
+        try:
+            async with self._checking:
+                data = await asyncio.to_thread(self.uploads.read, assignment)
+                await self._coordination.take(request[VOLUNTEER], assignment, data)
+        except (StoreError, asyncio.CancelledError):
+            self.uploads.cut(assignment, start)
+            raise
+        except BaseException:
+            self.uploads.drop(assignment)
+            raise
+        finally:
+            self._complete.discard(assignment)
+        self.uploads.drop(assignment)
+        return Taken(received, accepted=True)
 
     # -- files
 

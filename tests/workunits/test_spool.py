@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits.uploads import Gap, UploadBuffer
+from colab_swarm.workunits.web import Gap, UploadBuffer
 
 ONE, OTHER = "0" * 32, "f" * 32
 

@@ -147,7 +147,7 @@ def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> Non
     async def main() -> None:
         async with coordinating(job, tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
-            scene.coordination.uploads.size_bytes = 1 << 23
+            scene.server.uploads.size_bytes = 1 << 23
             method, target, headers = put(name, size=1 << 23, whole=1 << 23)
             await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
 
@@ -289,7 +289,7 @@ def test_a_result_whose_unit_was_given_to_somebody_else_is_refused(tmp_path: Pat
                 await asyncio.sleep(0.02)
             assert "Expired" in scene.kinds()
             answer = await scene.alice.upload(name, file[50:], start=50)
-            assert answer.status == 410 and "somebody else has it" in answer.problem.text
+            assert answer.status == 410 and "another volunteer has it" in answer.problem.text
             assert "Accepted" not in scene.kinds()
 
     run(main)
