@@ -20,10 +20,10 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
 import aiohttp
@@ -56,21 +56,14 @@ class Trouble(ProtocolError):
         self.asked_s = asked_s
 
 
+@dataclass
 class Download:
-    """The part of a file received so far, across broken connections.
+    """The part of a file received so far, across broken connections; ``etag`` is the version of ``data``."""
 
-    Args:
-        target: path of the request.
-        size_bytes: size of the whole file.
-
-    Attributes:
-        etag: version of ``data``.
-        data: bytes so far.
-    """
-
-    def __init__(self, target: str, size_bytes: int) -> None:
-        self.target, self.size_bytes = target, size_bytes
-        self.etag, self.data = "", bytearray()
+    target: str
+    size_bytes: int
+    etag: str = ""
+    data: bytearray = field(default_factory=bytearray)
 
     def headers(self) -> dict[str, str]:
         """Return headers that request the rest of this version, or the whole file if the version is unknown."""
@@ -78,28 +71,8 @@ class Download:
             return {}
         return {"Range": f"bytes={len(self.data)}-", "If-Range": self.etag}
 
-    async def take(self, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
-        """Receive an answer. If it breaks off, the bytes so far stay.
-
-        Raises:
-            Trouble: the answer has another range or size than requested.
-        """
-        if status != 206:
-            self.data, self.etag = bytearray(), headers.get("ETag", "")
-        elif not headers.get("Content-Range", "").startswith(f"bytes {len(self.data)}-"):
-            self.data = bytearray()
-            raise Trouble(f"{self.target} came in another range than requested")
-        async for piece in pieces:
-            if len(self.data) + len(piece) > self.size_bytes:
-                self.data = bytearray()
-                raise Trouble(f"{self.target} is longer than its {self.size_bytes:,} bytes")
-            self.data += piece
-        if len(self.data) < self.size_bytes:
-            raise Trouble(f"{self.target} ended after {len(self.data):,} of {self.size_bytes:,} bytes")
-
 
 logger = logging.getLogger(__name__)
-
 SUFFIX, PARTIAL = ".subset", ".partial"
 
 
@@ -191,6 +164,8 @@ CONFLICT = 409
 class CoordinatorClient:
     """Connection to one coordinator. Use it in one event loop, and `close` it.
 
+    Every method raises `CallRefused` if the coordinator refuses the request, and retries other errors.
+
     Attributes:
         trouble: the error that the current call retries after, for people; empty while all is well.
         sent_bytes, received_bytes: of bodies.
@@ -229,7 +204,6 @@ class CoordinatorClient:
         """Return the job, after checking that its coordinator belongs to the run.
 
         Raises:
-            CallRefused: the coordinator does not admit this peer.
             NotAdmitted: it is not a coordinator of the run.
         """
         card = await self._message("GET", "/api/job", JobCard)
@@ -245,11 +219,7 @@ class CoordinatorClient:
         return card
 
     async def code(self, card: JobCard) -> str:
-        """Return the job's Python code; empty if it has none.
-
-        Raises:
-            CallRefused: see `card`.
-        """
+        """Return the job's Python code; empty if it has none."""
         if not card.code_sha256:
             return ""
 
@@ -265,30 +235,18 @@ class CoordinatorClient:
     async def ask(
         self, count: int, *, held: Sequence[str] = (), name: str = "", in_hand: Sequence[str] = ()
     ) -> GivenUnits:
-        """Request up to ``count`` units, preferably of cached data (``held``, SHA-256), besides those ``in_hand``.
-
-        Raises:
-            CallRefused: this peer gets none; the text says why.
-        """
+        """Request up to ``count`` units, preferably of cached data (``held``, SHA-256), besides those ``in_hand``."""
         body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name, tuple(in_hand)))
         return await self._message("POST", "/api/units", GivenUnits, body)
 
     async def give_back(self, assignments: Sequence[str]) -> None:
-        """Return units untrained.
-
-        Raises:
-            CallRefused: the coordinator does not admit this peer.
-        """
+        """Return units untrained."""
         await self._message(
             "POST", "/api/return", GivenUnits, msgspec.msgpack.encode(GiveBack(tuple(assignments)))
         )
 
     async def data(self, subset: Subset) -> bytes:
-        """Fetch a subset of the data, for `Rows.decode`.
-
-        Raises:
-            CallRefused: the coordinator has no such data.
-        """
+        """Fetch a subset of the data, for `Rows.decode`."""
         download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
         async def attempt() -> bytes:
@@ -302,11 +260,7 @@ class CoordinatorClient:
         return await self._until_done(attempt)
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
-        """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed.
-
-        Raises:
-            CallRefused: the unit is not open any more.
-        """
+        """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
         download = Download(f"/api/{path}", len(schema.head()) + 4 * schema.numel)
 
         async def attempt() -> Floats:
@@ -328,11 +282,7 @@ class CoordinatorClient:
             return await self._until_done(attempt)
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
-        """Upload a result, in pieces.
-
-        Raises:
-            CallRefused: the coordinator refuses the result; the text says why.
-        """
+        """Upload a result, in pieces."""
         target, at, lost = f"/api/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
@@ -372,9 +322,7 @@ class CoordinatorClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
@@ -391,14 +339,23 @@ class CoordinatorClient:
 
     async def _fetch(self, download: Download, headers: Mapping[str, str]) -> bool:
         """Continue a download; return False if the known version is the newest."""
-        async with self._request("GET", download.target, headers=headers) as answer:
+        target, most = download.target, download.size_bytes
+        async with self._request("GET", target, headers=headers) as answer:
             if answer.status == 304:
                 return False
-            before = len(download.data) if answer.status == 206 else 0
-            try:
-                await download.take(answer.content.iter_chunked(READ_BYTES), answer.status, answer.headers)
-            finally:
-                self.received_bytes += max(0, len(download.data) - before)
+            if answer.status != 206:
+                download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
+            elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
+                download.data = bytearray()
+                raise Trouble(f"{target} came in another range than requested")
+            async for piece in answer.content.iter_chunked(READ_BYTES):
+                if len(download.data) + len(piece) > most:
+                    download.data = bytearray()
+                    raise Trouble(f"{target} is longer than its {most:,} bytes")
+                download.data += piece
+                self.received_bytes += len(piece)
+        if len(download.data) < most:
+            raise Trouble(f"{target} ended after {len(download.data):,} of {most:,} bytes")
         return True
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:

@@ -66,11 +66,16 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """A volunteer's request is refused; nothing has changed except what the log says of it."""
+    """A volunteer's request is refused; nothing has changed except what the log says of it.
 
-    def __init__(self, code: str, text: str) -> None:
+    Attributes:
+        problem: the answer.
+        received: bytes of an upload so far, if the refused piece does not continue it.
+    """
+
+    def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
         super().__init__(text)
-        self.problem = Problem(code, text)
+        self.problem, self.received = Problem(code, text), received
 
 
 class Logbook:
@@ -172,6 +177,7 @@ class Coordination:
     Attributes:
         schema: of the job's parameters.
         card: the job as volunteers see it.
+        dispatcher: its decisions.
     """
 
     def __init__(
@@ -223,8 +229,8 @@ class Coordination:
         code = code_of_servers(self.job)
         await asyncio.to_thread((self.folder / "job.py").write_text, code, encoding="utf-8")
         names = [subset.sha256 for subset in subsets]
-        self._dispatcher = Dispatcher(self.job.plan, names, random.SystemRandom())
-        self._log = Logbook(self.store, self._dispatcher, self._validator, self._clock)
+        self.dispatcher = Dispatcher(self.job.plan, names, random.SystemRandom())
+        self._log = Logbook(self.store, self.dispatcher, self._validator, self._clock)
         self.card = JobCard(
             run_id=self._run_id,
             name=self.job.name,
@@ -267,10 +273,10 @@ class Coordination:
             await self._log.settle()
             self.check_ban(volunteer)
             now = self._clock()
-            again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
+            again = self.dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
             count = asked.count - len(again)
-            units = self._dispatcher.assign(me, count, asked.held, now=now, version=self._log.version)
-            new = units and me not in self._dispatcher.state.volunteers
+            units = self.dispatcher.assign(me, count, asked.held, now=now, version=self._log.version)
+            new = units and me not in self.dispatcher.state.volunteers
             met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
             units, put = await self._with_base(units)
             await self._log.write([*met, *units], put=put)
@@ -285,11 +291,11 @@ class Coordination:
         async with self._log.lock:
             await self._log.settle()
             now = self._clock()
-            await self._log.write(self._dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
+            await self._log.write(self.dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
             return self._answer(volunteer.hex(), [], now)
 
     def _answer(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> GivenUnits:
-        plan, epochs = self.job.plan, self._dispatcher.state.epochs
+        plan, epochs = self.job.plan, self.dispatcher.state.epochs
         given = [
             GivenUnit(
                 assignment=one.assignment,
@@ -304,30 +310,30 @@ class Coordination:
         ]
         return GivenUnits(
             tuple(given),
-            wait_s=0.0 if given else self._dispatcher.wait_s(volunteer, now=now),
-            finished=self._dispatcher.finished is not None,
-            epoch=self._dispatcher.epoch,
+            wait_s=0.0 if given else self.dispatcher.wait_s(volunteer, now=now),
+            finished=self.dispatcher.finished is not None,
+            epoch=self.dispatcher.epoch,
             accuracy=epochs[-1].accuracy if epochs else None,
         )
 
     def check_ban(self, volunteer: PeerId) -> None:
         """Raise Refused if a volunteer is banned."""
-        if (ban := self._dispatcher.ban_of(volunteer.hex(), now=self._clock())) is not None:
+        if (ban := self.dispatcher.ban_of(volunteer.hex(), now=self._clock())) is not None:
             raise Refused("banned", ban)
 
     # -- results
 
     def check(self, volunteer: PeerId, assignment: str) -> None:
         """Raise Refused if a volunteer's result for an assignment is not wanted."""
-        refusal = self._dispatcher.refusal(assignment, volunteer.hex(), now=self._clock())
+        refusal = self.dispatcher.refusal(assignment, volunteer.hex(), now=self._clock())
         if refusal is not None:
             raise Refused(*refusal)
 
     def awaits(self, assignment: str) -> bool:
         """Return True if the result of an assignment is wanted from its volunteer."""
-        replica = self._dispatcher.state.replicas.get(assignment)
+        replica = self.dispatcher.state.replicas.get(assignment)
         now = self._clock()
-        return replica is not None and not self._dispatcher.refusal(assignment, replica.volunteer, now=now)
+        return replica is not None and not self.dispatcher.refusal(assignment, replica.volunteer, now=now)
 
     async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
         """Check a complete result, a file as `Schema.encode` makes it, and log the verdict.
@@ -337,7 +343,7 @@ class Coordination:
             StoreError: the store fails; try again later.
         """
         self.check(volunteer, assignment)
-        unit = self._dispatcher.state.replicas[assignment].unit
+        unit = self.dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
         base = self.schema.decode(file)
         values, change, fault = await asyncio.to_thread(self._judge, data, base)
@@ -369,7 +375,7 @@ class Coordination:
             return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
 
         entries = await asyncio.to_thread(
-            self._dispatcher.on_result, assignment, change, name, now=self._clock(), distance=distance
+            self.dispatcher.on_result, assignment, change, name, now=self._clock(), distance=distance
         )
         odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
         put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
@@ -379,12 +385,12 @@ class Coordination:
 
     def _obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
         """Blobs that are no longer needed once ``entries`` are in the log."""
-        state, names = self._dispatcher.state, set[str]()
+        state, names = self.dispatcher.state, set[str]()
         for entry in entries:
             if isinstance(entry, Rejected):
                 names.add(state.replicas[entry.assignment].result)
             elif isinstance(entry, Accepted) and self.job.plan.replication > 1:
-                names |= {_base_blob(entry.unit), *self._dispatcher.results_of(entry.unit)} - {entry.result}
+                names |= {_base_blob(entry.unit), *self.dispatcher.results_of(entry.unit)} - {entry.result}
         return names - {""}
 
     # -- initial parameters of a unit
@@ -407,7 +413,7 @@ class Coordination:
             values = await asyncio.to_thread(self.store.blob, _base_blob(unit))
         except KeyError as error:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
-        version = self._dispatcher.state.unit(unit).replicas[0].version
+        version = self.dispatcher.state.unit(unit).replicas[0].version
         return version, memoryview(self.schema.head() + values)
 
     async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
@@ -418,7 +424,7 @@ class Coordination:
         newest = await asyncio.to_thread(self.store.parameters)
         blob = newest.values.astype("<f4", copy=False).tobytes()
         for place, one in enumerate(units):
-            before = self._dispatcher.state.unit(one.unit).replicas
+            before = self.dispatcher.state.unit(one.unit).replicas
             version = before[0].version if before else newest.version
             units[place] = msgspec.structs.replace(one, version=version)
             if not before:
@@ -433,7 +439,12 @@ class Coordination:
                 async with self._log.lock:
                     await self._log.settle()
                 self._backlog = await self._log.call(self.store.waiting)
-                await asyncio.to_thread(self._pool.keep, self._wanted_servers(), now=self._clock())
+                wanted, now = self.servers, self._clock()
+                if self._log.finished.is_set():
+                    wanted = 0
+                elif wanted == "auto":
+                    wanted = self._staffing.on_backlog(self._backlog, self._pool.size, now=now)
+                await asyncio.to_thread(self._pool.keep, wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
@@ -443,13 +454,6 @@ class Coordination:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
-
-    def _wanted_servers(self) -> int:
-        if self._log.finished.is_set():
-            return 0
-        if self.servers == "auto":
-            return self._staffing.on_backlog(self._backlog, self._pool.size, now=self._clock())
-        return self.servers
 
     def _hire(self, name: str) -> ThreadWorker | ProcessWorker:
         if not self.store.shared or not self.job.code:
@@ -472,16 +476,8 @@ class Coordination:
             server_deaths=self._pool.deaths,
             backlog=self._backlog,
             fault=self._log.fault,
-            overview=self._dispatcher.overview(now=now),
+            overview=self.dispatcher.overview(now=now),
         )
-
-    def check_invariants(self) -> None:
-        """Used by tests.
-
-        Raises:
-            AssertionError: the state contradicts itself.
-        """
-        self._dispatcher.check_invariants()
 
 
 def _base_blob(unit: Unit) -> str:

@@ -29,7 +29,7 @@ from colab_swarm.invite import PROJECT_URL, Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, Membership
-from colab_swarm.net.peers import Role
+from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import render_html, render_text, summary
 from colab_swarm.notebook.invitation import Invitation
@@ -43,7 +43,7 @@ from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.state import AnyEntry
 from colab_swarm.workunits.store import open_store
-from colab_swarm.workunits.tokens import RequestGate, Signs, Token
+from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.web import CoordinatorServer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class WorkLink:
     invite: Invite
 
     @classmethod
-    def issue(cls, url: str, entrance: RunAccess, identity: Signs, *, hours: float) -> WorkLink:
+    def issue(cls, url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
         """Issue a link as the authority of the run, valid for ``hours``."""
         until = time.time() + 3600 * hours
         if entrance.closed is None:

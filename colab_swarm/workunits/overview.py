@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState, VolunteerState
+from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState
 
 MAX_MARKS = 400
 """Units shown one by one."""
@@ -96,37 +96,36 @@ class JobOverview:
 
 def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
     """Return ``state`` as shown to people, with the units of ``epoch``."""
-    rows = sorted(
-        (_row(name, record, now) for name, record in state.volunteers.items()), key=lambda row: -row.accepted
-    )
+    rows = [
+        VolunteerRow(
+            volunteer=name,
+            name=one.name,
+            reliability=one.standing.reliability,
+            accepted=one.standing.accepted,
+            rejected=one.standing.rejected,
+            expired=one.standing.expired,
+            in_flight=len(one.out),
+            banned_until=one.standing.banned_until if one.standing.banned_until > now else None,
+            last_seen=one.last_seen,
+        )
+        for name, one in state.volunteers.items()
+    ]
     units = [unit for _, unit in state.units_of(epoch)]
+    assimilated = sum(unit.assimilated for unit in units)
+    accepted = sum(unit.accepted is not None for unit in units)
+    training = sum(bool(unit.live()) for unit in units)
     return JobOverview(
         epoch=epoch,
         max_epochs=max_epochs,
         finished=state.finished,
-        units=_counts(units),
-        volunteers=tuple(rows),
+        units=UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated),
+        volunteers=tuple(sorted(rows, key=lambda row: -row.accepted)),
         epochs=tuple(state.epochs),
         measured=tuple(state.measured.get(epoch, {}).values()),
         unit_s=tuple(state.unit_s),
         update_s=tuple(state.update_s),
         assimilated_at=tuple(state.assimilated_at),
         marks=tuple(_mark(unit, state) for unit in units[:MAX_MARKS]),
-    )
-
-
-def _row(name: str, volunteer: VolunteerState, now: float) -> VolunteerRow:
-    standing = volunteer.standing
-    return VolunteerRow(
-        volunteer=name,
-        name=volunteer.name,
-        reliability=standing.reliability,
-        accepted=standing.accepted,
-        rejected=standing.rejected,
-        expired=standing.expired,
-        in_flight=len(volunteer.out),
-        banned_until=standing.banned_until if standing.banned_until > now else None,
-        last_seen=volunteer.last_seen,
     )
 
 
@@ -141,13 +140,6 @@ def _mark(unit: UnitState, state: JobState) -> UnitMark:
         shown = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
     name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
     return UnitMark(shown, name, unit.staleness)
-
-
-def _counts(units: list[UnitState]) -> UnitCounts:
-    assimilated = sum(unit.assimilated for unit in units)
-    accepted = sum(unit.accepted is not None for unit in units)
-    training = sum(bool(unit.live()) for unit in units)
-    return UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from colab_swarm.markup import Labels, Metric, card, duration, exposition, legend, page, table, text, tiles
 from colab_swarm.workunits.overview import JobStatus, UnitCounts, VolunteerRow
@@ -190,30 +190,27 @@ def reliability(one: VolunteerRow, now: float) -> str:
 
 def render_prometheus(status: JobStatus) -> str:
     """Return the job's figures in Prometheus's text format."""
-    return exposition(_metrics(status))
-
-
-def _metrics(status: JobStatus) -> Iterator[Metric]:
     view = status.overview
     job: Labels = (("job", status.name),)
-    gauges = {
-        "uptime_seconds": status.at - status.since,
-        "epoch": view.epoch,
-        "finished": view.finished is not None,
-        "store_fault": bool(status.fault),
-        "units_per_second": status.units_per_s,
-        "samples_per_second": status.samples_per_s,
-        "parameter_servers": status.servers,
-        "backlog": status.backlog,
-        "volunteers": len(view.volunteers),
-    }
-    for name, value in gauges.items():
-        yield f"job_{name}", "gauge", {job: value}
     ended = [one.accuracy for one in view.epochs if math.isfinite(one.accuracy)]
-    yield "job_accuracy", "gauge", {job: ended[-1]} if ended else {}
-    units = {phase: float(getattr(view.units, phase)) for phase in PHASES}
-    yield "job_units", "gauge", {(*job, ("state", phase)): number for phase, number in units.items()}
-    update_s = zip(("0.5", "0.95"), status.update_s or (), strict=False)
-    yield "job_update_seconds", "gauge", {(*job, ("quantile", q)): value for q, value in update_s}
-    yield "job_assimilated_units_total", "counter", {job: status.version}
-    yield "job_parameter_server_deaths_total", "counter", {job: status.server_deaths}
+    gauges: dict[str, dict[Labels, float]] = {
+        "uptime_seconds": {job: status.at - status.since},
+        "epoch": {job: view.epoch},
+        "finished": {job: view.finished is not None},
+        "store_fault": {job: bool(status.fault)},
+        "accuracy": {job: ended[-1]} if ended else {},
+        "units": {(*job, ("state", phase)): float(getattr(view.units, phase)) for phase in PHASES},
+        "units_per_second": {job: status.units_per_s},
+        "samples_per_second": {job: status.samples_per_s},
+        "update_seconds": {
+            (*job, ("quantile", quantile)): value
+            for quantile, value in zip(("0.5", "0.95"), status.update_s or (), strict=False)
+        },
+        "parameter_servers": {job: status.servers},
+        "backlog": {job: status.backlog},
+        "volunteers": {job: len(view.volunteers)},
+    }
+    counters = {"assimilated_units": status.version, "parameter_server_deaths": status.server_deaths}
+    metrics: list[Metric] = [(f"job_{name}", "gauge", values) for name, values in gauges.items()]
+    metrics += [(f"job_{name}_total", "counter", {job: value}) for name, value in counters.items()]
+    return exposition(metrics)

@@ -127,17 +127,12 @@ class UnitSaves:
         }
         try:
             tensors, skeleton = flatten(state)
-            write_tensors(
-                self._file(held.unit),
-                {name: _bytes(tensor) for name, tensor in tensors.items()},
-                encode_skeleton(skeleton).decode(),
-            )
-        except (
-            StateError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:  # a full disk, or an optimizer's odd state
+            parts = {}
+            for name, tensor in tensors.items():
+                data = tensor.reshape(-1).view(torch.uint8).numpy().data
+                parts[name] = TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+            write_tensors(self._file(held.unit), parts, encode_skeleton(skeleton).decode())
+        except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
@@ -168,22 +163,14 @@ class UnitSaves:
 
 def _load(path: Path) -> tuple[str, UnitInHand]:
     parts, skeleton = read_tensors(path)
-    tensors = {name: _tensor(part) for name, part in parts.items()}
+    tensors = {}
+    for name, part in parts.items():
+        kind, data = getattr(torch, part.kind), bytearray(part.data)
+        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        tensors[name] = flat.reshape(part.shape)
     state = unflatten(tensors, decode_skeleton(skeleton.encode()))
     unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
     return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
-
-
-def _bytes(tensor: torch.Tensor) -> TensorBytes:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return TensorBytes(kind, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _tensor(part: TensorBytes) -> torch.Tensor:
-    kind = getattr(torch, part.kind)
-    if not part.data.nbytes:
-        return torch.empty(part.shape, dtype=kind)
-    return torch.frombuffer(bytearray(part.data), dtype=kind).reshape(part.shape)
 
 
 @dataclass

@@ -12,15 +12,15 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.identity import id_of
+from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, Signed
-from colab_swarm.net.peers import UNDECODABLE, PeerId, Role
+from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role
 
 SCHEME = "Swarm "
 MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
@@ -52,27 +52,15 @@ class SignedRequest(Signed, frozen=True):
 _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
-class Signs(Protocol):
-    """An owner of a private key: an `Identity`, or a peer of a swarm."""
-
-    @property
-    def id(self) -> PeerId: ...
-
-    @property
-    def public_key(self) -> bytes: ...
-
-    def sign(self, data: bytes) -> bytes: ...
-
-
 class Token:
     """Sign a peer's requests. The repr holds no secret.
 
     Args:
-        identity: the peer's key.
+        identity: the peer's key, or the peer.
         membership: of the run, encoded; empty in an open run. A function if it is renewed.
     """
 
-    def __init__(self, identity: Signs, membership: bytes | Callable[[], bytes] = b"") -> None:
+    def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
         self.identity, self._membership = identity, membership
 
     @property

@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -38,7 +38,7 @@ from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
 from colab_swarm.workunits.coordinator import WorkLink
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import Backoff, GivenUnit, GivenUnits, JobCard
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard
 from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -255,21 +255,23 @@ class Volunteer:
                 self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
                 slots = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                await self._finish(slots)
+                pairs = zip(
+                    slots, self._slots, strict=True
+                )  # waits for units in hand and those on their way,
+                last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
+                if last:  # but not for an unreachable coordinator
+                    await asyncio.wait(last, timeout=self._finish_s)
                 raise over
         except* Exception as ends:
-            over = next((end for end in ends.exceptions if isinstance(end, _Over)), None) or _crash(
-                ends.exceptions[0]
-            )
+            reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
+            if reasons:
+                over = reasons[0]
+            else:
+                fault = "".join(traceback.format_exception(ends.exceptions[0]))
+                logger.error("volunteering failed:\n%s", fault)
+                over = _Over(f"colab-swarm failed: {ends.exceptions[0]}", fault=fault)
         await self._farewell(over)
         self._over, self._ended = over, time.monotonic()
-
-    async def _finish(self, slots: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for units in hand and for units on their way, but not for an unreachable coordinator."""
-        pairs = zip(slots, self._slots, strict=True)
-        last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
-        if last:
-            await asyncio.wait(last, timeout=self._finish_s)
 
     async def _farewell(self, over: _Over) -> None:
         """Give back the units in hand. Those that cannot be given back stay on disk for the next session."""
@@ -353,7 +355,13 @@ class Volunteer:
         unit, slot.phase = held.unit, "downloading"
         if held.training is None:
             await asyncio.to_thread(self._saves.save, held)
-        data = await self._data(unit)
+        subset = self._subsets.get(unit.data)
+        if subset is None:
+            raise _Over("the coordinator's data have changed: call volunteer again")
+        cached = await asyncio.to_thread(self._cache.get, unit.data)
+        data = cached or await self._client.data(subset)
+        if cached is None:
+            await asyncio.to_thread(self._cache.put, unit.data, data)
         values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
         training = slot.training = await self._compute(lambda: self._begin(held, data, values))
         slot.phase = "training"
@@ -364,17 +372,7 @@ class Volunteer:
         slot.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._accepted += 1
-        self._samples += self._subsets[unit.data].rows * self._card.local_epochs
-
-    async def _data(self, unit: GivenUnit) -> bytes:
-        subset = self._subsets.get(unit.data)
-        if subset is None:
-            raise _Over("the coordinator's data have changed: call volunteer again")
-        data = await asyncio.to_thread(self._cache.get, unit.data)
-        if data is None:
-            data = await self._client.data(subset)
-            await asyncio.to_thread(self._cache.put, unit.data, data)
-        return data
+        self._samples += subset.rows * self._card.local_epochs
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
         """On the thread: start the training of a unit, or resume a saved one."""
@@ -428,12 +426,6 @@ class Volunteer:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._leaving.wait()
-
-
-def _crash(error: Exception) -> _Over:
-    fault = "".join(traceback.format_exception(error))
-    logger.error("volunteering failed:\n%s", fault)
-    return _Over(f"colab-swarm failed: {error}", fault=fault)
 
 
 def volunteer(

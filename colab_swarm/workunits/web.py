@@ -113,14 +113,6 @@ def piece_of(header: str) -> tuple[int, int, int]:
     return start, last + 1 - start, whole
 
 
-class Gap(Exception):
-    """A piece does not continue the upload. ``received``: bytes of the upload so far."""
-
-    def __init__(self, received: int) -> None:
-        super().__init__(f"{received:,} bytes of this upload are here: send what follows")
-        self.received = received
-
-
 class UploadBuffer:
     """One file per upload in ``folder``; a complete one has ``size_bytes``.
 
@@ -146,12 +138,13 @@ class UploadBuffer:
         """Append a piece that starts at ``start`` and return the bytes received so far.
 
         Raises:
-            Gap: the upload ends elsewhere; nothing is changed.
+            Refused: the upload ends elsewhere; nothing is changed.
             ValueError: the piece continues beyond the end; nothing is changed.
         """
         received = self.received(assignment)
         if start != received:
-            raise Gap(received)
+            text = f"{received:,} bytes of this upload are here: send what follows"
+            raise Refused("invalid", text, received=received)
         if start + len(piece) > self.size_bytes:
             raise ValueError(f"{start + len(piece):,} bytes: a result has {self.size_bytes:,}")
         with self._file(assignment).open("ab") as file:
@@ -231,7 +224,7 @@ class CoordinatorServer:
         routes.add_post("/api/return", self._return)
         routes.add_get("/api/data/{digest}", self._data)
         routes.add_get("/api/parameters", self._parameters)
-        routes.add_get("/api/parameters/{unit}", self._base)
+        routes.add_get("/api/parameters/{unit}", self._parameters)
         routes.add_head("/api/results/{assignment}", self._received)
         routes.add_put("/api/results/{assignment}", self._piece)
         self._runner = web.AppRunner(
@@ -265,9 +258,9 @@ class CoordinatorServer:
         try:
             return await handler(request)
         except Refused as error:
-            return _refusal(STATUSES[error.problem.code], error.problem)
-        except Gap as error:
-            refusal = _refusal(409, Problem("invalid", str(error)))
+            if error.received is None:
+                return _refusal(STATUSES[error.problem.code], error.problem)
+            refusal = _refusal(409, error.problem)
             refusal.headers["Received"] = str(error.received)
             return refusal
         except StoreError as error:
@@ -417,15 +410,12 @@ class CoordinatorServer:
         return await self._send(request, data, f'"{digest}"', cached)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
-        return await self._send_parameters(request, None)
-
-    async def _base(self, request: web.Request) -> web.StreamResponse:
-        found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", request.match_info["unit"])
-        if found is None:
-            raise Refused("unknown", "no such unit: ask for units")
-        return await self._send_parameters(request, Unit(int(found[1]), int(found[2])))
-
-    async def _send_parameters(self, request: web.Request, unit: Unit | None) -> web.StreamResponse:
+        name, unit = request.match_info.get("unit"), None
+        if name is not None:
+            found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", name)
+            if found is None:
+                raise Refused("unknown", "no such unit: ask for units")
+            unit = Unit(int(found[1]), int(found[2]))
         version, data = await self._coordination.parameters_file(unit)
         headers = {"Version": str(version), "Cache-Control": "no-cache"}
         return await self._send(request, data, f'"{version}"', headers)

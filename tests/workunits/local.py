@@ -156,7 +156,7 @@ async def coordinating(
         await scene.server.start("127.0.0.1", 0)
         async with aiohttp.ClientSession() as scene.session:
             yield scene
-        coordination.check_invariants()
+        coordination.dispatcher.check_invariants()
     finally:
         await scene.server.close()
         await coordination.stop()

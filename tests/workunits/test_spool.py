@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits.web import Gap, UploadBuffer
+from colab_swarm.workunits.coordination import Refused
+from colab_swarm.workunits.web import UploadBuffer
 
 ONE, OTHER = "0" * 32, "f" * 32
 
@@ -22,7 +23,7 @@ def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> 
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abc")
     for start in (0, 2, 4):
-        with pytest.raises(Gap) as caught:
+        with pytest.raises(Refused) as caught:
             spool.add(ONE, start, b"x")
         assert caught.value.received == 3
     with pytest.raises(ValueError, match="a result has 6"):
