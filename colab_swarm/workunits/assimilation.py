@@ -63,12 +63,7 @@ class Validator:
         self._changes.append(change)
 
     def judge(self, values: Floats, base: Floats) -> str | None:
-        """Return why a result is refused; None if it is good.
-
-        Args:
-            values: of the result.
-            base: parameters of about the time when training began.
-        """
+        """Return why a result is refused; None if it is good. ``base``: parameters of about its start."""
         if len(values) != len(base):
             return f"{len(values):,} values, {len(base):,} expected"
         bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
@@ -129,13 +124,7 @@ LEASE_S = 120.0
 
 
 class ParameterServer:
-    """Assimilate results until stopped.
-
-    Args:
-        store: of the job.
-        evaluator: measures the parameters after each result.
-        name: of this server, for the log.
-    """
+    """Assimilate results of the store until stopped; measure the accuracy after each. ``name`` is for the log."""
 
     def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
         self._store, self._evaluator, self._name = store, evaluator, name
@@ -159,14 +148,7 @@ class ParameterServer:
                 wait_s = 0.0 if busy else idle.failed()
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits.
-
-        Args:
-            now: seconds since the epoch.
-
-        Raises:
-            StoreError: the store failed. A result that was not assimilated is claimed again, here or elsewhere.
-        """
+        """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""
         self._log()
         accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
         if accepted is None:
@@ -233,14 +215,7 @@ def code_of_servers(job: Job) -> str:
 
 
 class ProcessWorker:
-    """A parameter server in a process of its own.
-
-    Args:
-        store: its address.
-        job: name of the job.
-        code: file with the job's code.
-        name: of the server.
-    """
+    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file."""
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
         module = "colab_swarm.workunits.server_process"
@@ -283,11 +258,7 @@ class ProcessWorker:
 class WorkerPool:
     """Keep as many parameter servers running as wanted. Dead ones are replaced, after ever longer pauses.
 
-    Args:
-        start: starts a server with the name given.
-
-    Attributes:
-        deaths: servers that ended without being stopped.
+    ``start`` starts a server with the name given; ``deaths`` counts servers that ended without being stopped.
     """
 
     def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker]) -> None:

@@ -77,15 +77,7 @@ SUFFIX, PARTIAL = ".subset", ".partial"
 
 
 class SubsetCache:
-    """Files by their SHA-256, in hex.
-
-    Args:
-        folder: created by the first `put`.
-        max_bytes: of all files together.
-
-    Attributes:
-        hits, misses: calls of `get` that found a file, and that did not.
-    """
+    """Files by their SHA-256 in hex, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -201,11 +193,7 @@ class CoordinatorClient:
         self._fetching = asyncio.Lock()
 
     async def card(self) -> JobCard:
-        """Return the job, after checking that its coordinator belongs to the run.
-
-        Raises:
-            NotAdmitted: it is not a coordinator of the run.
-        """
+        """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
         card = await self._message("GET", "/api/job", JobCard)
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
@@ -379,12 +367,7 @@ class CoordinatorClient:
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one signed request.
-
-        Raises:
-            CallRefused: the coordinator refuses it.
-            Trouble: a proxy refuses it, or the coordinator cannot answer now.
-        """
+        """Send one signed request; raise CallRefused if the coordinator refuses it, Trouble if it may succeed later."""
         if self._session is None:  # needs a running loop
             self._session = aiohttp.ClientSession(
                 timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)

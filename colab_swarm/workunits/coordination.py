@@ -66,12 +66,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """A volunteer's request is refused; nothing has changed except what the log says of it.
-
-    Attributes:
-        problem: the answer.
-        received: bytes of an upload so far, if the refused piece does not continue it.
-    """
+    """A request is refused; ``received``: bytes of an upload so far, if its piece does not continue it."""
 
     def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
         super().__init__(text)
@@ -101,11 +96,7 @@ class Logbook:
         self._up_to_date = False
 
     async def settle(self) -> None:
-        """Read new entries, and write those that are due: passed deadlines, the end of an epoch.
-
-        Raises:
-            StoreError: the store fails, or another coordinator uses it; nothing is lost.
-        """
+        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
         await self._read()
         self._up_to_date = True
         await self.write(self._dispatcher.expired(now=self._clock()))
@@ -119,11 +110,7 @@ class Logbook:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """Append a decision, with blobs, and read it back.
-
-        Raises:
-            StoreError: the store fails. The next `settle` shows whether the entries were written.
-        """
+        """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
         if entries:
             self._mine.update(map(encode_entry, entries))
             await self.call(lambda: self._store.append(entries, put=put, drop=drop))
@@ -262,12 +249,7 @@ class Coordination:
     # -- units
 
     async def ask(self, volunteer: PeerId, asked: AskForUnits) -> GivenUnits:
-        """Assign units to a volunteer.
-
-        Raises:
-            Refused: it is banned.
-            StoreError: the store fails; try again later.
-        """
+        """Assign units to a volunteer; raise Refused if it is banned."""
         me = volunteer.hex()
         async with self._log.lock:
             await self._log.settle()
@@ -283,11 +265,7 @@ class Coordination:
             return self._answer(me, [*again, *units], now)
 
     async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
-        """Take back units that a volunteer will not train.
-
-        Raises:
-            StoreError: the store fails; try again later.
-        """
+        """Take back units that a volunteer will not train."""
         async with self._log.lock:
             await self._log.settle()
             now = self._clock()
@@ -336,12 +314,7 @@ class Coordination:
         return replica is not None and not self.dispatcher.refusal(assignment, replica.volunteer, now=now)
 
     async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
-        """Check a complete result, a file as `Schema.encode` makes it, and log the verdict.
-
-        Raises:
-            Refused: the result is invalid, or not wanted any more.
-            StoreError: the store fails; try again later.
-        """
+        """Check a complete result, a file as `Schema.encode` makes it; raise Refused if it is invalid or not wanted."""
         self.check(volunteer, assignment)
         unit = self.dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
@@ -398,9 +371,7 @@ class Coordination:
     async def parameters_file(self, unit: Unit | None = None) -> tuple[int, memoryview]:
         """Return version and file (`Schema.encode`) of a unit's initial parameters; None: the newest ones.
 
-        Raises:
-            Refused: the unit is not open, or has no replicas.
-            StoreError: the store fails; try again later.
+        Raises Refused if the unit is not open, or has no replicas.
         """
         if unit is None:
             async with self._loading:

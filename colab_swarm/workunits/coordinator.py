@@ -103,11 +103,7 @@ class WorkLink:
         return None if self.invite.access == "open" else self.invite.authority
 
     def token(self, identity: Identity) -> Token:
-        """Return the token with which the peer of this key signs its requests.
-
-        Raises:
-            InviteError: the organizer must admit each peer of this run.
-        """
+        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
         grant = self.invite.grant
         if grant is None:
             return Token(identity)

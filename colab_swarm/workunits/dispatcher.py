@@ -77,11 +77,7 @@ class Dispatcher:
         return self.state.finished
 
     def apply(self, entry: AnyEntry) -> None:
-        """Apply the next entry of the log.
-
-        Raises:
-            ValueError: it is another job's log.
-        """
+        """Apply the next entry of the log; raise ValueError if it is another job's."""
         self.state.apply(entry)
 
     def assign(
@@ -350,11 +346,7 @@ class Dispatcher:
         return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
 
     def check_invariants(self) -> None:
-        """Used by tests.
-
-        Raises:
-            AssertionError: the state contradicts itself.
-        """
+        """Raise AssertionError if the state contradicts itself; used by tests."""
         self.state.check_invariants()
         for unit in self.state.units.values():
             assert len(unit.live()) <= self._plan.replication + MORE_REPLICAS

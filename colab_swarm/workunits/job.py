@@ -84,11 +84,7 @@ class Rows:
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """Return the samples as safetensors, compressed by zstd.
-
-        Raises:
-            ValueError: they are too large for `decode`.
-        """
+        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large for `decode`."""
         if self.size_bytes > MAX_DECODED_BYTES:
             raise ValueError(
                 f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
@@ -99,11 +95,7 @@ class Rows:
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
-        """Read what `encode` wrote.
-
-        Raises:
-            ValueError: ``data`` is something else, or too large.
-        """
+        """Read what `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
             if not 0 <= size <= MAX_DECODED_BYTES:
@@ -257,11 +249,7 @@ class WorkPlan:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
-        """Return the weight of the server's parameters in ``epoch``, from 1.
-
-        Raises:
-            ValueError: it is not in [0, 1).
-        """
+        """Return the server's weight in ``epoch``, from 1; raise ValueError if it is not in [0, 1)."""
         if callable(self.alpha):
             alpha = float(self.alpha(epoch))
         elif self.alpha == "e/(e+1)":
@@ -275,11 +263,7 @@ class WorkPlan:
         return alpha
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
-        """Return the number of subsets for ``rows`` samples of ``size_bytes``.
-
-        Raises:
-            ValueError: there are fewer samples than subsets.
-        """
+        """Return the number of subsets; raise ValueError if there are fewer samples than subsets."""
         if self.subsets is None:
             wanted = self.expected_volunteers * UNITS_PER_VOLUNTEER
             most = max(1, rows // (BATCHES_PER_UNIT * self.batch_size))
@@ -424,11 +408,7 @@ class Job:
         return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
 
     def rows(self) -> Rows:
-        """Return the data.
-
-        Raises:
-            ValueError, TypeError: they cannot be cut into rows.
-        """
+        """Return the data; raise ValueError or TypeError if they cannot be cut into rows."""
         return rows_of(self.data)
 
     def validation_rows(self) -> Rows:
@@ -485,11 +465,7 @@ class UnitTraining:
         self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
 
     def step(self) -> float:
-        """Train on the next batch and return its loss.
-
-        Raises:
-            IndexError: the unit is done.
-        """
+        """Train on the next batch and return its loss; raise IndexError if the unit is done."""
         if self.done >= self.batches:
             raise IndexError("the unit is done")
         devices = [self._device] if self._device.type == "cuda" else []
@@ -519,11 +495,7 @@ class UnitTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state of the same unit.
-
-        Raises:
-            ValueError: the state is of another unit.
-        """
+        """Resume from a saved state; raise ValueError if it is of another unit."""
         if state.get("seed") != self._seed or not 0 <= state.get("done", -1) <= self.batches:
             raise ValueError("this was saved in another unit")
         self.model.load_state_dict(state["model"])

@@ -112,11 +112,7 @@ class GaveBack(Entry, frozen=True):
 
 
 class Assimilated(Entry, frozen=True):
-    """A parameter server merged the result into the parameters, which now have ``version``.
-
-    Attributes:
-        seconds: duration of the update, from claiming the result to storing the new parameters.
-    """
+    """A result became part of the parameters, now of ``version``; ``seconds``: from claiming to storing."""
 
     unit: Unit
     assignment: str
@@ -365,11 +361,7 @@ class JobState:
         return self.volunteers.get(volunteer) or VolunteerState()
 
     def apply(self, entry: AnyEntry) -> None:
-        """Apply the next entry of the log.
-
-        Raises:
-            ValueError: the log is of a job with other subsets.
-        """
+        """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
         match entry:
             case Met():
                 self._seen(entry.volunteer, entry.at).name = entry.name
@@ -463,11 +455,7 @@ class JobState:
             self._begin_epoch()
 
     def check_invariants(self) -> None:
-        """Used by tests.
-
-        Raises:
-            AssertionError: the state contradicts itself.
-        """
+        """Raise AssertionError if the state contradicts itself; used by tests."""
         for key, unit in self.units.items():
             assert key.epoch <= self.epoch, f"{key} was assigned before epoch {self.epoch} was done"
             assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"

@@ -53,12 +53,7 @@ class Parameters:
 
 
 class ParameterStore(ABC):
-    """State of one job. Parameters are float32 vectors, blobs are bytes with a name.
-
-    Attributes:
-        url: address, which other processes open.
-        shared: True if other processes can open it.
-    """
+    """State of one job: float32 vectors, blobs with names. ``shared``: other processes can open it at ``url``."""
 
     shared = True
 
@@ -68,11 +63,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def begin(self, first: Floats) -> None:
-        """Save ``first`` (numel,) as version 0, unless the job has parameters already.
-
-        Raises:
-            StoreError: the store holds a job with another number of parameters.
-        """
+        """Save ``first`` (numel,) as version 0 of a new job; raise StoreError if the job has another size."""
 
     @abstractmethod
     def append(
@@ -90,11 +81,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def blob(self, name: str) -> bytes:
-        """Return a blob.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
+        """Return a blob; raise KeyError if there is none of this name."""
 
     @abstractmethod
     def parameters(self) -> Parameters:
@@ -108,8 +95,7 @@ class ParameterStore(ABC):
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
 
-        Returns:
-            The new version; None, with nothing changed, if this unit was assimilated already.
+        Returns the new version; None, with nothing changed, if this unit was assimilated already.
         """
 
     @abstractmethod
@@ -337,12 +323,7 @@ ELSEWHERE = {
 
 
 def open_store(url: str, job: str) -> ParameterStore:
-    """Open the state of ``job`` in the store at ``url``, which has one of `FORMS`.
-
-    Raises:
-        ValueError: it has none of these forms.
-        StoreError: the store cannot be opened.
-    """
+    """Open the state of ``job`` at ``url``, one of `FORMS` (else ValueError); StoreError if that fails."""
     scheme, _, rest = url.rpartition("://")
     if url == "memory":
         return SqliteStore(MEMORY, job)

@@ -83,22 +83,14 @@ class Crowded(NotAdmitted):
 
 
 class RequestGate:
-    """Admit requests.
-
-    Args:
-        admission: of the run; None in an open run.
-    """
+    """Admit requests to a run by its ``admission``; None in an open run."""
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the digest that its body must have.
-
-        Raises:
-            NotAdmitted: it is not signed, old, replayed, or its peer may not take part.
-        """
+        """Return the peer that signed a request, and the digest of its body; raise NotAdmitted if it may not pass."""
         request = _decoded(header)
         if not request.is_signed_by(request.key):
             raise NotAdmitted("the request's signature is wrong")

@@ -347,11 +347,7 @@ class Volunteer:
         return False
 
     async def _train(self, slot: Slot, held: UnitInHand) -> None:
-        """Train a unit and upload its result.
-
-        Raises:
-            CallRefused: the coordinator refuses the result.
-        """
+        """Train a unit and upload its result."""
         unit, slot.phase = held.unit, "downloading"
         if held.training is None:
             await asyncio.to_thread(self._saves.save, held)
@@ -405,11 +401,7 @@ class Volunteer:
                 return
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        """Run the job's own code, on the thread.
-
-        Raises:
-            _Over: it raised.
-        """
+        """Run the job's own code, on the thread; raise _Over if it fails."""
         await self._settings.gate.wait_open()
         try:
             return await THREAD.run(work)
@@ -488,12 +480,7 @@ def open_volunteer(
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Work for the coordinator of a client, while the gate is open; see `volunteer`.
-
-    Args:
-        client_in: returns the client; it may keep a key in the folder that it gets.
-        gate: closed while the machine is needed for something else.
-    """
+    """Work for the coordinator of the client that ``client_in`` makes in its folder, while ``gate`` is open."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
     with ExitStack() as held, ExitStack() as undo:

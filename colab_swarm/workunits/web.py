@@ -85,11 +85,7 @@ DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 def range_of(header: str, size: int) -> tuple[int, int]:
-    """Return start and end of the part that a ``Range`` header selects of a file of ``size`` bytes.
-
-    Raises:
-        ValueError: there is no such part.
-    """
+    """Return start and end of the part of a file that a ``Range`` header selects; raise ValueError if there is none."""
     found = RANGE.fullmatch(header)
     start = int(found[1]) if found else size
     end = min(int(found[2]) + 1, size) if found and found[2] else size
@@ -101,11 +97,7 @@ def range_of(header: str, size: int) -> tuple[int, int]:
 
 
 def piece_of(header: str) -> tuple[int, int, int]:
-    """Return start, length and total length of an upload's piece by its ``Content-Range`` header.
-
-    Raises:
-        ValueError: the header names no piece.
-    """
+    """Return start, length and total length by a ``Content-Range`` header; raise ValueError if it names no piece."""
     found = CONTENT_RANGE.fullmatch(header)
     start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
     if not start <= last < whole:
@@ -135,11 +127,9 @@ class UploadBuffer:
             return 0
 
     def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece that starts at ``start`` and return the bytes received so far.
+        """Append a piece that starts at ``start`` and return the bytes so far.
 
-        Raises:
-            Refused: the upload ends elsewhere; nothing is changed.
-            ValueError: the piece continues beyond the end; nothing is changed.
+        Raises Refused or ValueError, with nothing changed, if it does not continue the upload or exceeds its end.
         """
         received = self.received(assignment)
         if start != received:
@@ -177,12 +167,7 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve a coordination that has started.
-
-    Attributes:
-        url: address of the page, and prefix of all other requests.
-        running: uploads and downloads under way.
-    """
+    """Serve a coordination that has started; ``running`` counts transfers under way, by kind."""
 
     def __init__(
         self,
@@ -209,11 +194,7 @@ class CoordinatorServer:
         return UploadBuffer(self._coordination.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 chooses a free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
         app = web.Application(middlewares=[self._explained, self._admitted], client_max_size=MAX_BODY_BYTES)
         for path in PAGES:
             app.router.add_get(path, self._page)
@@ -371,10 +352,7 @@ class CoordinatorServer:
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
-        """Save a piece; after the last one have the coordination check the result.
-
-        An invalid result is deleted. If it cannot be checked now, its last piece may be sent again.
-        """
+        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:

@@ -21,21 +21,13 @@ MAX_REASON_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Schema:
-    """Names and shapes of a model's values.
-
-    Attributes:
-        entries: name and shape of each tensor of its state dict, in order.
-    """
+    """``entries``: name and shape of each tensor of a model's state dict, in order."""
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Schema:
-        """Return the schema of a model.
-
-        Raises:
-            ValueError: it has values that are complex or not finite, or integers too large for float32.
-        """
+        """Return the schema of a model; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
             if values.is_complex():
@@ -71,11 +63,7 @@ class Schema:
         return self.head() + values.astype("<f4", copy=False).tobytes()
 
     def decode(self, data: bytes | memoryview) -> Floats:
-        """Return the values of a file, as a view of it.
-
-        Raises:
-            ValueError: it does not hold exactly these tensors; the text says what differs.
-        """
+        """Return a view of a file's values; raise ValueError, with the difference, if it has other tensors."""
         head = self.head()
         if bytes(data[: len(head)]) != head:
             reason = self._difference(data).encode("ascii", "backslashreplace").decode()
