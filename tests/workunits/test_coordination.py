@@ -31,7 +31,7 @@ job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(s
 """
 
 
-def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
+def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
     async def main() -> None:
         store = SqliteStore(MEMORY, "tiny")
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
@@ -73,7 +73,7 @@ def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     run(main)
 
 
-def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None:
+def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         job = tiny_job(subsets=2, replication=3)
         async with coordinating(job, tmp_path, servers=1) as scene:
@@ -103,7 +103,7 @@ def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None
     run(main)
 
 
-def test_units_whose_answer_was_lost_are_given_again(tmp_path: Path) -> None:
+def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             (lost,) = await scene.alice.ask()

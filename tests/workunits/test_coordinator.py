@@ -69,7 +69,7 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
 
 
 @pytest.mark.slow
-def test_a_stopped_job_goes_on_and_its_link_stays_good(tmp_path: Path) -> None:
+def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
     options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
     first = cs.workunits.coordinate(tiny_job(max_epochs=500), **options)
     assert cs.workunits.coordinate(tiny_job(max_epochs=500), **options) is first
@@ -103,7 +103,7 @@ def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
             cs.workunits.volunteer(coordinator.link, job=other, folder=tmp_path)
 
 
-def test_mistakes_of_the_user_are_told_at_once(tmp_path: Path) -> None:
+def test_mistakes_of_the_user_raise_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         cs.workunits.coordinate(tmp_path / "none.py")
     with pytest.raises(ValueError, match="needs a swarm"):

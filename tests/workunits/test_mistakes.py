@@ -64,7 +64,7 @@ def test_a_name_with_spaces_gives_the_same_volunteer_again(tmp_path: Path) -> No
             alice.stop(finish_s=0.0)
 
 
-def test_who_mends_a_job_and_tries_again_is_the_same_volunteer(tmp_path: Path) -> None:
+def test_a_volunteer_with_a_fixed_job_reuses_its_folder(tmp_path: Path) -> None:
     job = tiny_job(max_epochs=1000)
     with cs.workunits.coordinate(job, folder=tmp_path, host="127.0.0.1", servers=1, store="memory") as one:
         first = cs.workunits.volunteer(one.link, job=replace(job, loss=broken), name="alice", folder=tmp_path)

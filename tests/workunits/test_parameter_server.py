@@ -140,7 +140,7 @@ def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_process_serves_until_it_is_told_to_stop_or_its_owner_is_gone(tmp_path: Path) -> None:
+def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
     path, code = tmp_path / "tiny.db", tmp_path / "job.py"
     code.write_text(CODE)
     store = SqliteStore(path, "tiny")

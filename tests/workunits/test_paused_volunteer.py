@@ -16,7 +16,7 @@ from tests.workunits.test_volunteering import Valve, play
 
 
 @pytest.mark.slow
-def test_a_paused_volunteer_stands_still_and_goes_on(tmp_path: Path) -> None:
+def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
     gate, valve = PauseGate(), Valve(before=2)
     job = replace(digits_job(), loss=valve)
 

@@ -29,7 +29,7 @@ def test_the_extra_time_is_the_papers_n_p_t_o_within_15_percent() -> None:
 
 
 @pytest.mark.slow
-def test_with_short_epochs_all_wait_for_what_was_lost_and_the_formula_says_too_little() -> None:
+def test_short_epochs_wait_for_lost_units_longer_than_the_formula_says() -> None:
     model = replace(MODEL, volunteers=5, slots=2, units=50, epochs=8)
     assert 2.0 < extra_by_formula(model, seeds=6) < 3.5
 
@@ -57,7 +57,7 @@ def test_the_costs_are_those_of_all_instances_for_as_long_as_it_takes() -> None:
     )
 
 
-def test_what_cannot_be_simulated_is_said() -> None:
+def test_an_impossible_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kill_probability=1\.0"):
         replace(MODEL, kill_probability=1.0)
     with pytest.raises(ValueError, match="no unit would be in time"):

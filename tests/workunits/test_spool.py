@@ -31,7 +31,7 @@ def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> 
     assert spool.read(ONE) == b"abc"
 
 
-def test_a_restart_keeps_parts_but_not_a_whole_that_was_being_looked_at(tmp_path: Path) -> None:
+def test_a_restart_keeps_partial_uploads_and_deletes_complete_ones(tmp_path: Path) -> None:
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abcdef")
     spool.add(OTHER, 0, b"abc")
@@ -39,7 +39,7 @@ def test_a_restart_keeps_parts_but_not_a_whole_that_was_being_looked_at(tmp_path
     assert (again.received(ONE), again.received(OTHER)) == (0, 3)
 
 
-def test_what_nobody_awaits_is_swept_away(tmp_path: Path) -> None:
+def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abc")
     spool.add(OTHER, 0, b"abc")

@@ -40,5 +40,5 @@ def test_a_backlog_that_comes_and_goes_keeps_them() -> None:
     assert follow({range(0, 20): 50, **waves})[-1] == 4
 
 
-def test_there_is_a_server_from_the_beginning() -> None:
+def test_there_is_a_server_from_the_start() -> None:
     assert staffing_of_four().on_backlog(0, 0, now=0.0) == 1

@@ -38,13 +38,13 @@ def test_an_address_of_no_known_form_is_answered_with_the_forms(address: str) ->
 
 
 @pytest.mark.parametrize("address", UNREACHABLE)
-def test_an_unreachable_server_is_told_with_what_to_do_and_no_password(address: str) -> None:
+def test_the_error_of_an_unreachable_server_says_what_to_do_and_no_password(address: str) -> None:
     with pytest.raises(StoreError, match=r"Check that .*run.* password") as caught:
         open_store(address, "job")
     assert "topsecret" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="The folder must exist"):
         open_store(f"{tmp_path}/missing/job.db", "job")
     (tmp_path / "text.db").write_text("this is no database" * 100)
@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_pat
         open_store(f"{tmp_path}/text.db", "job")
 
 
-def test_a_library_that_is_not_installed_is_told_with_the_command_that_installs_it(
+def test_a_missing_library_is_an_error_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "colab_swarm.workunits.redis_store", None)

@@ -19,7 +19,7 @@ def test_each_subset_lies_under_its_digest_and_all_samples_are_there(tmp_path: P
         assert len(Rows.decode(data)) == subset.rows
 
 
-def test_a_restart_mends_what_a_crash_left_and_clears_what_is_another_jobs(tmp_path: Path) -> None:
+def test_a_restart_repairs_files_of_a_crash_and_deletes_those_of_another_job(tmp_path: Path) -> None:
     first = lay_out(tiny_job(), tmp_path)
     garbled = tmp_path / first[0].sha256
     garbled.write_bytes(bytes(first[0].size_bytes))

@@ -98,7 +98,7 @@ def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path,
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
+def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
 
@@ -108,7 +108,7 @@ def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
     assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
 
-def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
+def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().accepted == 2
@@ -119,7 +119,7 @@ def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
     assert len(play(scene, standin, tmp_path).fired) == 8
 
 
-def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path: Path) -> None:
+def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: "unreachable" in alice.snapshot().state)
         assert alice.snapshot().state.endswith("trying again in 77 s")
@@ -131,7 +131,7 @@ def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path
     assert play(scene, standin, tmp_path).fired
 
 
-def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
+def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
     valve = Valve(before=2)
 
     async def scene(standin: StandIn, alice: Volunteer) -> None:
@@ -149,7 +149,7 @@ def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
     assert len(standin.given) == len(standin.results) == 1 and not standin.returned
 
 
-def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
+def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Path) -> None:
     valve = Valve(before=1)
 
     async def scene(standin: StandIn, alice: Volunteer) -> None:
@@ -166,7 +166,7 @@ def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_path: Path) -> None:
+def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise ZeroDivisionError("no such thing")
 
@@ -181,9 +181,7 @@ def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_p
     assert sorted(standin.returned) == sorted(standin.given)
 
 
-def test_refused_results_are_counted_and_the_reason_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_results_are_counted_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
 
     async def scene(standin: StandIn, alice: Volunteer) -> None:
@@ -197,7 +195,7 @@ def test_refused_results_are_counted_and_the_reason_kept(
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
+def test_a_banned_volunteer_waits_and_says_why(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
         await alice.leave()
@@ -207,7 +205,7 @@ def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
     assert play(scene, standin, tmp_path).fired
 
 
-def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
+def test_a_volunteer_that_is_not_admitted_any_more_ends_and_says_why(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().state == "the coordinator refuses: revoked"
@@ -231,7 +229,7 @@ def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
     assert len(standin.returned) == 1
 
 
-def test_another_model_than_the_coordinators_is_told_at_once(tmp_path: Path) -> None:
+def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path) -> None:
     async def scene(standin: StandIn, alice: Volunteer) -> None:
         raise AssertionError("it must not start")
 

@@ -73,7 +73,7 @@ def batches_saved(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     standin = StandIn(digits_job(local_epochs=BATCHES // 4))
 
     async def main() -> None:
