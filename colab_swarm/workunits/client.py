@@ -19,12 +19,12 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import aiohttp
 import msgspec
@@ -153,7 +153,7 @@ CONFLICT = 409
 """A piece does not continue the upload; header Received says where it ends."""
 
 
-class CoordinatorClient:
+class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     """Connection to one coordinator. Use it in one event loop, and `close` it.
 
     Every method raises `CallRefused` if the coordinator refuses the request, and retries other errors.
@@ -306,9 +306,6 @@ class CoordinatorClient:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

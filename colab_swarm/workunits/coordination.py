@@ -248,18 +248,18 @@ class Coordination:
 
     # -- units
 
-    async def ask(self, volunteer: PeerId, asked: AskForUnits) -> GivenUnits:
+    async def ask(self, volunteer: PeerId, request: AskForUnits) -> GivenUnits:
         """Assign units to a volunteer; raise Refused if it is banned."""
         me = volunteer.hex()
         async with self._log.lock:
             await self._log.settle()
             self.check_ban(volunteer)
             now = self._clock()
-            again = self.dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
-            count = asked.count - len(again)
-            units = self.dispatcher.assign(me, count, asked.held, now=now, version=self._log.version)
+            again = self.dispatcher.unacknowledged(me, request.in_hand, now=now)[: request.count]
+            count = request.count - len(again)
+            units = self.dispatcher.assign(me, count, request.held, now=now, version=self._log.version)
             new = units and me not in self.dispatcher.state.volunteers
-            met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
+            met = [Met(at=now, volunteer=me, name=request.name)] if new else []
             units, put = await self._with_base(units)
             await self._log.write([*met, *units], put=put)
             return self._answer(me, [*again, *units], now)

@@ -157,7 +157,7 @@ class CoordinatorOptions(TypedDict, total=False):
     tunnel: Literal["ngrok", "cloudflared"]
 
 
-class Coordinator:
+class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
     Attributes:
@@ -279,9 +279,6 @@ class Coordinator:
     def watch(self, seconds: float | None = None) -> None:
         """Show the job for ``seconds``, or until it is done or you interrupt. The job continues afterwards."""
         self.panel().watch(seconds)
-
-    def __enter__(self) -> Coordinator:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

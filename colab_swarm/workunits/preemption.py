@@ -71,17 +71,13 @@ class PreemptionResult:
     kills: int
     lost: int
 
-    def costs(self, prices: Prices) -> tuple[float, float]:
-        """Return the cost in $ on standard instances, without preemptions, and on preemptible ones."""
-        hourly = self.model.volunteers / 3600
-        return hourly * self.model.undisturbed_s * prices.standard, hourly * self.seconds * prices.preemptible
-
     def line(self, prices: Prices) -> str:
-        """Return time and cost in one line, standard and preemptible."""
-        standard, preemptible = self.costs(prices)
+        """Return time and cost in one line: on standard instances, without preemptions, and on preemptible ones."""
+        standard_h, taken_h = self.model.undisturbed_s / 3600, self.seconds / 3600
+        instances, expected_h = self.model.volunteers, self.model.expected_s / 3600
         return (
-            f"{self.model.undisturbed_s / 3600:.2f} h and ${standard:.2f} on standard instances; "
-            f"{self.seconds / 3600:.2f} h ({self.model.expected_s / 3600:.2f} h expected) and ${preemptible:.2f} "
+            f"{standard_h:.2f} h and ${instances * standard_h * prices.standard:.2f} on standard instances; "
+            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${instances * taken_h * prices.preemptible:.2f} "
             f"on preemptible ones, of which {self.kills} were taken away"
         )
 

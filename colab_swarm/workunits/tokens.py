@@ -105,17 +105,14 @@ class RequestGate:
             role = self._admission.verify(request.key, request.membership, now=now)
             if role < Role.WORKER:
                 raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
-        self._remember(request.nonce, now)
-        return id_of(request.key), request.digest
-
-    def _remember(self, nonce: bytes, now: float) -> None:
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             self._seen.popitem(last=False)
-        if nonce in self._seen:
+        if request.nonce in self._seen:
             raise NotAdmitted("this request was sent before: sign each request")
         if len(self._seen) >= MAX_NONCES:
             raise Crowded("too many requests in a minute: try again later")
-        self._seen[nonce] = now
+        self._seen[request.nonce] = now
+        return id_of(request.key), request.digest
 
 
 def _decoded(header: str) -> SignedRequest:
