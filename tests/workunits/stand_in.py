@@ -225,7 +225,7 @@ def problem(status: int, code: str, text: str) -> web.Response:
 
 
 def answers(status: int, body: bytes = b"<html>proxy</html>", **headers: str) -> Fault:
-    """Somebody in between answers."""
+    """A proxy answers."""
 
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         await request.read()

@@ -61,11 +61,11 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
         alice = cs.workunits.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
         assert coordinator.wait(60)
         trained = Schema.of(coordinator.model()).flatten(coordinator.model())
-        told = [end.accuracy for end in coordinator.snapshot().overview.epochs]
+        accuracies = [end.accuracy for end in coordinator.snapshot().overview.epochs]
         alice.stop()
     serial = job.train_serially()
     np.testing.assert_array_equal(trained, serial.parameters)
-    assert told == list(serial.accuracies)
+    assert accuracies == list(serial.accuracies)
 
 
 @pytest.mark.slow
@@ -86,10 +86,10 @@ def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
 
 
 def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trust_code=True") as told:
+    with pytest.raises(ValueError, match="trust_code=True") as raised:
         cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
-    (kept,) = tmp_path.glob("alice/jobs/*.py")
-    assert kept.read_text() == CODE and str(kept) in str(told.value)
+    (saved,) = tmp_path.glob("alice/jobs/*.py")
+    assert saved.read_text() == CODE and str(saved) in str(raised.value)
     take_folder(tmp_path, "alice")[1].release()  # nobody holds it
 
 

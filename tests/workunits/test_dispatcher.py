@@ -366,7 +366,7 @@ def test_each_unit_of_the_epoch_shows_its_state_volunteer_and_staleness() -> Non
 
 
 def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
-    """The log would grow as fast as somebody can ask."""
+    """Else the log would grow with every request."""
     desk, given = Desk(), 0
     for _ in range(600):  # one second each
         units = desk.ask(ALICE, count=8)

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is told at once, by `cs.workunits.coordinate`, in words that help."""
+"""Common mistakes raise at once in `cs.workunits.coordinate`, with messages that help."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
 
 
 def test_programs_get_the_same_figures() -> None:
-    told = msgspec.json.decode(msgspec.json.encode(status()))
-    assert told["overview"]["units"]["queued"] == 3 and told["overview"]["epochs"][5]["epoch"] == 6
+    decoded = msgspec.json.decode(msgspec.json.encode(status()))
+    assert decoded["overview"]["units"]["queued"] == 3 and decoded["overview"]["epochs"][5]["epoch"] == 6
     text = render_prometheus(status(name='we"ird'))
     assert re.search(r'^colab_swarm_job_units\{job="we\\"ird",state="training"\} 9\.0$', text, re.MULTILINE)
     assert 'quantile="0.95"} 0.09' in text and "colab_swarm_job_assimilated_units_total" in text

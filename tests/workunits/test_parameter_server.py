@@ -145,17 +145,17 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
     code.write_text(CODE)
     store = SqliteStore(path, "tiny")
     fill(store, 10, 0)
-    told, orphan = start(path, code), start(path, code)
+    stopped, orphan = start(path, code), start(path, code)
     try:
         wait_until(lambda: len(entries(store, Measured)) == 1)
         orphan.communicate()  # closes its input
         assert orphan.returncode == 1
         fill(store, 10, 1)
         wait_until(lambda: len(entries(store, Measured)) == 2)
-        told.terminate()
-        assert told.wait(60) == 0
+        stopped.terminate()
+        assert stopped.wait(60) == 0
     finally:
-        for process in (told, orphan):
+        for process in (stopped, orphan):
             process.kill()
             process.communicate()
         store.close()

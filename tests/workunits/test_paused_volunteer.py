@@ -1,4 +1,4 @@
-"""A volunteer that is paused trains and asks for nothing, and goes on where it was."""
+"""A paused volunteer trains nothing, requests nothing, and resumes where it was."""
 
 from __future__ import annotations
 

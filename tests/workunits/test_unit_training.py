@@ -1,4 +1,4 @@
-"""One unit's training: repeatable, and it goes on where it was saved."""
+"""One unit's training: repeatable, and resumed where it was saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that are no use are told apart, with figures."""
+"""Invalid results are refused, with figures."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> None:
 
 
 class Slow(SqliteStore):
-    """A store that keeps a result when it is told to."""
+    """A store whose `append` waits until a test lets it continue."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY, "tiny")

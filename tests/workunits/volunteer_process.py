@@ -22,7 +22,7 @@ SEED = b"a" * 32
 
 
 def _slow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    time.sleep(0.1)  # not a wait for anything: whoever kills this needs time for it
+    time.sleep(0.1)  # gives the test time to kill this process
     return cross_entropy(model, batch)
 
 
