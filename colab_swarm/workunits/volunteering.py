@@ -192,9 +192,11 @@ class Volunteer:
             await self.leave(finish_s=finish_s)
             await self._client.close()
 
-        _volunteers.discard(self)
-        with self._held:
-            Runtime.shared().call(leave())
+        try:
+            with self._held:
+                Runtime.shared().call(leave())
+        finally:
+            _volunteers.discard(self)
 
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""

@@ -241,22 +241,17 @@ class CoordinatorServer:
         except Refused as error:
             if error.received is None:
                 return _refusal(STATUSES[error.problem.code], error.problem)
-            refusal = _refusal(409, error.problem)
-            refusal.headers["Received"] = str(error.received)
-            return refusal
+            return _refusal(409, error.problem, {"Received": str(error.received)})
         except StoreError as error:
             logger.debug("a request waits for the store: %s", error)
             text = "the coordinator's store does not answer: try again in a few seconds"
-            return _refusal(503, Problem("busy", text), retry_s=BROKEN_S)
+            return _refusal(503, Problem("busy", text), {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
             if not request.path.startswith("/api") or error.status < 400:
                 raise
-            refusal = _refusal(
-                error.status, Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
-            )
-            if "Allow" in error.headers:
-                refusal.headers["Allow"] = error.headers["Allow"]
-            return refusal
+            problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return _refusal(error.status, problem, allow)
 
     @web.middleware
     async def _admitted(self, request: web.Request, handler: Answering) -> web.StreamResponse:
@@ -409,9 +404,7 @@ class CoordinatorServer:
             try:
                 start, end = range_of(request.headers["Range"], len(data))
             except ValueError as error:
-                refusal = _refusal(416, Problem("size", str(error)))
-                refusal.headers["Content-Range"] = f"bytes */{len(data)}"
-                return refusal
+                return _refusal(416, Problem("size", str(error)), {"Content-Range": f"bytes */{len(data)}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
         async with self._one_of(request, "download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
@@ -455,11 +448,9 @@ def _answer(message: Message) -> web.Response:
     return web.Response(body=msgspec.msgpack.encode(message), content_type="application/msgpack")
 
 
-def _refusal(status: int, problem: Problem, *, retry_s: int = BUSY_S) -> web.Response:
+def _refusal(status: int, problem: Problem, headers: dict[str, str] | None = None) -> web.Response:
+    always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": "Swarm"}}.get(status, {})
     response = _answer(problem)
     response.set_status(status)
-    if status == 503:
-        response.headers["Retry-After"] = str(retry_s)
-    if status == 401:
-        response.headers["WWW-Authenticate"] = "Swarm"
+    response.headers.update(always | (headers or {}))
     return response
