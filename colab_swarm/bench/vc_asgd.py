@@ -17,8 +17,7 @@ from pathlib import Path
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.job import Alpha, Job, WorkPlan
-from colab_swarm.workunits.training import Evaluator, UnitConfig, UnitTraining, train_serially, unit_seed
+from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, WorkPlan, unit_seed
 from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
@@ -62,8 +61,14 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             evaluator.schema.load(model, base)
-            config = UnitConfig(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
-            training = UnitTraining(job, parts[subset], config, model=model)
+            training = UnitTraining(
+                job,
+                parts[subset],
+                local_epochs=plan.local_epochs,
+                batch_size=plan.batch_size,
+                seed=unit_seed(plan.seed, epoch, subset),
+                model=model,
+            )
             while training.done < training.batches:
                 training.step()
             values = assimilate(values, evaluator.schema.flatten(model), alpha)
@@ -102,7 +107,7 @@ def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
         name: [train_by_volunteers(_job(data, seed, alpha, quick=quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [train_serially(_job(data, seed, 0.0, quick=quick)).accuracies for seed in seeds]
+    serial = [_job(data, seed, 0.0, quick=quick).train_serially().accuracies for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
     report = AccuracyCurves("vc-asgd", quick, epochs=runs)
     for name, curves in runs.items():

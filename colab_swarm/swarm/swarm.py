@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from colab_swarm.notebook.recorder import Recorder
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
-    from colab_swarm.swarm.work import WorkInSwarm
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget
+    from colab_swarm.trust.access import RunAccess
     from colab_swarm.trust.contributions import Leaderboard
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.workunits.job import Job
@@ -389,8 +389,10 @@ class Swarm(AbstractContextManager["Swarm"]):
             FileNotFoundError, ValueError, TypeError, StoreError, OSError: see `colab_swarm.workunits.coordinate`.
             PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
+        from colab_swarm.swarm import work
+
         self._check_worker()
-        coordinator = self._work().coordinate(job, options)
+        coordinator = work.coordinate(self.runtime, self.services, self._access(), job, options)
         self.session.stops.append(coordinator.stop)
         return coordinator
 
@@ -410,19 +412,17 @@ class Swarm(AbstractContextManager["Swarm"]):
             ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
             PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
+        from colab_swarm.swarm import work
+
         self._check_worker()
-        volunteer = self._work().volunteer(
-            job=job, trust_code=trust_code, units=units, folder=folder, device=device
-        )
+        options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
+        volunteer = work.volunteer(self.runtime, self.services, self._access(), name=self.name, **options)
         self.session.stops.append(volunteer.stop)
         return volunteer
 
-    def _work(self) -> WorkInSwarm:
-        from colab_swarm.swarm.work import WorkInSwarm
-
+    def _access(self) -> RunAccess:
         self._check_here()
-        entrance = self.context.require_network().entrance
-        return WorkInSwarm(self.runtime, self.services, entrance, self.name)
+        return self.context.require_network().entrance
 
     def panel(self) -> Panel[SwarmSnapshot]:
         """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.

@@ -2,84 +2,80 @@
 
 ## What problem it solves
 
-Volunteers whose machines may be taken away at any moment, behind anything that lets a browser through: no
-open port, no long-lived connection, no peer but one coordinator. What is lost when one vanishes is one small
-piece of work.
+Volunteers' machines may be preempted at any moment. They may sit behind any firewall that lets a browser through,
+without an open port or a long-lived connection. Only the coordinator must be reachable. A volunteer that vanishes costs
+one small piece of work.
 
 ## The idea
 
     coordinator                                              volunteer (any number, anywhere)
-      job = epochs x subsets = units       <--- POST units --- give me work
+      job = epochs x subsets = units       <--- POST units --- request work
       dispatcher: who trains what          ---- unit, deadline --->
                                            <--- GET data, parameters --- (data once: cached by SHA-256)
       validator                            <--- PUT result, in pieces ---  trains its subset
          |
        queue in the store --> parameter server:  W_s <- alpha W_s + (1 - alpha) W_c
 
-Each result moves the server's parameters a little, in whatever order they come. With the paper's `alpha =
-e/(e+1)` a result weighs a half in the first epoch, and less in each that follows.
+Each result moves the server's parameters a little, in whatever order results arrive. With the paper's `alpha =
+e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
 
 ## Requests
 
-All carry `Authorization: Swarm …`: the volunteer's membership and a signature over method, path, body's
-digest, nonce and time; one is good once and for 60 s. Bodies are msgpack, data and parameters safetensors
-files.
+Each carries `Authorization: Swarm …`: the volunteer's membership and a signature over method, path, digest of the
+body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and parameters are safetensors files.
 
 | request | answers |
 |---|---|
-| `GET /api/job` | `JobCard`: what there is to train, signed by the coordinator |
-| `GET /api/code` | the job's Python text; its SHA-256 is in the card |
+| `GET /api/job` | `JobCard`: the job, signed by the coordinator |
+| `GET /api/code` | the job's Python code; its SHA-256 is in the card |
 | `POST /api/units` | `AskForUnits` -> `GivenUnits` |
 | `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
-| `HEAD`, `PUT /api/results/ASSIGNMENT` | bytes that are here; a piece -> `Taken` |
-| `POST /api/return` | `GiveBack`: I will not train these |
-| `/`, `/status.json`, `/metrics` | the page, the same for programs, for Prometheus |
+| `HEAD`, `PUT /api/results/ASSIGNMENT` | bytes received so far; a piece -> `Taken` |
+| `POST /api/return` | `GiveBack`: units that the volunteer will not train |
+| `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 
 ## States of a unit
 
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
        |  \\-> Returned -> Accepted | Rejected                        with replicas, until a majority agrees
-       |  \\-> Rejected                                               of no use: somebody else
-       |---> Expired                                                 its deadline passed: somebody else
+       |  \\-> Rejected                                               invalid: to another volunteer
+       |---> Expired                                                 its deadline passed: to another volunteer
        \\---> GaveBack
 
-The store's **log** of these entries is the job. Every decision of the dispatcher (a pure core) is a list of
-entries that count once they are in the log, and its state is the log applied from the beginning. So a
-coordinator may be killed between any two steps; the same call goes on. A parameter server replaces the
-parameters, logs the assimilation and empties the queue's place in one step: exactly once, whoever is killed.
+The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of entries that
+takes effect once they are in the log. The dispatcher's state is a fold over the log. So a coordinator may be killed
+between any two steps, and the same call resumes the job. A parameter server replaces the parameters, logs the
+assimilation and removes the result from the queue in one step: exactly once, whichever process is killed.
 
 ## Times
 
 | what | value |
 |---|---|
-| a unit's deadline | 600 s at first, then by the times of those before; twice as long after each that expired |
+| a unit's deadline | 600 s at first, then by the times of earlier units; doubled after each expiry |
 | units in flight of a new or unreliable volunteer | 2 |
-| a volunteer that was not heard of is taken to be gone | 600 s |
+| silence after which a volunteer counts as gone | 600 s |
 | a unit is saved on the volunteer's disk | every 30 s |
-| a parameter server has a result for itself | 120 s, then another may take it |
-| a first ban | 10 minutes, each twice as long as the one before |
+| lease of a parameter server on a result | 120 s |
+| a first ban | 10 minutes, doubled each time |
 
 ## What goes wrong
 
-- *A volunteer is preempted.* Its unit expires and goes to somebody else, the reliable first. Restarted with
-  the same folder, it goes on with the unit in hand.
-- *Results that are not finite, of other shapes, or far off* (`max_change`) are refused; with `replication=3`
-  a majority has to agree. Three bad results in a row, or every fourth, and the volunteer is banned for a
-  while.
-- *The line breaks.* Uploads and downloads go on where they ended. A proxy's error page is trouble like any
-  other.
-- *The coordinator, a server or the store is gone.* Volunteers come again later. Nothing is lost in SQLite and
-  SQL databases; in Redis two overlapping assimilations may lose one's change of the values, as the paper has
-  it, but never an entry of the log.
+- *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
+  same folder, the volunteer resumes its unit.
+- *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
+  majority has to agree. Three bad results in a row, or every fourth, ban the volunteer for a while.
+- *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
+- *The coordinator, a server or the store is down.* Volunteers retry. SQLite and SQL databases lose nothing. In Redis
+  two overlapping assimilations may lose one change of the values, as in the paper, but never an entry of the log.
 
-**Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are checked before
-a body is read, nothing of a request becomes a path, nothing is pickled. But:
+**Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are checked before a body is
+read, nothing of a request becomes a path, nothing is pickled. But:
 
-- A volunteer runs the program that the job's organizer wrote. It is shown first and its digest is signed;
-  nothing fences it in. Volunteer for people you trust, or in a notebook that holds no secrets.
-- Whoever has the link can come under many identities, hold units until their deadlines, and outvote others.
-  Give links to people you know, and short ones (`coordinator.invite(hours=2)`).
-- Without `https` in front (a tunnel, a proxy) data and parameters are seen by whoever listens.
+- A volunteer runs the program that the job's organizer wrote, without a sandbox. Its digest is signed, and you see the
+  code first. Volunteer for people you trust, or in a notebook that holds no secrets.
+- Anyone with the link can join under many identities, hold units until their deadlines, and outvote others. Give short
+  links to people you know (`coordinator.invite(hours=2)`).
+- Without `https` in front (a tunnel, a proxy) data and parameters can be read on the network.
 
 ## How to use it
 
@@ -91,17 +87,16 @@ a body is read, nothing of a request becomes a path, nothing is pickled. But:
                  plan=cs.workunits.WorkPlan(subsets=50, max_epochs=40, alpha="e/(e+1)", target_accuracy=0.9))
 
     coordinator = cs.workunits.coordinate("job.py", tunnel="cloudflared")     # or url="https://…"
-    coordinator.link                                                # a line, a QR code, badges
+    coordinator.link                                                # a link, a QR code, badges
     volunteer = cs.workunits.volunteer("https://…/#my-job.…", trust_code=True)  # read the code before you trust it
     volunteer.watch()
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. In a swarm
-`swarm.coordinate(job)` and `swarm.volunteer()` find each other. `store="redis://…"`, PostgreSQL or MariaDB
-keep the state elsewhere (`pip install "colab-swarm[workunits]"`), `servers=3` takes three parameter servers,
-else there are as many as the results need. `job.train_serially()` is the baseline;
-`colab_swarm.workunits.preemption` reckons what preemptible machines save.
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
+`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
+install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
+`job.train_serially()` is the baseline.
 
 ## The paper and the modules
 
@@ -110,18 +105,18 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 
 | section | module |
 |---|---|
-| equation 1, VC-ASGD | `colab_swarm.workunits.weights`, `parameter_server` |
-| III-D: parameter servers, eventual consistency (Redis) | `redis_store`, `crew`, `staffing` |
+| equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
+| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `assimilation` |
+| III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `redis_store` |
 | IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
-| IV-D: strong consistency (SQL) | `sql`, `sqlite` |
-| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `validator`, `reliability` |
+| IV-D: strong consistency (SQL) | `sql`, `store` (SQLite) |
 
 ## Measured
 
-Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL
-1,290 ms). After 40 epochs on digits 2.0 points of accuracy are lost against serial training (paper, CIFAR-10:
-9). With the coordinator killed 20 times and volunteers 76 times, 360 of 360 units were assimilated exactly
-once. `python -m colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits` measure again.
+Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL 1,290 ms).
+After 40 epochs on digits the accuracy is 2.0 points below serial training (paper, CIFAR-10: 9). With 20 kills of the
+coordinator and 76 of volunteers, 360 of 360 units were assimilated exactly once. Measure again with `python -m
+colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits`.
 """
 
 from __future__ import annotations

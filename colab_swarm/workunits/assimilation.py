@@ -1,9 +1,7 @@
-"""Whether a result can be used: anybody may send one.
+"""What happens to a result: the validator checks it, a parameter server merges it into the parameters.
 
-A parameter server: takes results from the store's queue and makes them part of the parameters.
-
-Any number of them works on one store, each on a thread or in a process of its own. They know nothing of each other,
-of the coordinator, or of what they did before: all that counts is in the store.
+Any number of parameter servers work on one store, each on a thread or in a process of its own. They know nothing of
+each other or of the coordinator, and hold no state: all that counts is in the store.
 """
 
 from __future__ import annotations
@@ -22,39 +20,30 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.messages import Backoff, BackoffSettings
+from colab_swarm.workunits.job import Evaluator, Job, WorkPlan
+from colab_swarm.workunits.messages import Backoff
 from colab_swarm.workunits.state import Measured
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
-from colab_swarm.workunits.training import Evaluator
 from colab_swarm.workunits.weights import Floats, assimilate
 
 LATEST = 100
-
 KNOWN = 5
-
-"""From so many accepted results on it is known how far training usually moves the parameters."""
-
+"""After this many accepted results the usual change of the parameters is known."""
 FIRST_CHANGE = 1000.0
-
-"""Until then it may move them so many times as far as they are from zero, or as if each were 1."""
-
+"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
 MOST = 1e18
-
-"""Of a value. No mean of such values is infinite, and no square."""
-
+"""Of a value: no mean of such values is infinite, and no square."""
 PIECE = 1 << 16
 
 
 def moved(values: Floats, base: Floats) -> float:
-    """L2 norm of ``values - base``, both (numel,), summed in float64; not finite if one of the values is not."""
+    """Return the L2 norm of ``values - base``, both (numel,), summed in float64; not finite if a value is not."""
     total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # it may be anything, and then says so
+    with np.errstate(over="ignore", invalid="ignore"):  # a stranger's values may overflow
         for start in range(0, len(values), PIECE):
             piece = slice(start, start + PIECE)
             change = np.subtract(values[piece], base[piece], dtype=np.float64)
@@ -63,23 +52,18 @@ def moved(values: Floats, base: Floats) -> float:
 
 
 class Validator:
-    """Judges results one by one; replicas are compared by the dispatcher. ``plan``: of the job."""
+    """Check results one by one; the dispatcher compares replicas. ``plan``: of the job."""
 
     def __init__(self, plan: WorkPlan) -> None:
         self._max_change = plan.max_change
         self._changes: deque[float] = deque(maxlen=LATEST)
 
     def learn(self, change: float) -> None:
-        """A result was accepted that had moved the parameters by ``change`` (L2 norm)."""
+        """Take note of the ``change`` (L2 norm) of an accepted result."""
         self._changes.append(change)
 
     def judge(self, values: Floats, base: Floats) -> str | None:
-        """Why a result is no use; None if it is good.
-
-        Args:
-            values: of the result.
-            base: parameters of about the time when training began.
-        """
+        """Return why a result is refused; None if it is good. ``base``: parameters of about its start."""
         if len(values) != len(base):
             return f"{len(values):,} values, {len(base):,} expected"
         bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
@@ -103,78 +87,60 @@ class Validator:
         )
 
 
-@dataclass(frozen=True)
-class StaffingSettings:
-    """When servers come and go.
+@dataclass
+class Staffing:
+    """Choose how many parameter servers run, following the backlog one server at a time. Free of I/O.
 
     Attributes:
         most: servers at once; by default the processors of this machine, less one for the coordinator.
-        crowd: results that wait, for each server, from which on there are too few servers.
-        grow_s: how long there must be too few of them before another comes.
-        shrink_s: how long nothing must have waited before one goes. Longer: to start a process takes seconds.
+        crowd: waiting results per server above which servers are too few.
+        grow_s: time for which they must be too few before another starts.
+        shrink_s: time for which nothing must have waited before one stops. Starting a process takes seconds.
     """
 
     most: int = max(1, (os.cpu_count() or 1) - 1)
     crowd: float = 2.0
     grow_s: float = 2.0
     shrink_s: float = 30.0
-
-
-class Staffing:
-    """Follows the backlog, one server at a time. Free of I/O; ``now`` is in seconds."""
-
-    def __init__(self, settings: StaffingSettings | None = None) -> None:
-        self._settings = settings or StaffingSettings()
-        self._few_since = self._idle_since = math.inf
+    _few_since: float = math.inf
+    _idle_since: float = math.inf
 
     def on_backlog(self, waiting: int, servers: int, *, now: float) -> int:
-        """How many servers there should be, if ``waiting`` results wait for the ``servers`` that there are."""
-        settings = self._settings
-        crowded = waiting > settings.crowd * servers
-        self._few_since = min(self._few_since, now) if crowded else math.inf
+        """Return how many servers to run, if ``waiting`` results wait for ``servers``; ``now`` in seconds."""
+        self._few_since = min(self._few_since, now) if waiting > self.crowd * servers else math.inf
         self._idle_since = min(self._idle_since, now) if waiting == 0 else math.inf
         wanted = servers
-        if now - self._few_since >= settings.grow_s:
+        if now - self._few_since >= self.grow_s:
             wanted, self._few_since = servers + 1, now
-        elif now - self._idle_since >= settings.shrink_s:
+        elif now - self._idle_since >= self.shrink_s:
             wanted, self._idle_since = servers - 1, now
-        return max(1, min(settings.most, wanted))
+        return max(1, min(self.most, wanted))
 
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 120.0
-
-"""A result whose server died goes to another after that."""
-
-IDLE = BackoffSettings(first_s=0.01, most_s=0.1)
-
-TROUBLE = BackoffSettings(first_s=0.1, most_s=30.0)
+"""A result whose server died goes to another after this time."""
 
 
 class ParameterServer:
-    """Assimilates results until it is stopped.
-
-    Args:
-        store: of the job.
-        evaluator: measures the parameters after each result.
-        name: of this server, for people.
-    """
+    """Assimilate results of the store until stopped; measure the accuracy after each. ``name`` is for the log."""
 
     def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
         self._store, self._evaluator, self._name = store, evaluator, name
-        self._measured: list[Measured] = []  # and not in the log yet
+        self._measured: list[Measured] = []  # not in the log yet
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop`` is set; the update at hand is finished. Faults of the store are waited out."""
-        idle, trouble = Backoff(IDLE, random.Random()), Backoff(TROUBLE, random.Random())
+        """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
+        rng = random.Random()
+        idle, trouble = Backoff(rng, 0.01, 0.1), Backoff(rng, 0.1, 30.0)
         wait_s = 0.0
         while not stop.wait(wait_s):
             try:
                 busy = self.run_once(time.time())
             except StoreError as error:
                 wait_s = trouble.failed()
-                logger.warning("%s waits %.1f s for the store: %s", self._name, wait_s, error)
+                logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
             else:
                 trouble.succeeded()
                 if busy:
@@ -182,14 +148,7 @@ class ParameterServer:
                 wait_s = 0.0 if busy else idle.failed()
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; False if none waits.
-
-        Args:
-            now: seconds since the epoch.
-
-        Raises:
-            StoreError: the store failed; what was not written will be taken again, here or elsewhere.
-        """
+        """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""
         self._log()
         accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
         if accepted is None:
@@ -197,7 +156,7 @@ class ParameterServer:
         try:
             result = np.frombuffer(self._store.blob(accepted.result), "<f4")
         except KeyError:
-            return True  # this took so long that another has assimilated it
+            return True  # another server has assimilated it after our lease ended
         updated = result
 
         def update(server: Floats) -> Floats:
@@ -218,25 +177,11 @@ class ParameterServer:
 
 
 FAREWELL_S = 30.0
-
-LONGEST_REST_S = 60.0
-
-
-class PoolWorker(Protocol):
-    """One parameter server at work."""
-
-    def alive(self) -> bool:
-        """Whether it still runs."""
-
-    def dismiss(self) -> None:
-        """Let it end after the update that it is at."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it has ended; it is ended by force if it takes longer."""
+LONGEST_PAUSE_S = 60.0
 
 
 class ThreadWorker:
-    """A parameter server on a thread, for stores that only this process sees."""
+    """A parameter server on a thread, for stores that other processes cannot open."""
 
     def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
         self._stop = threading.Event()
@@ -247,45 +192,38 @@ class ThreadWorker:
     def _run(self) -> None:
         try:
             ParameterServer(self._store, Evaluator(self._job), self._name).run(self._stop)
-        except Exception:  # the crew replaces it
+        except Exception:  # the pool replaces it
             logger.exception("parameter server %s failed", self._name)
 
     def alive(self) -> bool:
-        """See `PoolWorker`."""
+        """Return True while it runs."""
         return self._thread.is_alive()
 
-    def dismiss(self) -> None:
-        """See `PoolWorker`."""
+    def stop(self) -> None:
+        """End it after its current update."""
         self._stop.set()
 
     def wait(self, timeout_s: float) -> None:
-        """See `PoolWorker`; a thread cannot be forced."""
+        """Wait until it has ended; a thread cannot be killed."""
         self._thread.join(timeout_s)
 
 
 def code_of_servers(job: Job) -> str:
-    """The job's text for servers in processes, with what its plan says now of measuring."""
-    told = f"seed={job.plan.seed}, validation_samples={job.plan.validation_samples}"
-    return f"{job.code}\njob = job.with_plan({told})\n"
+    """Return the job's code for servers in processes, with the settings of its plan that measuring needs."""
+    plan = f"seed={job.plan.seed}, validation_samples={job.plan.validation_samples}"
+    return f"{job.code}\njob = job.with_plan({plan})\n"
 
 
 class ProcessWorker:
-    """A parameter server as a process.
-
-    Args:
-        store: its address.
-        job: name of the job.
-        code: file with the job's text.
-        name: of the server.
-    """
+    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file."""
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
         module = "colab_swarm.workunits.server_process"
-        told = ["--name", job, "--code", str(code), "--server", name]
+        options = ["--name", job, "--code", str(code), "--server", name]
         with code.with_name("parameter-servers.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *told],
-                stdin=subprocess.PIPE,  # it ends with this process, and the server with it
+                [sys.executable, "-m", module, *options],
+                stdin=subprocess.PIPE,  # it closes with this process, which ends the server
                 text=True,
                 stdout=log,
                 stderr=log,
@@ -294,20 +232,20 @@ class ProcessWorker:
             )
         assert self._process.stdin is not None  # it is a pipe
         self._input = self._process.stdin
-        with contextlib.suppress(OSError):  # it is dead already, which will be noticed
-            self._input.write(f"{store}\n")  # it may hold a password, so it is no argument
+        with contextlib.suppress(OSError):  # it is dead already: the pool notices
+            self._input.write(f"{store}\n")  # it may hold a password, so it is not an argument
             self._input.flush()
 
     def alive(self) -> bool:
-        """See `PoolWorker`."""
+        """Return True while it runs."""
         return self._process.poll() is None
 
-    def dismiss(self) -> None:
-        """See `PoolWorker`."""
+    def stop(self) -> None:
+        """End it after its current update."""
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """See `PoolWorker`."""
+        """Wait until it has ended; after ``timeout_s`` kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -318,48 +256,41 @@ class ProcessWorker:
 
 
 class WorkerPool:
-    """Keeps as many servers at work as wanted. Those that die are replaced, after ever longer rests.
+    """Keep as many parameter servers running as wanted. Dead ones are replaced, after ever longer pauses.
 
-    Args:
-        hire: starts a server of the name given.
+    ``start`` starts a server with the name given; ``deaths`` counts servers that ended without being stopped.
     """
 
-    def __init__(self, hire: Callable[[str], PoolWorker]) -> None:
-        self._hire = hire
-        self._hands: list[PoolWorker] = []
-        self._leaving: list[PoolWorker] = []
-        self._hired = self._deaths = 0
-        self._rest_until = 0.0
+    def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker]) -> None:
+        self._start, self.deaths = start, 0
+        self._running: list[ThreadWorker | ProcessWorker] = []
+        self._stopping: list[ThreadWorker | ProcessWorker] = []
+        self._started, self._pause_until = 0, 0.0
 
     @property
     def size(self) -> int:
-        """Servers at work."""
-        return sum(hand.alive() for hand in self._hands)
-
-    @property
-    def deaths(self) -> int:
-        """Servers that ended unasked."""
-        return self._deaths
+        """Number of servers that run."""
+        return sum(one.alive() for one in self._running)
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Hire or dismiss until ``wanted`` are at work."""
-        living = [hand for hand in self._hands if hand.alive()]
-        if died := len(self._hands) - len(living):
-            self._deaths += died
-            self._rest_until = now + min(LONGEST_REST_S, 2.0 ** min(self._deaths, 16))
-            logger.warning("%d parameter servers ended unasked, %d so far", died, self._deaths)
-        self._hands, dismissed = living[:wanted], living[wanted:]
-        for hand in dismissed:
-            hand.dismiss()
-        self._leaving = [hand for hand in self._leaving + dismissed if hand.alive()]
-        while len(self._hands) < wanted and now >= self._rest_until:
-            self._hired += 1
-            self._hands.append(self._hire(f"server-{self._hired}"))
+        """Start or stop servers until ``wanted`` run."""
+        alive = [one for one in self._running if one.alive()]
+        if died := len(self._running) - len(alive):
+            self.deaths += died
+            self._pause_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(self.deaths, 16))
+            logger.warning("%d parameter servers died, %d so far", died, self.deaths)
+        self._running, surplus = alive[:wanted], alive[wanted:]
+        for one in surplus:
+            one.stop()
+        self._stopping = [one for one in self._stopping + surplus if one.alive()]
+        while len(self._running) < wanted and now >= self._pause_until:
+            self._started += 1
+            self._running.append(self._start(f"server-{self._started}"))
 
     def close(self) -> None:
-        """Dismiss all and wait for them."""
-        hands, self._hands = self._hands + self._leaving, []
-        for hand in hands:
-            hand.dismiss()
-        for hand in hands:
-            hand.wait(FAREWELL_S)
+        """Stop all servers and wait for them."""
+        workers, self._running = self._running + self._stopping, []
+        for one in workers:
+            one.stop()
+        for one in workers:
+            one.wait(FAREWELL_S)

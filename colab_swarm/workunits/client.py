@@ -1,14 +1,12 @@
 """The volunteer's side of `colab_swarm.workunits.messages`: plain requests over outgoing HTTP(S).
 
-Whatever the network does, a call goes on trying, and `CoordinatorClient.trouble` says why it takes so long; what was
-fetched or sent before a connection broke is not fetched or sent again. Only what the coordinator itself refuses, by a
-`Problem`, ends a call: with `CallRefused`, whose code is the problem's. An error page of some proxy in between is
-trouble like any other.
+A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes transferred before a
+connection broke are not transferred again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with
+`CallRefused`, whose code is the problem's. A proxy's error page is retried like any network error.
 
-Subsets of data on a volunteer's disk, so that each is fetched once; bounded, the least recently used goes first.
-
-A file is named by the SHA-256 of what it holds, which is checked whenever it is read: a garbled one is as good as none.
-Its time of modification tells when it was last used. Several volunteers may share the folder.
+`SubsetCache` saves subsets of data on the volunteer's disk, so that each is fetched once. It is bounded and evicts the
+least recently used file. A file is named by its SHA-256, which is checked at each read; a garbled file is deleted. Its
+modification time says when it was last used. Several volunteers may share the folder.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import aiohttp
 import msgspec
@@ -39,7 +37,6 @@ from colab_swarm.workunits.messages import (
     MAX_HELD,
     AskForUnits,
     Backoff,
-    BackoffSettings,
     GiveBack,
     GivenUnits,
     JobCard,
@@ -52,98 +49,56 @@ from colab_swarm.workunits.weights import Floats, Schema
 
 
 class Trouble(ProtocolError):
-    """Worth another try, after ``asked_s`` seconds at least."""
+    """An error worth a retry, after ``asked_s`` seconds at least."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
         self.asked_s = asked_s
 
 
+@dataclass
 class Download:
-    """What is here of a file, across broken connections.
+    """The part of a file received so far, across broken connections; ``etag`` is the version of ``data``."""
 
-    Attributes:
-        etag: version that ``data`` are of.
-
-    Args:
-        target: path of the request.
-        size_bytes: of the whole file.
-    """
-
-    def __init__(self, target: str, size_bytes: int) -> None:
-        self.target, self.size_bytes = target, size_bytes
-        self.etag, self.data = "", bytearray()
+    target: str
+    size_bytes: int
+    etag: str = ""
+    data: bytearray = field(default_factory=bytearray)
 
     def headers(self) -> dict[str, str]:
-        """Ask for the rest of this version; if nobody knows which it is, for all of any."""
+        """Return headers that request the rest of this version, or the whole file if the version is unknown."""
         if not (self.data and self.etag):
             return {}
         return {"Range": f"bytes={len(self.data)}-", "If-Range": self.etag}
 
-    async def take(self, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
-        """Take an answer; what has come is kept, wherever it breaks off.
-
-        Raises:
-            Trouble: it is not what was asked for.
-        """
-        if status != 206:
-            self.data, self.etag = bytearray(), headers.get("ETag", "")
-        elif not headers.get("Content-Range", "").startswith(f"bytes {len(self.data)}-"):
-            self.data = bytearray()
-            raise Trouble(f"{self.target} came in another range than asked for")
-        async for piece in pieces:
-            if len(self.data) + len(piece) > self.size_bytes:
-                self.data = bytearray()
-                raise Trouble(f"{self.target} is longer than its {self.size_bytes:,} bytes")
-            self.data += piece
-        if len(self.data) < self.size_bytes:
-            raise Trouble(f"{self.target} ended after {len(self.data):,} of {self.size_bytes:,} bytes")
-
 
 logger = logging.getLogger(__name__)
-
 SUFFIX, PARTIAL = ".subset", ".partial"
 
 
 class SubsetCache:
-    """Files by their SHA-256, in hex.
-
-    Args:
-        folder: made at the first `put`.
-        max_bytes: of all files together.
-
-    Attributes:
-        hits, misses: what was asked for and was here, and was not.
-    """
+    """Files by their SHA-256 in hex, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self.hits = self.misses = 0
 
     def get(self, digest: str) -> bytes | None:
-        """What was put, if it is still there and sound."""
-        found = self._read(digest)
-        if found is None:
-            self.misses += 1
-        else:
-            self.hits += 1
-        return found
-
-    def _read(self, digest: str) -> bytes | None:
+        """Return a file, or None if it is missing or garbled."""
         path = self._folder / (digest + SUFFIX)
-        try:
+        with suppress(OSError):  # another volunteer may evict it now
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
                 os.utime(path)
+                self.hits += 1
                 return data
-            logger.warning("%s is garbled and is fetched anew", path)
+            logger.warning("%s is garbled and is fetched again", path)
             path.unlink()
-        except OSError:  # it went while we looked
-            return None
+        self.misses += 1
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Keep ``data``; where the disk does not let it, only a warning tells."""
+        """Save ``data``. A full or read-only disk only causes a warning."""
         if len(data) > self._max_bytes:
             return
         try:
@@ -153,19 +108,19 @@ class SubsetCache:
                 file.write(data)
             os.replace(file.name, self._folder / (digest + SUFFIX))
         except OSError as error:
-            logger.warning("cannot keep %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
+            logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
 
     def held(self) -> tuple[str, ...]:
-        """What is here, last used first; as many as fit in a message."""
+        """Return the digests of the files, last used first, as many as fit in a message."""
         return tuple(path.stem for _, _, path in reversed(self._files()) if path.suffix == SUFFIX)[:MAX_HELD]
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Time of use, size in bytes and path, oldest first; with what a killed process left half written."""
+        """Time of use, size in bytes and path, oldest first; with files that a killed process left half written."""
         found = []
         for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{PARTIAL}")]:
             try:
                 stat = path.stat()
-            except OSError:  # another volunteer made room
+            except OSError:  # another volunteer evicted it
                 continue
             found.append((stat.st_mtime, stat.st_size, path))
         return sorted(found)
@@ -181,52 +136,39 @@ class SubsetCache:
 
 
 T = TypeVar("T")
-
 PIECE_BYTES = 1 << 20
-
-"""Of an upload: what a broken connection costs at most."""
-
+"""Of an upload: a broken connection costs this at most."""
 READ_BYTES = 64 << 10
-
 MAX_CARD_BYTES = 16 << 20
-
 MAX_ANSWER_BYTES = 64 << 10
-
 MAX_CODE_BYTES = 4 * MAX_CODE_CHARACTERS
-
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
-
-"""No bound on the whole: a large file may take its time as long as it moves."""
-
+"""No limit on the total: a large file may take its time as long as it moves."""
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
-
 """Ranges count bytes of the file itself; data are compressed already."""
-
 TROUBLE = (aiohttp.ClientError, OSError)
-
-"""What is worth another try; so are timeouts and `Trouble`, which are OSErrors."""
-
+"""Errors worth a retry; timeouts and `Trouble` are OSErrors."""
 GOOD = (200, 206, 304)
-
 CONFLICT = 409
+"""A piece does not continue the upload; header Received says where it ends."""
 
-"""A piece does not go on where the coordinator is; header Received tells where that is."""
 
+class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
+    """Connection to one coordinator. Use it in one event loop, and `close` it.
 
-class CoordinatorClient:
-    """Speaks to one coordinator. Use it in one event loop, and `close` it.
+    Every method raises `CallRefused` if the coordinator refuses the request, and retries other errors.
 
     Attributes:
-        trouble: why the call in progress takes so long, for people; empty while all is well.
+        trouble: the error that the current call retries after, for people; empty while all is well.
         sent_bytes, received_bytes: of bodies.
 
     Args:
         url: of the coordinator, such as ``https://example.org``.
         token: signs the requests.
         run_id: the run that the coordinator must belong to.
-        authority: the run's public key; None where everybody may join, and anybody coordinate.
-        backoff: how long to wait between tries.
-        rng: chance.
+        authority: the run's public key; None in an open run, where anyone may coordinate.
+        retry_s: shortest and longest wait between retries.
+        rng: random numbers for the waits.
         clock: seconds since the epoch; the coordinator's own clock corrects it.
     """
 
@@ -237,26 +179,21 @@ class CoordinatorClient:
         *,
         run_id: str,
         authority: bytes | None,
-        backoff: BackoffSettings | None = None,
+        retry_s: tuple[float, float] = (1.0, 60.0),
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url, self.token = url.rstrip("/"), token
         self.trouble, self.sent_bytes, self.received_bytes = "", 0, 0
         self._run_id, self._authority = run_id, authority
-        self._backoff, self._rng, self._clock = backoff or BackoffSettings(), rng or random.Random(), clock
-        self._ahead_s = 0.0  # the coordinator's clock, before ours
+        self._retry_s, self._rng, self._clock = retry_s, rng or random.Random(), clock
+        self._ahead_s = 0.0  # of the coordinator's clock
         self._session: aiohttp.ClientSession | None = None
         self._newest: tuple[str, str, Floats] | None = None  # target, ETag and values fetched last
         self._fetching = asyncio.Lock()
 
     async def card(self) -> JobCard:
-        """What there is to train.
-
-        Raises:
-            CallRefused: the coordinator does not let this peer take part.
-            NotAdmitted: it is not a coordinator of the run.
-        """
+        """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
         card = await self._message("GET", "/api/job", JobCard)
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
@@ -270,11 +207,7 @@ class CoordinatorClient:
         return card
 
     async def code(self, card: JobCard) -> str:
-        """The job's Python text; empty if it has none.
-
-        Raises:
-            CallRefused: see `card`.
-        """
+        """Return the job's Python code; empty if it has none."""
         if not card.code_sha256:
             return ""
 
@@ -290,30 +223,18 @@ class CoordinatorClient:
     async def ask(
         self, count: int, *, held: Sequence[str] = (), name: str = "", in_hand: Sequence[str] = ()
     ) -> GivenUnits:
-        """Ask for up to ``count`` units, best of data that are ``held`` (SHA-256), besides those ``in_hand``.
-
-        Raises:
-            CallRefused: there are none for this peer; the text says why.
-        """
+        """Request up to ``count`` units, preferably of cached data (``held``, SHA-256), besides those ``in_hand``."""
         body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name, tuple(in_hand)))
         return await self._message("POST", "/api/units", GivenUnits, body)
 
     async def give_back(self, assignments: Sequence[str]) -> None:
-        """Say that these will not be trained.
-
-        Raises:
-            CallRefused: the coordinator does not let this peer take part.
-        """
+        """Return units untrained."""
         await self._message(
             "POST", "/api/return", GivenUnits, msgspec.msgpack.encode(GiveBack(tuple(assignments)))
         )
 
     async def data(self, subset: Subset) -> bytes:
-        """A subset of the data, for `Rows.decode`.
-
-        Raises:
-            CallRefused: the coordinator has no such data.
-        """
+        """Fetch a subset of the data, for `Rows.decode`."""
         download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
         async def attempt() -> bytes:
@@ -327,11 +248,7 @@ class CoordinatorClient:
         return await self._until_done(attempt)
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
-        """The parameters (numel,) at ``path`` below /api, read-only; not fetched again while they are the same.
-
-        Raises:
-            CallRefused: there are none, for the unit is done.
-        """
+        """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
         download = Download(f"/api/{path}", len(schema.head()) + 4 * schema.numel)
 
         async def attempt() -> Floats:
@@ -349,15 +266,11 @@ class CoordinatorClient:
             self._newest = download.target, download.etag, values
             return values
 
-        async with self._fetching:  # of two units at once, the second finds what the first has fetched
+        async with self._fetching:  # a second unit finds what the first has fetched
             return await self._until_done(attempt)
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
-        """Bring a result, in pieces.
-
-        Raises:
-            CallRefused: it is no use; the text says why.
-        """
+        """Upload a result, in pieces."""
         target, at, lost = f"/api/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
@@ -367,45 +280,40 @@ class CoordinatorClient:
                 place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
                 try:
                     async with self._request("PUT", target, piece, place) as answer:
-                        if answer.status == CONFLICT:  # an answer was lost, or a killed process sent some
+                        if answer.status == CONFLICT:  # an answer was lost, or a killed process sent a part
                             at = _received(answer, at, len(data))
                             continue
                         taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
                 except CallRefused as error:
-                    if lost and error.code == "stale":  # it was taken
+                    if lost and error.code == "stale":  # the last piece arrived
                         return Taken(len(data), accepted=True)
                     raise
                 except TROUBLE:
-                    lost = at + len(piece) == len(data)  # perhaps only the answer to the last piece
+                    lost = at + len(piece) == len(data)  # perhaps only its answer
                     raise
                 self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
                 if not at < taken.received < len(data):
                     raise Trouble(
-                        f"the coordinator has {taken.received:,} bytes of an upload: that cannot be"
+                        f"the coordinator reports {taken.received:,} bytes of an upload: that cannot be"
                     )
                 at = taken.received
 
         return await self._until_done(attempt)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
         return f"CoordinatorClient({self.url})"
 
-    # --- one request, and as many as it takes ------------------------------------------------------------------------
+    # -- one request, and its retries
 
     async def _message(self, method: str, target: str, kind: type[T], body: bytes = b"") -> T:
         async def attempt() -> T:
@@ -415,19 +323,28 @@ class CoordinatorClient:
         return await self._until_done(attempt)
 
     async def _fetch(self, download: Download, headers: Mapping[str, str]) -> bool:
-        """Go on with a download; returns whether anything came, else what was known is the newest."""
-        async with self._request("GET", download.target, headers=headers) as answer:
+        """Continue a download; return False if the known version is the newest."""
+        target, most = download.target, download.size_bytes
+        async with self._request("GET", target, headers=headers) as answer:
             if answer.status == 304:
                 return False
-            before = len(download.data) if answer.status == 206 else 0
-            try:
-                await download.take(answer.content.iter_chunked(READ_BYTES), answer.status, answer.headers)
-            finally:
-                self.received_bytes += max(0, len(download.data) - before)
+            if answer.status != 206:
+                download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
+            elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
+                download.data = bytearray()
+                raise Trouble(f"{target} came in another range than requested")
+            async for piece in answer.content.iter_chunked(READ_BYTES):
+                if len(download.data) + len(piece) > most:
+                    download.data = bytearray()
+                    raise Trouble(f"{target} is longer than its {most:,} bytes")
+                download.data += piece
+                self.received_bytes += len(piece)
+        if len(download.data) < most:
+            raise Trouble(f"{target} ended after {len(download.data):,} of {most:,} bytes")
         return True
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        backoff = Backoff(self._backoff, self._rng)
+        backoff = Backoff(self._rng, *self._retry_s)
         while True:
             try:
                 result = await attempt()
@@ -447,13 +364,8 @@ class CoordinatorClient:
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One signed request.
-
-        Raises:
-            CallRefused: the coordinator refuses it.
-            Trouble: somebody else does, or the coordinator cannot answer now.
-        """
-        if self._session is None:  # in the loop, which there is none of at construction
+        """Send one signed request; raise CallRefused if the coordinator refuses it, Trouble if it may succeed later."""
+        if self._session is None:  # needs a running loop
             self._session = aiohttp.ClientSession(
                 timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
             )
@@ -475,13 +387,13 @@ class CoordinatorClient:
         if problem is None:
             raise Trouble(f"answer {answer.status} {answer.reason}", asked_s)
         if problem.code == "token" and self._set_clock(answer.headers.get("Date", "")):
-            raise Trouble("your clock is wrong, the coordinator's is taken")
+            raise Trouble("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
             raise Trouble(problem.text, asked_s)
         raise CallRefused(problem.code, problem.text)
 
     def _set_clock(self, date: str) -> bool:
-        """Take the coordinator's time, if ours is so far from it that tokens are refused."""
+        """Adopt the coordinator's time if ours is so wrong that it refuses our tokens; return True if so."""
         try:
             ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
         except ValueError:
@@ -496,7 +408,7 @@ class CoordinatorClient:
 
 
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """Keeps aiohttp from sending the same bytes again on its own: a token is good for one request."""
+    """Keep aiohttp from resending a request on its own: a token is valid once."""
     try:
         return await send(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
@@ -520,7 +432,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 
 def _problem(body: bytes) -> Problem | None:
-    """What the coordinator says; None if it was not the coordinator that answered."""
+    """Return the coordinator's refusal; None if something else answered."""
     try:
         return msgspec.msgpack.decode(body, type=Problem)
     except UNDECODABLE:
@@ -528,7 +440,7 @@ def _problem(body: bytes) -> Problem | None:
 
 
 def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
-    """Where the coordinator wants an upload of ``size`` bytes to go on, if not ``at``."""
+    """Return where an upload of ``size`` bytes continues, which cannot be ``at``."""
     text = answer.headers["Received"]
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
         raise Trouble(f"a piece at byte {at:,} was not taken")
@@ -536,5 +448,5 @@ def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Of a Retry-After header; those that hold a date count as 0."""
+    """Seconds of a Retry-After header; a date counts as 0."""
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) else 0.0

@@ -1,10 +1,10 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-The line that lets volunteers in: the coordinator's address, and behind ``#`` what an invitation holds.
+A link lets volunteers in. It is the coordinator's address, and after ``#`` the content of an invitation:
 
     https://example.org/#NAME.PAYLOAD
 
-In a browser it opens the status page; what stands behind the ``#`` never reaches the server.
+In a browser it opens the status page; the part after ``#`` never reaches the server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
@@ -29,8 +28,8 @@ from colab_swarm.events import EventLog
 from colab_swarm.invite import PROJECT_URL, Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
-from colab_swarm.net.peers import Role
+from colab_swarm.net.membership import Grant, Membership
+from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import render_html, render_text, summary
 from colab_swarm.notebook.invitation import Invitation
@@ -39,39 +38,48 @@ from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import AuthoritySettings
-from colab_swarm.workunits.coordination import Coordination, CoordinationSettings
+from colab_swarm.workunits.coordination import Coordination
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import ParameterStore, open_store
-from colab_swarm.workunits.tokens import RequestGate, Signs, Token
-from colab_swarm.workunits.uploads import Uploads
+from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.web import CoordinatorServer
 
+logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
     "Only volunteers in the same local network can use this link, because the coordinator's address is private: "
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
+LINK_HOURS = 7 * 24.0
+VIEWS = Views(
+    render_html,
+    render_text,
+    summary,
+    lambda status: status.overview.finished is not None,
+    "coordinator",
+    ("Stop", "Stopped"),
+)
+_coordinators: set[Coordinator] = set()
 
 
 @dataclass(frozen=True)
 class WorkLink:
-    """What a link says: where the coordinator is, and the invitation to its run."""
+    """The content of a link: the coordinator's address, and the invitation to its run."""
 
     url: str
     invite: Invite
 
     @classmethod
-    def issue(cls, url: str, entrance: RunAccess, identity: Signs, *, hours: float) -> WorkLink:
-        """A new one, by the authority of the run, good for ``hours``."""
+    def issue(cls, url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+        """Issue a link as the authority of the run, valid for ``hours``."""
         until = time.time() + 3600 * hours
         if entrance.closed is None:
             return cls(url, Invite(entrance.run_id, (), until))
         secret = os.urandom(32)
         key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
         grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
-        invite = Invite.issue(grant, secret, (), access="invite", authority=identity.public_key)
-        return cls(url, invite)
+        return cls(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
 
     @classmethod
     def parse(cls, text: str) -> WorkLink:
@@ -91,15 +99,11 @@ class WorkLink:
 
     @property
     def authority(self) -> bytes | None:
-        """Public key of the run's authority; None where everybody may join."""
+        """Public key of the run's authority; None in an open run."""
         return None if self.invite.access == "open" else self.invite.authority
 
     def token(self, identity: Identity) -> Token:
-        """What lets the peer with this key in.
-
-        Raises:
-            InviteError: the organizer has to be asked first.
-        """
+        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
         grant = self.invite.grant
         if grant is None:
             return Token(identity)
@@ -114,13 +118,12 @@ class WorkLink:
         return Token(identity, membership.encode())
 
     def shown(self) -> Invitation:
-        """As people meet it."""
-        name, expires_at = self.invite.name, self.invite.expires_at
+        """Return the link as an invitation that displays itself."""
         return Invitation(
             str(self),
-            run=name,
+            run=self.invite.name,
             role="volunteer",
-            expires_at=expires_at,
+            expires_at=self.invite.expires_at,
             purpose="volunteer",
             warning=LOCAL_ONLY if is_local(host_of(self.url)) else "",
         )
@@ -132,33 +135,17 @@ class WorkLink:
         return f"WorkLink({self.url}, {self.invite.name})"
 
 
-logger = logging.getLogger(__name__)
-
-LINK_HOURS = 7 * 24.0
-
-VIEWS = Views(
-    render_html,
-    render_text,
-    summary,
-    lambda status: status.overview.finished is not None,
-    "coordinator",
-    ("Stop", "Stopped"),
-)
-
-_coordinators: set[Coordinator] = set()
-
-
 class CoordinatorOptions(TypedDict, total=False):
-    """How a coordinator works; everything has a default.
+    """Options of a coordinator; everything has a default.
 
     Attributes:
-        folder: for its key, its store, data and uploads; the same folder goes on where it stopped. The job's name with
-            ``-work`` behind it, in the working directory, by default.
-        store: address of the job's state: a file of SQLite in the folder by default; see `open_store`.
-        servers: parameter servers; ``auto``, the default, follows the results that wait.
-        host, port: to listen on; all interfaces, and the port of last time or a free one.
+        folder: for its key, its store, data and uploads; the same folder resumes the job. By default the job's name
+            with ``-work`` appended, in the working directory.
+        store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
+        servers: number of parameter servers; ``auto``, the default, follows the waiting results.
+        host, port: to listen on; by default all interfaces, and the same port as last time or a free one.
         url: where volunteers reach it, such as ``https://train.example.org``, if something forwards to it.
-        tunnel: ``ngrok`` or ``cloudflared``: lead a public https address to it.
+        tunnel: ``ngrok`` or ``cloudflared``: open a public https address for it.
     """
 
     folder: str | Path
@@ -170,70 +157,52 @@ class CoordinatorOptions(TypedDict, total=False):
     tunnel: Literal["ngrok", "cloudflared"]
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """In which run a coordinator serves.
+class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
+    """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
     Attributes:
-        run_id: of it.
-        token: of the peer that coordinates.
-        admission: who may volunteer; None where everybody may.
-        invite: makes the link to an address, good for so many hours.
+        link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
+        url: address of the status page, which is public.
+        stopped: True after `stop`.
     """
 
-    run_id: str
-    token: Token
-    admission: MembershipAdmission | None
-    invite: Callable[[str, float], WorkLink]
+    link: Invitation
 
-
-class CoordinatorRuntime:
-    """All that runs for one coordinator, on the runtime's loop."""
-
-    def __init__(
-        self, job: Job, seat: RunContext, options: CoordinatorOptions, store: ParameterStore
-    ) -> None:
-        self.job, self.store = job, store
-        self.folder, self._options = _folder(job, options), options
-        settings = CoordinationSettings(self.folder, _store_url(job, options), options.get("servers", "auto"))
-        self.coordination = Coordination(job, store, seat.token, seat.run_id, settings)
-        self._gate = RequestGate(seat.admission)
-        self._server: CoordinatorServer | None = None
+    def __init__(self, runtime: Runtime, coordination: Coordination, access: RunAccess, token: Token) -> None:
+        self.url, self.stopped = "", False
+        self._runtime, self._coordination, self._access, self._token = runtime, coordination, access, token
+        self._server = CoordinatorServer(coordination, RequestGate(access.admission))
         self._tunnel: Tunnel | None = None
-        self.url = options.get("url", "")
+        self._held = contextlib.ExitStack()  # lock and store, until `stop`
 
-    async def open(self, tunnel: TunnelSettings | None) -> None:
-        """Start all of it, or nothing."""
+    async def _start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None) -> None:
+        """Start all parts, or none."""
+        host, self.url = options.get("host", ""), options.get("url", "")
         try:
-            await self.coordination.start()
-            self._server = CoordinatorServer(
-                self.coordination, Uploads(self.coordination, self.folder / "uploads"), self._gate
-            )
-            port = await self._listen(self._server)
+            await self._coordination.start()
+            port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
-                events = EventLog()
                 self._tunnel = await Tunnel.open(
-                    tunnel, port, on_change=self._on_tunnel, events=events, sent_bytes=float
+                    tunnel, port, on_change=self._on_tunnel, events=EventLog(), sent_bytes=float
                 )
                 self._on_tunnel(self._tunnel.address)
             elif not self.url:
-                found = reachable_addresses(self._options.get("host", "0.0.0.0"), port)
+                found = reachable_addresses(options.get("host", "0.0.0.0"), port)
                 self.url = f"http{found[min(1, len(found) - 1)].removeprefix('ws')}/"  # the first is loopback
         except BaseException:
-            await self.close()
+            await self._close()
             raise
 
-    async def _listen(self, server: CoordinatorServer) -> int:
-        """The port of last time is tried first, so that links stay good."""
-        host, kept = self._options.get("host", ""), self.folder / "port"
-        wanted = self._options.get("port", 0)
-        if not wanted and kept.exists():
+    async def _listen(self, host: str, wanted: int) -> int:
+        """Return the port. That of last time is tried first, so that links stay valid."""
+        saved = self._coordination.folder / "port"
+        if not wanted and saved.exists():
             with contextlib.suppress(OSError, ValueError):
-                await server.start(host, int(kept.read_text()))
-                return int(kept.read_text())
-        await server.start(host, wanted)
-        port = urlsplit(server.url).port or 0
-        kept.write_text(str(port))
+                await self._server.start(host, int(saved.read_text()))
+                return int(saved.read_text())
+        await self._server.start(host, wanted)
+        port = urlsplit(self._server.url).port or 0
+        saved.write_text(str(port))
         return port
 
     def _on_tunnel(self, address: str | None) -> None:
@@ -241,98 +210,75 @@ class CoordinatorRuntime:
             self.url = f"http{address.removeprefix('ws')}/"
             logger.info("volunteers reach this coordinator at %s", self.url)
 
-    async def close(self) -> None:
-        """End all of it; the job can be gone on with from its folder."""
+    async def _close(self) -> None:
         if self._tunnel is not None:
             await self._tunnel.close()
-        if self._server is not None:
-            await self._server.close()
-        await self.coordination.stop()
-
-
-class Coordinator:
-    """A coordinator at work in the background. Give its ``link`` to volunteers; show it, `watch` it, `wait` for it.
-
-    Attributes:
-        link: lets volunteers in, for a week; a secret. In a notebook it shows itself with a QR code and badges.
-    """
-
-    def __init__(
-        self, runtime: Runtime, office: CoordinatorRuntime, seat: RunContext, taken: contextlib.ExitStack
-    ) -> None:
-        """``taken``: what is let go of at the end."""
-        self._runtime, self._office, self._seat, self._taken = runtime, office, seat, taken
-        self.link = self.invite()
-        self.stopped = False
-
-    @property
-    def url(self) -> str:
-        """Of the status page; anybody who can reach it may look."""
-        return self._office.url
+        await self._server.close()
+        await self._coordination.stop()
 
     def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
-        """A link that lets volunteers in for ``hours``; those who came by it stay a week longer."""
-        return self._seat.invite(self.url, hours).shown()
+        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
+
+        Only the authority of a run issues links. A peer that joined a swarm passes its own invitation on.
+        """
+        if self._access.invitation is not None:
+            return WorkLink(self.url, self._access.invitation).shown()
+        return WorkLink.issue(self.url, self._access, self._token.identity, hours=hours).shown()
 
     @property
     def servers(self) -> int | Literal["auto"]:
-        """Parameter servers; may be set at any time."""
-        return self._office.coordination.servers
+        """Number of parameter servers; may be set at any time."""
+        return self._coordination.servers
 
     @servers.setter
     def servers(self, servers: int | Literal["auto"]) -> None:
-        if servers != "auto" and servers < 1:
-            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
-        self._office.coordination.servers = servers
+        self._coordination.servers = servers
 
     def snapshot(self) -> JobStatus:
-        """Where the job stands."""
+        """Return the job's progress."""
 
         async def look() -> JobStatus:
-            return self._office.coordination.status()
+            return self._coordination.status()
 
         return self._runtime.call(look())
 
     def log(self) -> list[AnyEntry]:
-        """All that happened to the job, in order: see `colab_swarm.workunits.state`."""
-        return [entry for _, entry in self._office.store.entries()]
+        """Return all that happened to the job, in order: see `colab_swarm.workunits.state`."""
+        return [entry for _, entry in self._coordination.store.entries()]
 
     def model(self) -> nn.Module:
-        """The job's model with the newest parameters."""
-        model = self._office.job.first_model()
-        self._office.coordination.schema.load(model, self._office.store.parameters().values)
+        """Return the job's model with the newest parameters."""
+        model = self._coordination.job.first_model()
+        self._coordination.schema.load(model, self._coordination.store.parameters().values)
         return model
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the job is done; returns whether it is, after ``seconds`` at most."""
+        """Wait until the job is done, ``seconds`` at most; return True if it is."""
 
         async def waiting() -> bool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._office.coordination.wait_finished()
+                    await self._coordination.wait_finished()
                     return True
             return False
 
         return self._runtime.call(waiting())
 
     def stop(self) -> None:
-        """Coordinate no more; `coordinate` with the same folder goes on. Idempotent."""
+        """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
-            with self._taken:
-                self._runtime.call(self._office.close())
+            with self._held:
+                self._runtime.call(self._close())
 
     def panel(self) -> Panel[JobStatus]:
-        """A live view: widgets in a notebook, text elsewhere."""
+        """Return a live view: widgets in a notebook, text elsewhere."""
         return Panel(self.snapshot, self.stop, views=VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show the job for ``seconds``, or until it is done or you interrupt; it goes on afterwards."""
+        """Show the job for ``seconds``, or until it is done or you interrupt. The job continues afterwards."""
         self.panel().watch(seconds)
-
-    def __enter__(self) -> Coordinator:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -351,21 +297,21 @@ def coordinate(
     accept_terms: bool = False,
     **options: Unpack[CoordinatorOptions],
 ) -> Coordinator:
-    """Hand out a job to volunteers, and make their results part of the model (VC-ASGD).
+    """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died, or was stopped, goes on from its folder; the link stays good. Calling it again while it
-    works gives the same coordinator (re-run cells freely).
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid. Calling this again while
+    it works returns the same coordinator, so you can re-run cells freely.
 
     Args:
         job: a `Job`, or the file that defines one.
-        access: who may volunteer: whoever has the link (``invite``), or everybody (``open``).
-        accept_terms: that the platform's terms allow this; asked for on Colab.
+        access: who may volunteer: everyone with the link (``invite``), or everyone (``open``).
+        accept_terms: True if the platform's terms allow this; needed on Colab.
         **options: see `CoordinatorOptions`.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: the job or an option is not usable.
         StoreError: the store cannot be used.
-        TermsError: the platform's terms have not been read.
+        TermsError: the platform's terms are not accepted.
         TunnelError, SecretError: the tunnel cannot be opened.
         OSError: the port cannot be listened on.
     """
@@ -377,63 +323,41 @@ def coordinate(
     key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)
     entrance = RunAccess.found(job.name, identity, access=access, allow=None, key_file=key_file)
-    seat = RunContext(
-        entrance.run_id,
-        Token(identity),
-        entrance.admission,
-        lambda url, hours: WorkLink.issue(url, entrance, identity, hours=hours),
-    )
-    return open_coordinator(job, seat, options)
+    return open_coordinator(job, entrance, Token(identity), options)
 
 
-def open_coordinator(job: Job, seat: RunContext, options: CoordinatorOptions) -> Coordinator:
-    """Begin to coordinate ``job`` in a run; see `coordinate`."""
+def open_coordinator(job: Job, access: RunAccess, token: Token, options: CoordinatorOptions) -> Coordinator:
+    """Coordinate ``job`` in the run of ``access``, as the peer of ``token``; see `coordinate`."""
     folder = _folder(job, options)
     for other in _coordinators:
-        if other._office.folder == folder:
+        if other._coordination.folder == folder:
             return other
     tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
     runtime = Runtime.shared()
-    with contextlib.ExitStack() as taken:
-        _take(folder, taken)
-        store = open_store(_store_url(job, options), job.name)
-        taken.callback(store.close)
-        office = runtime.call(_opened(job, seat, options, store, tunnel))
-        coordinator = Coordinator(runtime, office, seat, taken.pop_all())
+    with contextlib.ExitStack() as held:
+        lock = FileLock(folder / "lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)  # two coordinators would not know of each other's decisions
+        except Timeout as error:
+            raise ValueError(
+                f"another coordinator works in {folder}: stop it first, or give another folder"
+            ) from error
+        held.callback(lock.release)
+        store = open_store(options.get("store", str(folder / "job.db")), job.name)
+        held.callback(store.close)
+        servers = options.get("servers", "auto")
+        coordination = Coordination(job, store, token, access.run_id, folder, servers=servers)
+        coordinator = Coordinator(runtime, coordination, access, token)
+        runtime.call(coordinator._start(options, tunnel))
+        coordinator.link = coordinator.invite()
+        coordinator._held = held.pop_all()
     _coordinators.add(coordinator)
     return coordinator
 
 
-def _take(folder: Path, taken: contextlib.ExitStack) -> None:
-    """Lock a folder: two coordinators would not know of each other's decisions."""
-    lock = FileLock(folder / "lock", thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        told = f"another coordinator works in {folder}: stop it first, or give another folder"
-        raise ValueError(told) from error
-    taken.callback(lock.release)
-
-
-async def _opened(
-    job: Job,
-    seat: RunContext,
-    options: CoordinatorOptions,
-    store: ParameterStore,
-    tunnel: TunnelSettings | None,
-) -> CoordinatorRuntime:
-    office = CoordinatorRuntime(job, seat, options, store)
-    await office.open(tunnel)
-    return office
-
-
 def _folder(job: Job, options: CoordinatorOptions) -> Path:
     return Path(options.get("folder", f"{job.name}-work")).resolve()
-
-
-def _store_url(job: Job, options: CoordinatorOptions) -> str:
-    return options.get("store", str(_folder(job, options) / "job.db"))
 
 
 @atexit.register

@@ -1,14 +1,14 @@
-"""Who trains what: the decisions of a coordinator.
+"""The decisions of a coordinator: which volunteer trains which unit.
 
-Every decision is a list of entries; it takes effect when they are applied, after they are in the store's log. So the
-decisions read `JobState` and change nothing. The rules:
+A decision is a list of entries. It takes effect when they are applied, after they are in the store's log. So decisions
+read `JobState` and change nothing. The rules:
 
-- The units of an epoch are assigned when all of the epoch before are assimilated.
-- A unit that expired, was rejected or given back goes to somebody else, the reliable first; whoever failed it gets it
-  again only after others had some time to take it.
-- Replicas of a unit are with different volunteers. It is accepted as soon as a majority of ``plan.replication``
-  agrees; while none does, one more replica is assigned.
-- Volunteers get units of data that they hold already.
+- The units of an epoch are assigned when all units of the epoch before are assimilated.
+- A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
+  failed it gets it again only after the others had time to take it.
+- Replicas of a unit go to different volunteers. The unit is accepted as soon as a majority of ``plan.replication``
+  agrees; until then one more replica is assigned.
+- Volunteers preferably get units of data in their cache.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ LONGEST_DEADLINE_S = 86_400.0
 FEW = 2
 """Units in flight of a volunteer that is new or unreliable."""
 PRESENT_S = 600.0
-"""A volunteer of whom the log has heard nothing for longer is taken to be gone."""
+"""A volunteer without an entry in the log for longer counts as gone."""
 MORE_REPLICAS = 3
-"""Beyond ``plan.replication``, until a majority agrees; then the unit begins anew."""
+"""Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
 MEASURE_S = 30.0
-"""An epoch ends without the accuracies that did not come so long after its last unit: their server died."""
+"""An epoch ends without the accuracies still missing this long after its last unit: their server died."""
 SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 
 
 class Dispatcher:
-    """Decides for one job. Free of I/O; ``now`` is seconds since the epoch.
+    """Decide for one job. Free of I/O; ``now`` is seconds since the epoch.
 
     Args:
         plan: of the job.
         subsets: SHA-256 of each subset of the data.
-        rng: draws assignments' names, so that nobody guesses them, and chooses among equals.
+        rng: draws assignments' names, which must not be guessed, and chooses among equals.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -68,40 +68,36 @@ class Dispatcher:
 
     @property
     def epoch(self) -> int:
-        """Whose units are trained now, from 1."""
+        """The current epoch, from 1."""
         return min(self.state.epoch, self._plan.max_epochs)
 
     @property
     def finished(self) -> str | None:
-        """Why the job is done; None while it goes on."""
+        """Why the job is done; None while it runs."""
         return self.state.finished
 
     def apply(self, entry: AnyEntry) -> None:
-        """Take in the next entry of the log.
-
-        Raises:
-            ValueError: it is another job's log.
-        """
+        """Apply the next entry of the log; raise ValueError if it is another job's."""
         self.state.apply(entry)
 
     def assign(
         self, volunteer: str, count: int, held: Collection[str], *, now: float, version: int
     ) -> list[Assigned]:
-        """Units for a volunteer that asks for ``count`` and holds the subsets ``held``; none if there are none for it.
+        """Assign up to ``count`` units to a volunteer with the subsets ``held`` in its cache.
 
         Args:
             volunteer: its id in hex.
-            count: how many it would take.
+            count: number of units it requests.
             held: SHA-256 of subsets.
             now: seconds since the epoch.
-            version: of the parameters that it will begin with.
+            version: of the newest parameters, with which it will start.
         """
         record = self.state.volunteer(volunteer)
         done = self.finished or self.state.epoch > self._plan.max_epochs
         idle_until = max(record.standing.banned_until, record.standing.rests_until)
         if done or len(record.out) >= self._plan.in_flight or idle_until > now:
             return []
-        proven = record.standing.proven  # then it gets first what failed before, else last
+        proven = record.standing.proven  # gets units that failed before first, others last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
         yields = not proven and any(self.state.volunteers[other].standing.proven for other in others)
@@ -130,8 +126,8 @@ class Dispatcher:
             for unit, state in chosen
         ]
 
-    def astray(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
-        """What a volunteer was given but does not have ``in_hand``: the answer was lost, or what it had in memory."""
+    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
+        """Return assignments of a volunteer that it does not have ``in_hand``: it lost the answer, or its memory."""
         replicas = self.state.replicas
         out = sorted(self.state.volunteer(volunteer).out - set(in_hand))
         return [replicas[one] for one in out if replicas[one].deadline > now]
@@ -143,7 +139,7 @@ class Dispatcher:
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
     def _present(self, now: float) -> set[str]:
-        """Volunteers that have not gone, as far as the log knows."""
+        """Volunteers seen lately in the log, and not banned."""
         return {
             name
             for name, volunteer in self.state.volunteers.items()
@@ -151,19 +147,21 @@ class Dispatcher:
         }
 
     def _limit(self, standing: Reliability, *, near_end: bool) -> int:
-        """Units in flight that it may have. Near an epoch's end all wait for the last ones."""
+        """Most units in flight. Near an epoch's end all volunteers wait for the last ones."""
         if standing.proven:
             return self._plan.in_flight
         unreliable = standing.error_rate > FIRST_ERROR_RATE
         return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
 
     def _waits(self, unit: UnitState, failed_by: str | None, now: float) -> bool:
-        """Whether others had no time yet to take the unit since ``failed_by`` failed it; None: since anybody did."""
+        """True if others had no time to take the unit since ``failed_by`` failed it; None: since anyone did."""
         failed_at = [at for volunteer, at in unit.failed_by.items() if failed_by in (None, volunteer)]
-        return now < max(failed_at, default=-math.inf) + 2 * self._poll_s()  # each of them has asked by then
+        return (
+            now < max(failed_at, default=-math.inf) + 2 * self._poll_s()
+        )  # by then each of them has requested units
 
     def _deadline_s(self, unit: UnitState) -> float:
-        """Set by the plan; else by the times of the latest units, and longer for one that expired before."""
+        """The plan's deadline; else by the times of the latest units, longer for one that expired before."""
         if self._plan.deadline_s is not None:
             return self._plan.deadline_s
         times = sorted(self.state.unit_s)
@@ -182,12 +180,12 @@ class Dispatcher:
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, statistics.median(self.state.unit_s) / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
-        """After how many seconds a volunteer that got nothing should ask again."""
+        """Return the seconds after which a volunteer without units should ask again."""
         standing = self.state.volunteer(volunteer).standing
         idle_s = max(standing.banned_until, standing.rests_until) - now
         if idle_s > 0:
             return idle_s
-        wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # so that not all come at once
+        wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # spreads the requests
         expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
         return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))
 
@@ -196,19 +194,19 @@ class Dispatcher:
         return [replicas[name] for volunteer in self.state.volunteers.values() for name in volunteer.out]
 
     def ban_of(self, volunteer: str, *, now: float) -> str | None:
-        """Why a volunteer gets nothing, and until when; None if it is not banned."""
+        """Return why and how long a volunteer is banned; None if it is not."""
         standing = self.state.volunteer(volunteer).standing
         if standing.banned_until <= now:
             return None
         return (
-            f"{standing.rejected} of your results were refused: nothing for you in the next "
-            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then come again"
+            f"{standing.rejected} of your results were refused: no units for you in the next "
+            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then try again"
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Why the result of an assignment is not wanted from ``volunteer``: code and text; None if it is.
+        """Return why a volunteer's result for an assignment is refused, as code and text; None if it is wanted.
 
-        A late result is wanted until its unit is somebody else's.
+        A late result is wanted until another volunteer has the unit.
         """
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.volunteer != volunteer:
@@ -225,7 +223,7 @@ class Dispatcher:
             "rejected": "its result was refused before",
             "given back": "you gave it back",
             "superseded": "enough other results agree",
-            "expired": f"its deadline passed {now - replica.deadline:.0f} s ago and somebody else has it",
+            "expired": f"its deadline passed {now - replica.deadline:.0f} s ago and another volunteer has it",
         }[replica.fate]
         return "stale", f"unit {replica.unit} is not awaited from you: {why}; ask for other units"
 
@@ -234,7 +232,7 @@ class Dispatcher:
         return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
 
     def expired(self, *, now: float) -> list[Expired]:
-        """Assignments whose deadline has passed, and those of banned volunteers."""
+        """Expire assignments whose deadline has passed, and those of banned volunteers."""
         return [
             Expired(at=now, assignment=replica.assignment)
             for replica in self._out()
@@ -242,7 +240,7 @@ class Dispatcher:
         ]
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
-        """The volunteer will not train these; those that are not its own, or not out, are passed over."""
+        """Take back assignments of a volunteer; those that are not its own, or not out, are ignored."""
         out = self.state.volunteer(volunteer).out
         return [GaveBack(at=now, assignment=name) for name in dict.fromkeys(assignments) if name in out]
 
@@ -255,17 +253,17 @@ class Dispatcher:
         now: float,
         distance: Callable[[str, str], float] | None = None,
     ) -> list[AnyEntry]:
-        """A valid result has arrived.
+        """Decide on a valid result.
 
         Args:
-            assignment: whose.
-            change: how far it moved the parameters (L2 norm).
+            assignment: of the result.
+            change: L2 norm of its change of the parameters.
             result: name of its blob.
             now: seconds since the epoch.
             distance: of two blobs, as a share of the change; needed if the plan has replicas.
 
         Raises:
-            ValueError: it is not wanted any more: see `refusal`.
+            ValueError: the result is not wanted any more: see `refusal`.
         """
         replica = self.state.replicas[assignment]
         if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:
@@ -287,9 +285,9 @@ class Dispatcher:
         return [returned, *self._judged(accepted, distance)]
 
     def _judged(self, accepted: Accepted, distance: Callable[[str, str], float]) -> list[AnyEntry]:
-        """What follows for the unit if ``accepted`` joins the results that are back.
+        """Entries for the unit if ``accepted`` joins the results that are back.
 
-        There was no majority before it came, so if there is one now, it belongs to it.
+        There was no majority before, so a majority now includes it.
         """
         others = self.state.units[accepted.unit].returned()
         results = {other.assignment: other.result for other in others} | {
@@ -316,17 +314,17 @@ class Dispatcher:
         return [Rejected(at=at, assignment=name, reason=reason) for name in results]
 
     def results_of(self, unit: Unit) -> list[str]:
-        """Blobs of the unit's results that wait for a majority."""
+        """Return the blobs of the unit's results that wait for a majority."""
         return [replica.result for replica in self.state.units[unit].returned()]
 
     def advance(self, *, now: float) -> list[AnyEntry]:
-        """The end of an epoch, and of the job, when they are due.
+        """End the epoch, and the job, when they are due.
 
-        An epoch none of whose accuracies came has an accuracy of NaN.
+        An epoch without any measured accuracy gets NaN.
         """
         ended = len(self.state.epochs) + 1
         done_at, max_epochs = self.state.done_at.get(ended), self._plan.max_epochs
-        if not self.finished and ended > max_epochs:  # it was more when the log began
+        if not self.finished and ended > max_epochs:  # the plan had more when the log began
             return [Finished(at=now, reason=f"all {max_epochs} epochs are done")]
         if self.finished or done_at is None:
             return []
@@ -344,15 +342,11 @@ class Dispatcher:
         return [epoch]
 
     def overview(self, *, now: float) -> JobOverview:
-        """Where the job stands, for the status page."""
+        """Return the job's progress, for the status page."""
         return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
 
     def check_invariants(self) -> None:
-        """Used by tests.
-
-        Raises:
-            AssertionError: the state contradicts itself.
-        """
+        """Raise AssertionError if the state contradicts itself; used by tests."""
         self.state.check_invariants()
         for unit in self.state.units.values():
             assert len(unit.live()) <= self._plan.replication + MORE_REPLICAS

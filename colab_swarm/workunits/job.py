@@ -1,21 +1,22 @@
-"""A training job: the pieces that a user writes, and the plan by which it is cut into work units.
+"""A training job: the pieces that a user writes, the plan that cuts it into work units, and the training of one unit.
 
-A volunteer needs the model, the loss and the optimizer; data and validation stay with the coordinator, which hands
-out the data in subsets. So that volunteers elsewhere can get the pieces, a job lies in a file of its own
-(`Job.load`); its text is what the coordinator sends, and what a volunteer reads before running it.
+A volunteer needs the model, the loss and the optimizer. Data and validation stay with the coordinator, which hands out
+the data in subsets. Put a job into a file of its own (`Job.load`) so that remote volunteers can get the pieces: the
+coordinator sends its text, and a volunteer reads it before running it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import linecache
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,23 +30,14 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from colab_swarm.markup import facts, name_of, settings
-
-if TYPE_CHECKING:
-    from colab_swarm.workunits.training import SerialResult
-
+from colab_swarm.workunits.weights import Floats, Schema
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
-
 Array: TypeAlias = npt.NDArray[Any]
-
 Indices: TypeAlias = npt.NDArray[np.int64]
-
 KINDS = "biuf"
-
 """NumPy kinds of a column: bool, int, uint, float."""
-
 MAX_DECODED_BYTES = 1 << 30
-
 LEVEL = 3
 
 
@@ -55,7 +47,7 @@ class Rows:
 
     Attributes:
         columns: arrays (n, …) by name.
-        named: whether batches are dictionaries, else tuples in the order of the columns.
+        named: True if batches are dictionaries, else they are tuples in the order of the columns.
     """
 
     columns: Mapping[str, Array]
@@ -66,62 +58,52 @@ class Rows:
 
     @property
     def size_bytes(self) -> int:
-        """In memory."""
+        """Size in memory."""
         return sum(column.nbytes for column in self.columns.values())
 
     def take(self, indices: Indices) -> Rows:
-        """These samples."""
+        """Return the samples at ``indices``."""
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> Rows:
-        """At most ``count`` samples, the same ones for the same seed."""
+        """Return at most ``count`` samples, the same ones for the same seed."""
         if count >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
     def cut(self, subsets: int, *, seed: int) -> list[Rows]:
-        """All samples in so many parts, of sizes that differ by one at most."""
+        """Split all samples into ``subsets`` parts whose sizes differ by one at most."""
         order = np.random.default_rng(seed).permutation(len(self))
         return [self.take(part) for part in np.array_split(order, subsets)]
 
     def batch(self, indices: Indices, device: torch.device) -> Batch:
-        """These samples as tensors."""
+        """Return the samples at ``indices`` as tensors on ``device``."""
         tensors = {
             name: torch.from_numpy(column[indices]).to(device) for name, column in self.columns.items()
         }
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """As safetensors, compressed by zstd.
-
-        Raises:
-            ValueError: they are too many for `decode`.
-        """
-        names = list(self.columns)
-        head = {
-            "rows": msgspec.json.encode((names, self.named)).decode()
-        }  # one key: their order is by chance
-        columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
+        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large for `decode`."""
         if self.size_bytes > MAX_DECODED_BYTES:
             raise ValueError(
                 f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
             )
-        return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata=head))
+        names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
+        columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
+        return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata={"rows": names}))
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
-        """What `encode` made.
-
-        Raises:
-            ValueError: it is something else, or too large.
-        """
+        """Read what `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
             if not 0 <= size <= MAX_DECODED_BYTES:
                 raise ValueError(f"a subset of {size:,} bytes: {MAX_DECODED_BYTES:,} at most")
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_DECODED_BYTES)
-            head = _metadata(plain)
-            names, named = msgspec.json.decode(head["rows"], type=tuple[list[str], bool])
+            head_bytes = int.from_bytes(plain[:8], "little")  # safetensors.numpy.load leaves out the metadata
+            head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
+            names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
             columns = load(plain)
             rows = cls({name: columns[name] for name in names}, named)
             _check(rows)
@@ -130,55 +112,39 @@ class Rows:
         return rows
 
 
-class _Head(msgspec.Struct, rename={"metadata": "__metadata__"}):
-    metadata: dict[str, str]
-
-
-def _metadata(plain: bytes) -> dict[str, str]:
-    """What `safetensors.numpy.load` leaves out."""
-    size = int.from_bytes(plain[:8], "little")
-    return msgspec.json.decode(plain[8 : 8 + size], type=_Head).metadata
-
-
 def rows_of(data: Any) -> Rows:
-    """Samples from what a user has: see `Job`.
+    """Return a user's data, of any kind that `Job` takes, as rows.
 
     Raises:
         ValueError: there are no samples, or the columns differ in length or hold no numbers.
-        TypeError: it is of a kind that has no rows.
+        TypeError: data of this type have no rows.
     """
     if callable(data):
         data = data()
     if isinstance(data, Rows):
         return data
+    named = True
     if isinstance(data, Mapping):
-        rows = Rows({str(name): _array(column) for name, column in data.items()}, named=True)
+        columns = {str(name): _array(column) for name, column in data.items()}
     elif isinstance(data, tuple | list) and data and hasattr(data[0], "shape"):
-        rows = Rows({str(place): _array(column) for place, column in enumerate(data)}, named=False)
+        columns, named = {str(place): _array(column) for place, column in enumerate(data)}, False
     elif hasattr(data, "column_names") and hasattr(data, "with_format"):  # datasets.Dataset
         numbers = data.with_format("numpy")
-        rows = Rows({name: _array(numbers[name][:]) for name in data.column_names}, named=True)
+        columns = {name: _array(numbers[name][:]) for name in data.column_names}
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # torch's Dataset
-        rows = _stacked([data[place] for place in range(len(data))])
+        samples = [data[place] for place in range(len(data))]
+        if not samples:
+            raise ValueError("the data hold no sample")
+        named = isinstance(samples[0], Mapping)
+        keys: Iterable[Any] = samples[0] if named else range(len(samples[0]))
+        columns = {str(key): np.stack([_array(one[key]) for one in samples]) for key in keys}
     else:
         raise TypeError(
             f"data of type {type(data).__name__} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
         )
+    rows = Rows(columns, named)
     _check(rows)
     return rows
-
-
-def _stacked(samples: Sequence[Any]) -> Rows:
-    if not samples:
-        raise ValueError("the data hold no sample")
-    if isinstance(samples[0], Mapping):
-        return Rows({str(name): _column(one[name] for one in samples) for name in samples[0]}, named=True)
-    width = len(samples[0])
-    return Rows({str(place): _column(one[place] for one in samples) for place in range(width)}, named=False)
-
-
-def _column(values: Iterable[Any]) -> Array:
-    return np.stack([_array(value) for value in values])
 
 
 def _array(values: Any) -> Array:
@@ -203,43 +169,44 @@ def _check(rows: Rows) -> None:
 
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-
 MAX_CODE_CHARACTERS = 1 << 20
-
 UNITS_PER_VOLUNTEER = 4
-
-"""Of an epoch, where the plan names no number of subsets: enough that a slow volunteer does not hold up the rest."""
-
+"""Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
 BATCHES_PER_UNIT = 4
-
 MAX_SUBSET_BYTES = 64 << 20
-
 EPOCHS_TRIED = 1000
-
-"""So many are asked of a function for alpha before the job begins."""
-
+"""Epochs for which a function for alpha is checked before the job begins."""
+COUNTS = (
+    "expected_volunteers",
+    "local_epochs",
+    "batch_size",
+    "max_epochs",
+    "replication",
+    "in_flight",
+    "validation_samples",
+)
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """How a job is cut into units, and how their results are taken.
+    """How a job is cut into units, and how their results are merged.
 
     Attributes:
-        subsets: parts of the data, which are the units of an epoch; None: of the data's size and the volunteers.
-        expected_volunteers: how many, for the default of ``subsets``.
-        local_epochs: how often a volunteer goes through its subset in a unit.
+        subsets: parts of the data, which are the units of an epoch; None: by the data's size and the volunteers.
+        expected_volunteers: number of volunteers, for the default of ``subsets``.
+        local_epochs: passes over its subset that a volunteer makes in one unit.
         batch_size: samples of one local step.
-        max_epochs: the job ends then.
-        target_accuracy: or when the mean accuracy of an epoch reaches this; None: never.
+        max_epochs: the job ends after this many epochs.
+        target_accuracy: the job ends when the mean accuracy of an epoch reaches this; None: never.
         alpha: weight of the server's parameters in ``W_s <- alpha W_s + (1 - alpha) W_c``: a number in [0, 1),
             ``e/(e+1)``, or a function of the epoch e, from 1 (VC-ASGD, equation 1).
         replication: volunteers that train each unit; beyond 1 a majority has to agree.
         tolerance: distance of two replicas that agree, as a share of the change that training made.
-        deadline_s: a unit that is not back then goes to somebody else; None: by the times of the units before.
+        deadline_s: a unit that is not back by then goes to another volunteer; None: by the times of earlier units.
         in_flight: units that a volunteer may hold.
-        max_change: a result is refused if training moved it more than so many times as far as it usually does.
-        validation_samples: bound on those whose accuracy is measured after each assimilation.
+        max_change: a result is refused if training moved it more than this many times as far as usual.
+        validation_samples: most samples used to measure the accuracy after each assimilation.
         seed: of the subsets, of the order of samples and of the first parameters.
     """
 
@@ -262,20 +229,11 @@ class WorkPlan:
         return settings(self)
 
     def __post_init__(self) -> None:
-        counts = (
-            "expected_volunteers",
-            "local_epochs",
-            "batch_size",
-            "max_epochs",
-            "replication",
-            "in_flight",
-            "validation_samples",
-        )
-        for name in (*counts, "subsets", "seed"):
+        for name in (*COUNTS, "subsets", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) and (name, value) != ("subsets", None):
                 raise ValueError(f"{name}={value}: it must be a whole number, such as {name}=int(…)")
-            if name in counts and value < 1:
+            if name in COUNTS and value < 1:
                 raise ValueError(f"{name}={value}: it must be 1 at least")
         if self.subsets is not None and self.subsets < 1:
             raise ValueError(f"subsets={self.subsets}: it must be 1 at least, or None for a default")
@@ -291,11 +249,7 @@ class WorkPlan:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
-        """The weight of the server's parameters in ``epoch``, from 1.
-
-        Raises:
-            ValueError: it is not in [0, 1).
-        """
+        """Return the server's weight in ``epoch``, from 1; raise ValueError if it is not in [0, 1)."""
         if callable(self.alpha):
             alpha = float(self.alpha(epoch))
         elif self.alpha == "e/(e+1)":
@@ -309,11 +263,7 @@ class WorkPlan:
         return alpha
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
-        """How many subsets ``rows`` samples of ``size_bytes`` are cut into.
-
-        Raises:
-            ValueError: there are fewer samples than subsets.
-        """
+        """Return the number of subsets; raise ValueError if there are fewer samples than subsets."""
         if self.subsets is None:
             wanted = self.expected_volunteers * UNITS_PER_VOLUNTEER
             most = max(1, rows // (BATCHES_PER_UNIT * self.batch_size))
@@ -324,19 +274,19 @@ class WorkPlan:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross-entropy of ``model(inputs)`` with the labels, for batches of (inputs, labels)."""
+    """Return the mean cross-entropy of ``model(inputs)`` with the labels, for batches of (inputs, labels)."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels)
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Share of samples whose highest output is their label's, for batches of (inputs, labels)."""
+    """Return the share of samples whose highest output is their label's, for batches of (inputs, labels)."""
     inputs, labels = batch
     return float((model(inputs).argmax(-1) == labels).float().mean())
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Adam with a learning rate of 0.001, as the paper has it (section IV-A)."""
+    """Return Adam with a learning rate of 0.001, as in the paper (section IV-A)."""
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
@@ -345,13 +295,13 @@ class Job:
     """A model to train by work units.
 
     Attributes:
-        name: of the job, for people.
-        model: makes the model. Integer buffers travel as float32 and are rounded.
+        name: shown to people.
+        model: returns a new model. Integer buffers travel as float32 and are rounded.
         data: what it learns, or a function that loads it: a tuple or dictionary of arrays or tensors with one row
             per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
         validation: the same, for the accuracy.
         loss: mean loss of a model on a batch; a batch has the columns of the data, as a tuple or a dictionary.
-        optimizer: made anew for each unit (the paper's clients do the same), over the model's parameters.
+        optimizer: over the model's parameters; each unit gets a new one, as in the paper.
         accuracy: of a model on a batch, between 0 and 1.
         plan: how the job is cut into units.
         code: text of the file that the job was loaded from; volunteers run it.
@@ -371,9 +321,8 @@ class Job:
         return f"Job({self.name!r}, {self.plan!r})"
 
     def _repr_html_(self) -> str:
-        makers = {part: getattr(self, part) for part in ("model", "loss", "optimizer", "accuracy")}
-        told = {part: name_of(maker) for part, maker in makers.items()}
-        return facts(f"Job {self.name}", told | {"plan": repr(self.plan)})
+        makers = {part: name_of(getattr(self, part)) for part in ("model", "loss", "optimizer", "accuracy")}
+        return facts(f"Job {self.name}", makers | {"plan": repr(self.plan)})
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -395,11 +344,11 @@ class Job:
 
     @classmethod
     def from_code(cls, code: str, origin: str) -> Job:
-        """Run ``code``, and take the ``job`` that it defines.
+        """Run ``code`` and return the ``job`` that it defines.
 
         Args:
             code: Python.
-            origin: where it is from, for messages and tracebacks.
+            origin: its file, for messages and tracebacks.
 
         Raises:
             ValueError: it defines no job, or is too long.
@@ -419,34 +368,167 @@ class Job:
         return replace(job, code=code)
 
     def with_plan(self, **changes: Any) -> Job:
-        """The same job with other settings of the plan: ``job.with_plan(alpha=0.95, subsets=50)``."""
+        """Return the job with other settings of the plan: ``job.with_plan(alpha=0.95, subsets=50)``."""
         return replace(self, plan=replace(self.plan, **changes))
 
     def first_model(self) -> nn.Module:
-        """The model with the first parameters, the same at each call."""
+        """Return the model with its first parameters, the same at each call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.plan.seed)
             return self.model()
 
     def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
-        """Train on all data in one place, without units: the baseline; see `colab_swarm.workunits.training`.
+        """Train on all data in one place with one optimizer, without units: the baseline.
+
+        An epoch makes ``plan.local_epochs`` passes over the data. The plan's alpha and subsets play no part.
 
         Args:
-            on_epoch: told each epoch, from 1, and its accuracy.
+            on_epoch: called with each epoch, from 1, and its accuracy.
         """
-        from colab_swarm.workunits.training import train_serially
-
-        return train_serially(self, on_epoch=on_epoch)
+        plan, model = self.plan, self.first_model()
+        rows, validation = self.rows(), self.validation_rows()
+        optimizer, accuracies = self.optimizer(model.parameters()), []
+        for epoch in range(1, plan.max_epochs + 1):
+            training = UnitTraining(
+                self,
+                rows.cut(1, seed=plan.seed)[0],
+                local_epochs=plan.local_epochs,
+                batch_size=plan.batch_size,
+                seed=unit_seed(plan.seed, epoch, 0),
+                model=model,
+                optimizer=optimizer,
+            )
+            while training.done < training.batches:
+                training.step()
+            accuracies.append(measure(self, model, validation))
+            if on_epoch is not None:
+                on_epoch(epoch, accuracies[-1])
+            if plan.target_accuracy is not None and accuracies[-1] >= plan.target_accuracy:
+                break
+        return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
 
     def rows(self) -> Rows:
-        """The data.
-
-        Raises:
-            ValueError, TypeError: it cannot be cut into rows.
-        """
+        """Return the data; raise ValueError or TypeError if they cannot be cut into rows."""
         return rows_of(self.data)
 
     def validation_rows(self) -> Rows:
-        """The validation data: as many samples as the plan says, always the same ones."""
-        rows = rows_of(self.validation)
-        return rows.sample(self.plan.validation_samples, seed=self.plan.seed)
+        """Return the validation data: at most ``plan.validation_samples`` samples, always the same ones."""
+        return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
+
+
+@dataclass(frozen=True)
+class SerialResult:
+    """Result of serial training: accuracy after each epoch, and the last parameters (numel,)."""
+
+    accuracies: tuple[float, ...]
+    parameters: Floats
+
+
+class UnitTraining:
+    """Train a copy of the server's parameters on one subset, a batch at a time.
+
+    It can be saved between any two batches and resumed elsewhere.
+
+    Args:
+        job: loss and optimizer.
+        rows: the subset.
+        local_epochs: passes over it.
+        batch_size: samples of one step.
+        seed: of the order of samples and of the model's random numbers, so that replicas agree.
+        model: with the first parameters; trained in place.
+        optimizer: of the model; None: a new one.
+        device: to train on; None: the CPU.
+
+    Attributes:
+        done: batches trained so far.
+        batches: batches of the whole unit.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rows: Rows,
+        *,
+        local_epochs: int,
+        batch_size: int,
+        seed: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._job, self._rows, self._batch_size, self._seed = job, rows, batch_size, seed
+        self._device = device or torch.device("cpu")
+        self.model = model.to(self._device)
+        self._optimizer = optimizer or job.optimizer(self.model.parameters())
+        self._per_epoch = math.ceil(len(rows) / batch_size)
+        self.done, self.batches = 0, self._per_epoch * local_epochs
+        self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
+
+    def step(self) -> float:
+        """Train on the next batch and return its loss; raise IndexError if the unit is done."""
+        if self.done >= self.batches:
+            raise IndexError("the unit is done")
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # leaves the user's own random numbers alone
+            torch.manual_seed((self._seed * 1_000_003 + self.done) % (1 << 63))
+            self.model.train()
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._job.loss(self.model, self._rows.batch(self._indices(), self._device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def _indices(self) -> Indices:
+        epoch, place = divmod(self.done, self._per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+        return self._order[1][place * self._batch_size : (place + 1) * self._batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that `load_state_dict` needs to resume from here."""
+        return {
+            "done": self.done,
+            "seed": self._seed,
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved state; raise ValueError if it is of another unit."""
+        if state.get("seed") != self._seed or not 0 <= state.get("done", -1) <= self.batches:
+            raise ValueError("this was saved in another unit")
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+
+
+def unit_seed(seed: int, epoch: int, subset: int) -> int:
+    """Return the seed of a unit: different for each, the same for its replicas and after a restart."""
+    return int(np.random.SeedSequence((seed, epoch, subset)).generate_state(1, np.uint32)[0])
+
+
+def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
+    """Return the mean accuracy of ``model`` over the samples of ``rows``, between 0 and 1."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    was_training, total = model.training, 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(rows), batch_size):
+            indices = np.arange(start, min(start + batch_size, len(rows)))
+            total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
+    model.train(was_training)
+    return total / len(rows)
+
+
+class Evaluator:
+    """Measure parameters on the job's validation data."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
+        self.schema = Schema.of(self._model)
+
+    def accuracy(self, values: Floats) -> float:
+        """Return the accuracy of a model with these parameters (numel,)."""
+        self.schema.load(self._model, values)
+        return measure(self._job, self._model, self.rows)

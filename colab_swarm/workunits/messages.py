@@ -1,14 +1,14 @@
-"""What a volunteer and the coordinator say to each other over HTTP.
+"""The messages between a volunteer and the coordinator, over HTTP.
 
-Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below, data
-and parameters are safetensors files. Faults of the volunteer are answered with 4xx and a `Problem`.
+Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below; data and
+parameters are safetensors files. A volunteer's fault is answered with 4xx and a `Problem`.
 
-    GET  /api/job                        JobCard: what there is to train
+    GET  /api/job                        JobCard: the job to train
     GET  /api/code                       the job's Python text; its SHA-256 is in the card
     POST /api/units                      AskForUnits -> GivenUnits
     GET  /api/data/SHA256                a subset (`Rows.encode`); ranges, ETag
-    GET  /api/parameters[/EPOCH-SUBSET]  parameters to begin with (`Schema.encode`); ranges, ETag; header Version
-    HEAD /api/results/ASSIGNMENT         header Received: bytes of an upload that are here
+    GET  /api/parameters[/EPOCH-SUBSET]  initial parameters (`Schema.encode`); ranges, ETag; header Version
+    HEAD /api/results/ASSIGNMENT         header Received: bytes of an upload received so far
     PUT  /api/results/ASSIGNMENT         a piece of a result (`Schema.encode`), with Content-Range -> Taken
     POST /api/return                     GiveBack -> GivenUnits (none)
 """
@@ -16,7 +16,6 @@ and parameters are safetensors files. Faults of the volunteer are answered with 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -26,23 +25,14 @@ from colab_swarm.net.peers import Message
 from colab_swarm.workunits.job import NAME
 
 MAX_BODY_BYTES = 64 << 10
-
 """Of a request that is no upload."""
-
 MAX_UNITS = 64
-
 MAX_HELD = 1024
-
 MAX_SUBSET_BYTES = 1 << 31
-
 MAX_WAIT_S = 1e6
-
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$")]
-
 """It becomes part of a path at the volunteer."""
-
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
@@ -60,10 +50,10 @@ class JobCard(Signed, frozen=True):
     Attributes:
         run_id: of the run that the coordinator serves.
         name: of the job.
-        key, membership: the coordinator's public key, and what shows that it belongs to the run.
-        code_sha256: of the job's text; empty if it has none.
+        key, membership: the coordinator's public key and its membership of the run.
+        code_sha256: of the job's code; empty if it has none.
         local_epochs, batch_size: of a unit.
-        schema: what a file of parameters begins with (`Schema.head`).
+        schema: head of a file of parameters (`Schema.head`).
         subsets: the data.
     """
 
@@ -79,11 +69,11 @@ class JobCard(Signed, frozen=True):
 
 
 class AskForUnits(Message, frozen=True):
-    """Give me up to ``count`` units, best of data that I hold (``held``: SHA-256 of subsets).
+    """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
 
     Attributes:
-        name: what people call me.
-        in_hand: units that I work on. Others that I was given have not reached me: give them again.
+        name: the volunteer's, shown to people.
+        in_hand: assignments the volunteer works on. Others assigned to it were lost on the way: send them again.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
@@ -93,7 +83,7 @@ class AskForUnits(Message, frozen=True):
 
 
 class GivenUnit(Message, frozen=True):
-    """Train ``data``, beginning with the file of ``parameters`` (a path below /api), within ``deadline_s`` seconds."""
+    """One unit: train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s`` seconds."""
 
     assignment: AssignmentId
     epoch: int
@@ -105,10 +95,10 @@ class GivenUnit(Message, frozen=True):
 
 
 class GivenUnits(Message, frozen=True):
-    """Units to train; if there are none, ask again in ``wait_s``, or no more if ``finished``.
+    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
 
     Attributes:
-        epoch: where the job is.
+        epoch: the job's current epoch.
         accuracy: of the last epoch that ended.
     """
 
@@ -120,14 +110,14 @@ class GivenUnits(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """``received`` bytes of a result are here; ``accepted`` once it is whole and found good."""
+    """Progress of an upload: ``received`` bytes so far; ``accepted`` once it is complete and valid."""
 
     received: int
     accepted: bool = False
 
 
 class GiveBack(Message, frozen=True):
-    """I will not train these."""
+    """Assignments that the volunteer will not train."""
 
     assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
@@ -137,7 +127,7 @@ class Problem(Message, frozen=True):
 
     Attributes:
         code: ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
-        text: for people: what is wrong, and what to do.
+        text: what is wrong and what to do, for people.
     """
 
     code: str
@@ -145,36 +135,24 @@ class Problem(Message, frozen=True):
 
 
 MAX_ASKED_S = 900.0
-
-"""The longest wait that another side may ask for."""
-
-
-@dataclass(frozen=True)
-class BackoffSettings:
-    """Waits grow twofold from ``first_s`` to ``most_s``."""
-
-    first_s: float = 1.0
-    most_s: float = 60.0
+"""The longest wait that the other side may request."""
 
 
 class Backoff:
-    """Counts failures in a row. A wait lies between half and the whole of its length, so that peers drift apart.
+    """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``.
 
-    Args:
-        settings: its lengths.
-        rng: chance.
+    A wait lies between half and the whole of its length, so that peers drift apart.
     """
 
-    def __init__(self, settings: BackoffSettings, rng: random.Random) -> None:
-        self._settings, self._rng = settings, rng
-        self._next_s = settings.first_s
+    def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
+        self._rng, self._first_s, self._next_s, self._most_s = rng, first_s, first_s, most_s
 
     def failed(self, asked_s: float = 0.0) -> float:
-        """Seconds to wait now; at least ``asked_s``, which the other side asked for."""
+        """Return the seconds to wait now: at least ``asked_s``, which the other side requested."""
         wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
-        self._next_s = min(2 * self._next_s, self._settings.most_s)
+        self._next_s = min(2 * self._next_s, self._most_s)
         return max(wait_s, min(asked_s, MAX_ASKED_S))
 
     def succeeded(self) -> None:
-        """The next failure is a first one."""
-        self._next_s = self._settings.first_s
+        """Start over: the next failure is a first one."""
+        self._next_s = self._first_s

@@ -1,14 +1,13 @@
-"""Where a job stands, for people: what the status page shows."""
+"""The progress of a job, as shown to people."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState, VolunteerState
+from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState
 
 MAX_MARKS = 400
-
-"""Units that are shown one by one."""
+"""Units shown one by one."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +15,10 @@ class VolunteerRow:
     """One volunteer.
 
     Attributes:
-        volunteer, name: its id in hex, and what it calls itself.
+        volunteer, name: its id in hex, and the name it chose.
         reliability: between 0 and 1.
-        accepted, rejected, expired, in_flight: units.
-        banned_until, last_seen: seconds since the epoch; None: it is not banned.
+        accepted, rejected, expired, in_flight: numbers of units.
+        banned_until, last_seen: seconds since the epoch; None: not banned.
     """
 
     volunteer: str
@@ -35,14 +34,7 @@ class VolunteerRow:
 
 @dataclass(frozen=True)
 class UnitCounts:
-    """Units of the epoch by state.
-
-    Attributes:
-        waiting: for a volunteer.
-        training: at volunteers, or with some of their replicas back.
-        queued: for a parameter server.
-        assimilated: done.
-    """
+    """Units of the epoch: waiting for a volunteer, in training, queued for a parameter server, assimilated."""
 
     waiting: int
     training: int
@@ -55,10 +47,10 @@ class UnitMark:
     """One unit of the epoch.
 
     Attributes:
-        state: ``waiting``, ``training``, ``queued`` (for a parameter server), ``assimilated``; or it waits again, for
-            its last volunteer was ``late`` or its result ``rejected``.
-        volunteer: name of who has it, or had it last; empty if nobody did.
-        staleness: of an assimilated one, how many others were assimilated while it was trained.
+        state: ``waiting``, ``training``, ``queued`` (for a parameter server), ``assimilated``; or it waits again
+            because its last volunteer was ``late`` or its result ``rejected``.
+        volunteer: name of its last volunteer; empty before the first.
+        staleness: results assimilated while it was trained.
     """
 
     state: str
@@ -71,16 +63,15 @@ class JobOverview:
     """A job.
 
     Attributes:
-        epoch: from 1.
-        max_epochs: of the plan.
-        finished: why; None while it goes on.
+        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
+        finished: why the job ended; None before.
         units: of this epoch.
-        volunteers: all that ever came, by their units accepted.
+        volunteers: all so far, by their accepted units.
         epochs: those that ended.
         measured: accuracies of this epoch so far.
-        unit_s: what each of the latest units took, from assignment to result.
-        update_s: what each of the latest updates of the parameters took.
-        assimilated_at: when the latest were assimilated, seconds since the epoch.
+        unit_s: durations of the latest units, from assignment to result.
+        update_s: durations of the latest updates of the parameters.
+        assimilated_at: times of the latest assimilations, seconds since the epoch.
         marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
     """
 
@@ -97,24 +88,38 @@ class JobOverview:
     marks: tuple[UnitMark, ...] = ()
 
     def units_per_minute(self, now: float) -> float:
-        """Assimilated over the last minutes; 0 if there were none."""
+        """Return the rate of the latest assimilations; 0 if there were none."""
         if not self.assimilated_at or now <= self.assimilated_at[0]:
             return 0.0
         return 60 * len(self.assimilated_at) / (now - self.assimilated_at[0])
 
 
 def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
-    """``state`` as people want to see it, with the units of ``epoch``."""
-    rows = sorted(
-        (_row(name, record, now) for name, record in state.volunteers.items()), key=lambda row: -row.accepted
-    )
+    """Return ``state`` as shown to people, with the units of ``epoch``."""
+    rows = [
+        VolunteerRow(
+            volunteer=name,
+            name=one.name,
+            reliability=one.standing.reliability,
+            accepted=one.standing.accepted,
+            rejected=one.standing.rejected,
+            expired=one.standing.expired,
+            in_flight=len(one.out),
+            banned_until=one.standing.banned_until if one.standing.banned_until > now else None,
+            last_seen=one.last_seen,
+        )
+        for name, one in state.volunteers.items()
+    ]
     units = [unit for _, unit in state.units_of(epoch)]
+    assimilated = sum(unit.assimilated for unit in units)
+    accepted = sum(unit.accepted is not None for unit in units)
+    training = sum(bool(unit.live()) for unit in units)
     return JobOverview(
         epoch=epoch,
         max_epochs=max_epochs,
         finished=state.finished,
-        units=_counts(units),
-        volunteers=tuple(rows),
+        units=UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated),
+        volunteers=tuple(sorted(rows, key=lambda row: -row.accepted)),
         epochs=tuple(state.epochs),
         measured=tuple(state.measured.get(epoch, {}).values()),
         unit_s=tuple(state.unit_s),
@@ -124,39 +129,17 @@ def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> Job
     )
 
 
-def _row(name: str, volunteer: VolunteerState, now: float) -> VolunteerRow:
-    standing = volunteer.standing
-    return VolunteerRow(
-        volunteer=name,
-        name=volunteer.name,
-        reliability=standing.reliability,
-        accepted=standing.accepted,
-        rejected=standing.rejected,
-        expired=standing.expired,
-        in_flight=len(volunteer.out),
-        banned_until=standing.banned_until if standing.banned_until > now else None,
-        last_seen=volunteer.last_seen,
-    )
-
-
 def _mark(unit: UnitState, state: JobState) -> UnitMark:
     last = unit.replicas[-1] if unit.replicas else None
     whose = next((one for one in unit.replicas if one.assignment == unit.accepted), last)
     if unit.accepted is not None:
-        told = "assimilated" if unit.assimilated else "queued"
+        shown = "assimilated" if unit.assimilated else "queued"
     elif unit.live():
-        told = "training"
+        shown = "training"
     else:
-        told = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
+        shown = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
     name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
-    return UnitMark(told, name, unit.staleness)
-
-
-def _counts(units: list[UnitState]) -> UnitCounts:
-    assimilated = sum(unit.assimilated for unit in units)
-    accepted = sum(unit.accepted is not None for unit in units)
-    training = sum(bool(unit.live()) for unit in units)
-    return UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated)
+    return UnitMark(shown, name, unit.staleness)
 
 
 @dataclass(frozen=True)
@@ -165,15 +148,15 @@ class JobStatus:
 
     Attributes:
         name: of the job.
-        at, since: now, and when this coordinator started.
+        at, since: now, and the start of this coordinator.
         target_accuracy: the job ends when an epoch's mean reaches it.
         rows: samples of each subset.
-        local_epochs: how often a unit goes through its subset.
+        local_epochs: passes over its subset that a unit makes.
         numel: values of the model.
         version: of the parameters: results assimilated so far.
-        servers, server_deaths: parameter servers at work, and those that ended unasked.
+        servers, server_deaths: parameter servers that run, and that died.
         backlog: accepted results that wait for a parameter server.
-        fault: what is wrong with the store; empty while all is well.
+        fault: the store's current error; empty while it works.
         overview: epochs, units and volunteers.
     """
 
@@ -193,17 +176,17 @@ class JobStatus:
 
     @property
     def units_per_s(self) -> float:
-        """Units assimilated lately."""
+        """Rate of the latest assimilations."""
         return 0.0 if self.overview.finished else self.overview.units_per_minute(self.at) / 60
 
     @property
     def samples_per_s(self) -> float:
-        """Samples trained lately, those of each local epoch counted."""
+        """Rate of trained samples, each local epoch counted."""
         return self.units_per_s * self.local_epochs * sum(self.rows) / len(self.rows)
 
     @property
     def update_s(self) -> tuple[float, float] | None:
-        """What updates of the parameters took lately: median and 95th percentile; None if there were none."""
+        """Median and 95th percentile of the latest updates' durations; None before the first."""
         ordered = sorted(self.overview.update_s)
         if not ordered:
             return None

@@ -1,15 +1,15 @@
 """A store in Redis: eventual consistency, as in "Distributed Deep Learning Using Volunteer Computing-Like Paradigm".
 
-Parameter servers read the parameters, compute, and write them without waiting for one another (section III-D): of two
-that do so at once, one's change of the values is lost, which training stands. The log, the queue and the version are
-changed together in one step of the server, so that no entry is ever lost and no unit assimilated twice.
+Parameter servers read the parameters, compute, and write them without waiting for one another (section III-D). Of two
+that overlap, one loses its change of the values, which training tolerates. One script changes the log, the queue and
+the version together, so no entry is ever lost and no unit is assimilated twice.
 
-Vectors and blobs are lists of pieces of 128 KiB, for which neither side asks the system for memory anew.
+Vectors and blobs are lists of pieces of 128 KiB: both sides reuse memory for pieces of this size.
 
     colab-swarm:JOB:log         encoded entries
     colab-swarm:JOB:queue       assignments whose results wait, oldest first
     colab-swarm:JOB:accepted    assignment -> encoded entry, of those that wait
-    colab-swarm:JOB:held        assignment -> until when a parameter server has it
+    colab-swarm:JOB:held        assignment -> end of a parameter server's lease
     colab-swarm:JOB:version, colab-swarm:JOB:parameters
     colab-swarm:JOB:blob:NAME
     colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
@@ -30,7 +30,7 @@ from redis.retry import Retry
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
-from colab_swarm.workunits.store import Parameters, Stopwatch, Update, assimilated, check_size, not_begun
+from colab_swarm.workunits.store import Parameters, ParameterStore, Update
 from colab_swarm.workunits.weights import Floats
 
 PIECE_BYTES = 128 << 10
@@ -38,7 +38,7 @@ PIECES_PER_COMMAND = 16
 READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10.0, 60.0
 NEW_S = 3600
-"""How long parameters may wait to come into force; those of a server that died meanwhile are deleted then."""
+"""New parameters expire after this time if their server died before they came into force."""
 # RENAME comes first: it is the one command that can fail, and Redis undoes nothing of a script
 BEGIN = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return redis.call('UNLINK', KEYS[3]) end
@@ -55,7 +55,7 @@ for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
 end
 """
 ASSIMILATE = """
--- 0: done; -1: it was done before; else the version, for which the entry must be made anew
+-- 0: done; -1: it was done before; else the version that the entry must be encoded for
 if redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then redis.call('UNLINK', KEYS[7]) return -1 end
 local version = tonumber(redis.call('GET', KEYS[5]))
 if version ~= tonumber(ARGV[2]) then return version end
@@ -72,13 +72,12 @@ return 0
 logger = logging.getLogger(__name__)
 
 
-class RedisStore:
+class RedisStore(ParameterStore):
     """A job's state in the Redis server at ``url``."""
 
-    shared = True
-
     def __init__(self, url: str, job: str) -> None:
-        # a command whose answer was lost may have been done: sent again, it would be in the log twice
+        super().__init__(url, job)
+        # a command whose answer was lost may have run: sent again, it would be in the log twice
         retry = Retry(NoBackoff(), 0)
         self._redis = Redis.from_url(
             url,
@@ -87,24 +86,22 @@ class RedisStore:
             socket_timeout=ANSWER_S,
             socket_read_size=READ_BYTES,
         )
-        self._job, self._stopwatch = job, Stopwatch()
         self._claim = self._redis.register_script(CLAIM)
         self._assimilate = self._redis.register_script(ASSIMILATE)
         with self._errors():
             self._redis.ping()
 
     def begin(self, first: Floats) -> None:
-        """See `Store.begin`."""
         with self._errors():
             if not self._redis.info("persistence").get("aof_enabled"):
                 logger.warning(
-                    "this Redis server keeps jobs in memory: if it stops, job %r is lost; "
-                    "`redis-cli config set appendonly yes` keeps it on disk",
+                    "this Redis server holds jobs in memory: if it stops, job %r is lost; "
+                    "`redis-cli config set appendonly yes` saves it to disk",
                     self._job,
                 )
             keys = [self._key("version"), self._key("parameters"), self._upload(first)]
             self._redis.register_script(BEGIN)(keys=keys)
-        check_size(self._job, len(self.parameters().values), first)
+        self._check_size(first)
 
     def append(
         self,
@@ -113,7 +110,6 @@ class RedisStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `Store.append`."""
         with self._errors(), self._redis.pipeline(transaction=True) as step:
             for entry in entries:
                 data = encode_entry(entry)
@@ -129,13 +125,11 @@ class RedisStore:
             step.execute()
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `Store.entries`."""
         with self._errors():
             found: Any = self._redis.lrange(self._key("log"), after, -1)
         return [(position, decode_entry(data)) for position, data in enumerate(found, after + 1)]
 
     def blob(self, name: str) -> bytes:
-        """See `Store.blob`."""
         with self._errors():
             pieces: Any = self._redis.lrange(self._key("blob", name), 0, -1)
         if not pieces:
@@ -143,56 +137,47 @@ class RedisStore:
         return b"".join(pieces)
 
     def parameters(self) -> Parameters:
-        """See `Store.parameters`."""
         with self._errors(), self._redis.pipeline(transaction=True) as step:
             step.get(self._key("version"))
             step.lrange(self._key("parameters"), 0, -1)
             version, pieces = step.execute()
         if version is None:
-            raise not_begun(self._job)
+            raise self._not_begun()
         return Parameters(int(version), np.frombuffer(b"".join(pieces), "<f4"))
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `Store.claim`."""
         keys = [self._key("queue"), self._key("held"), self._key("accepted")]
         with self._errors():
             found: Any = self._claim(keys=keys, args=[now, now + lease_s])
-        if found is None:
-            return None
-        entry = decode_entry(found)
-        assert isinstance(entry, Accepted)
-        return self._stopwatch.start(entry)
+        return None if found is None else self._claimed(found)
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `Store.assimilate`."""
-        began = self._stopwatch.began(accepted)
+        began = self._began(accepted)
         old = self.parameters()
         with self._errors():
             keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
             keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
             version, found = old.version, 1
             while found > 0:
-                entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
+                entry = self._assimilated(accepted, version + 1, server=server, now=now, began=began)
                 args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1
         return None if found < 0 else version
 
     def waiting(self) -> int:
-        """See `Store.waiting`."""
         with self._errors():
             found: Any = self._redis.llen(self._key("queue"))
         return int(found)
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._redis.close()
 
     def _key(self, *parts: str) -> str:
         return ":".join(("colab-swarm", self._job, *parts))
 
     def _upload(self, values: Floats) -> str:
-        """Put ``values`` under a new key, from where one step can bring them into force."""
+        """Write ``values`` under a new key; a script renames it to bring them into force."""
         key = self._key("new", os.urandom(8).hex())
         with self._redis.pipeline(transaction=False) as pipeline:
             _push(pipeline, key, values.astype("<f4", copy=False).data.cast("B"))

@@ -1,6 +1,6 @@
-"""Units in hand, on disk: whoever is killed goes on with them.
+"""Units in hand, and their saves on disk, from which a killed volunteer resumes.
 
-A file per assignment, written when it is given and again every so often while it is trained. Never pickle.
+Each assignment has a file, written when the unit arrives and at intervals while it is trained. Never pickle.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from colab_swarm.tensors.statedict import (
     unflatten,
     write_tensors,
 )
+from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import GivenUnit
-from colab_swarm.workunits.training import UnitTraining
 
 
 @dataclass(frozen=True)
 class UnitProgress:
-    """One of the units that a volunteer works on at a time.
+    """One slot of a volunteer.
 
     Attributes:
-        unit: which, for people; empty while there is none.
+        unit: its name, for people; empty while there is none.
         phase: ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``.
         done, batches: trained so far, and of the whole unit; 0 before training.
         loss: of the last batch.
-        seconds: since the unit was given.
+        seconds: since the unit arrived.
     """
 
     unit: str = ""
@@ -51,21 +51,21 @@ class UnitProgress:
 
 @dataclass(frozen=True)
 class VolunteerSnapshot:
-    """What one volunteer does and has done in a job.
+    """Progress of one volunteer in a job.
 
     Attributes:
-        job: its name.
-        state: what goes on, or why it ended, for people.
-        over: whether it has ended.
-        fault: traceback of the job's own code, if that is why it ended.
-        epoch, accuracy: where the job is, and of its last epoch, as the coordinator told last.
+        job: name of the job.
+        state: its activity, or why it ended, for people.
+        over: True once it has ended.
+        fault: traceback of the job's own code, if that ended it.
+        epoch, accuracy: the job's epoch, and the accuracy of the one before, as last reported.
         units: in hand.
-        accepted, refused, given_back: units so far.
-        refusal: why the last one was refused.
+        accepted, refused, given_back: numbers of units.
+        refusal: why the last result was refused.
         samples: trained in accepted units.
         sent_bytes, received_bytes: of results, and of data and parameters.
-        seconds: since it began.
-        cache_hits, cache_misses: units whose data were on this disk already, and were not.
+        seconds: since its start.
+        cache_hits, cache_misses: units whose data were on this disk, and were not.
     """
 
     job: str
@@ -88,16 +88,15 @@ class VolunteerSnapshot:
 
 
 logger = logging.getLogger(__name__)
-
 SUFFIX = ".unit"
 
 
 @dataclass(frozen=True)
 class UnitInHand:
-    """A unit that somebody was given.
+    """A unit that a volunteer works on.
 
     Attributes:
-        unit: as the coordinator gave it.
+        unit: as the coordinator sent it.
         deadline: seconds since the epoch.
         training: state of `UnitTraining`; None before it was first saved.
     """
@@ -111,15 +110,15 @@ class UnitSaves:
     """The units in hand of one volunteer in one job.
 
     Args:
-        folder: made if need be; nobody else works in it.
-        owner: tells volunteer and job from those that worked there before.
+        folder: created if missing; used by this volunteer only.
+        owner: identifies volunteer and job, among others that used the folder before.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner
 
     def save(self, held: UnitInHand) -> None:
-        """Keep a unit; where that fails, only a warning tells."""
+        """Save a unit. A failure only causes a warning."""
         state = {
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),
@@ -128,34 +127,29 @@ class UnitSaves:
         }
         try:
             tensors, skeleton = flatten(state)
-            write_tensors(
-                self._file(held.unit),
-                {name: _bytes(tensor) for name, tensor in tensors.items()},
-                encode_skeleton(skeleton).decode(),
-            )
-        except (
-            StateError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:  # a full disk, or an optimizer's odd state
+            parts = {}
+            for name, tensor in tensors.items():
+                data = tensor.reshape(-1).view(torch.uint8).numpy().data
+                parts[name] = TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+            write_tensors(self._file(held.unit), parts, encode_skeleton(skeleton).decode())
+        except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        """Forget a unit."""
+        """Delete the save of a unit."""
         try:
             self._file(unit).unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("a unit that is done cannot be deleted: %s", error)
+            logger.warning("a save cannot be deleted: %s", error)
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
-        """Units that a killed process had in hand and that are still awaited; the others are forgotten."""
+        """Return units that a killed process had in hand, before their deadlines; delete the others."""
         found = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
                 owner, held = _load(path)
             except (StateError, LookupError, TypeError, *UNDECODABLE) as error:
-                logger.warning("a saved unit cannot be gone on with: %s", error)
+                logger.warning("a saved unit cannot be resumed: %s", error)
                 owner, held = "", None
             if held is None or held.deadline <= now:
                 path.unlink(missing_ok=True)
@@ -169,27 +163,19 @@ class UnitSaves:
 
 def _load(path: Path) -> tuple[str, UnitInHand]:
     parts, skeleton = read_tensors(path)
-    tensors = {name: _tensor(part) for name, part in parts.items()}
+    tensors = {}
+    for name, part in parts.items():
+        kind, data = getattr(torch, part.kind), bytearray(part.data)
+        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        tensors[name] = flat.reshape(part.shape)
     state = unflatten(tensors, decode_skeleton(skeleton.encode()))
     unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
     return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
 
 
-def _bytes(tensor: torch.Tensor) -> TensorBytes:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return TensorBytes(kind, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _tensor(part: TensorBytes) -> torch.Tensor:
-    kind = getattr(torch, part.kind)
-    if not part.data.nbytes:
-        return torch.empty(part.shape, dtype=kind)
-    return torch.frombuffer(bytearray(part.data), dtype=kind).reshape(part.shape)
-
-
 @dataclass
 class Slot:
-    """What one slot works on; ``held`` from the moment it is given until it is done with."""
+    """One slot and its unit, which is ``held`` from its arrival until its result is uploaded or refused."""
 
     phase: str = "asking"
     held: UnitInHand | None = None
@@ -199,16 +185,16 @@ class Slot:
     saved: float = 0.0
 
     def take(self, held: UnitInHand) -> None:
-        """It was given this unit."""
+        """Start with a unit."""
         self.held, self.training, self.loss = held, None, None
         self.began = self.saved = time.monotonic()
 
     def let_go(self) -> None:
-        """It is done with its unit."""
+        """Finish with the unit."""
         self.held = self.training = None
 
     def progress(self) -> UnitProgress:
-        """For panels."""
+        """Return the slot's state for panels."""
         held, training = self.held, self.training
         if held is None:
             return UnitProgress(phase=self.phase)

@@ -1,8 +1,8 @@
 """A store in PostgreSQL, MariaDB or MySQL: strong consistency, which the paper compares with Redis (section IV-D).
 
-An assimilation locks the parameters' row before it reads them, and keeps it until the new ones are in: no update is
-ever lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every server's limit
-on the size of a packet or a field.
+An assimilation locks the parameters' row before it reads them, and holds the lock until the new ones are written. No
+update is ever lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every
+server's limit on the size of a packet or a field.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sqlalchemy.schema import CreateTable
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
-from colab_swarm.workunits.store import Parameters, Stopwatch, Update, assimilated, check_size, not_begun
+from colab_swarm.workunits.store import Parameters, ParameterStore, Update
 from colab_swarm.workunits.weights import Floats
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10
 PARAMETERS = "parameters"
-"""The blob that the parameters are."""
+"""Name of the blob that holds the parameters."""
 _tables = sa.MetaData()
 JOBS = sa.Table(
     "swarm_jobs",
@@ -32,11 +32,13 @@ JOBS = sa.Table(
     sa.Column("job", sa.String(64), primary_key=True),
     sa.Column("version", sa.BigInteger, nullable=False),
 )
-ENDS = sa.Table(  # of the logs: a row of its own, so that the coordinator's entries do not wait for an assimilation
-    "swarm_ends",
-    _tables,
-    sa.Column("job", sa.String(64), primary_key=True),
-    sa.Column("position", sa.BigInteger, nullable=False),
+ENDS = (
+    sa.Table(  # of the logs: a row of its own, so the coordinator's entries do not wait for an assimilation
+        "swarm_ends",
+        _tables,
+        sa.Column("job", sa.String(64), primary_key=True),
+        sa.Column("position", sa.BigInteger, nullable=False),
+    )
 )
 LOG = sa.Table(
     "swarm_log",
@@ -64,16 +66,14 @@ BLOBS = sa.Table(
 )
 
 
-class SqlStore:
-    """A job's state in the database at ``url``; the tables are made if they are missing."""
-
-    shared = True
+class SqlStore(ParameterStore):
+    """A job's state in the database at ``url``; missing tables are created."""
 
     def __init__(self, url: str, job: str) -> None:
-        self._job, self._stopwatch = job, Stopwatch()
+        super().__init__(url, job)
         self._where = sa.make_url(url).render_as_string(hide_password=True)
         with self._errors():
-            # a snapshot per statement: rows that a transaction waited for are seen as they are then
+            # a snapshot per statement: after a wait for a lock, a transaction sees the newest rows
             self._engine = sa.create_engine(
                 url,
                 isolation_level="READ COMMITTED",
@@ -82,17 +82,16 @@ class SqlStore:
             )
             try:
                 self._make_tables()
-            except SQLAlchemyError:  # PostgreSQL: another process makes them at this moment
+            except SQLAlchemyError:  # PostgreSQL: another process creates them now
                 self._make_tables()
 
     def begin(self, first: Floats) -> None:
-        """See `Store.begin`."""
         with self._transaction() as connection:
             found = connection.execute(sa.select(JOBS.c.version).where(JOBS.c.job == self._job)).first()
             if found is None:
                 connection.execute(JOBS.insert(), {"job": self._job, "version": 0})
                 self._put(connection, PARAMETERS, first.astype("<f4", copy=False).data.cast("B"))
-        check_size(self._job, len(self.parameters().values), first)
+        self._check_size(first)
 
     def append(
         self,
@@ -101,7 +100,6 @@ class SqlStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `Store.append`."""
         with self._transaction() as connection:
             for name, data in (put or {}).items():
                 self._put(connection, name, memoryview(data))
@@ -110,7 +108,6 @@ class SqlStore:
             self._log(connection, entries)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `Store.entries`."""
         with self._transaction() as connection:
             rows = connection.execute(
                 sa.select(LOG.c.position, LOG.c.entry)
@@ -120,7 +117,6 @@ class SqlStore:
         return [(row.position, decode_entry(row.entry)) for row in rows]
 
     def blob(self, name: str) -> bytes:
-        """See `Store.blob`."""
         with self._transaction() as connection:
             pieces = connection.execute(
                 sa.select(BLOBS.c.data)
@@ -132,7 +128,6 @@ class SqlStore:
         return b"".join(piece.data for piece in pieces)
 
     def parameters(self) -> Parameters:
-        """See `Store.parameters`."""
         with self._transaction() as connection:
             return self._parameters(connection)
 
@@ -144,25 +139,21 @@ class SqlStore:
             .order_by(BLOBS.c.piece)
         ).all()
         if not rows:
-            raise not_begun(self._job)
+            raise self._not_begun()
         return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `Store.claim`."""
         waits = sa.and_(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
         with self._transaction() as connection:
             rows = connection.execute(sa.select(QUEUE).where(waits).order_by(QUEUE.c.position)).all()
-            for row in rows:  # others may take it between the two statements
+            for row in rows:  # another server may take it between the two statements
                 take = sa.update(QUEUE).where(waits, QUEUE.c.assignment == row.assignment)
                 if connection.execute(take.values(held_until=now + lease_s)).rowcount:
-                    entry = decode_entry(row.entry)
-                    assert isinstance(entry, Accepted)
-                    return self._stopwatch.start(entry)
+                    return self._claimed(row.entry)
         return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `Store.assimilate`."""
-        began = self._stopwatch.began(accepted)
+        began = self._began(accepted)
         with self._transaction() as connection:
             mine = JOBS.c.job == self._job
             connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
@@ -176,17 +167,15 @@ class SqlStore:
             self._put(connection, PARAMETERS, new.astype("<f4", copy=False).data.cast("B"))
             connection.execute(sa.update(JOBS).where(mine).values(version=version))
             self._drop(connection, accepted.result)
-            self._log(connection, [assimilated(accepted, version, server=server, now=now, began=began)])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now, began=began)])
         return version
 
     def waiting(self) -> int:
-        """See `Store.waiting`."""
         with self._transaction() as connection:
             count = sa.select(sa.func.count()).select_from(QUEUE).where(QUEUE.c.job == self._job)
             return int(connection.execute(count).scalar_one())
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._engine.dispose()
 
     def _make_tables(self) -> None:
@@ -207,7 +196,7 @@ class SqlStore:
         connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name == name))
 
     def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
-        """The last thing in a transaction: others' entries wait from here, so that all are seen in their order."""
+        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
         if not entries:
             return
         mine = ENDS.c.job == self._job

@@ -1,28 +1,23 @@
-r"""What happened to a job, as entries of its store's log.
+r"""The log of a job: its entries, and the state of units, volunteers and epochs that they add up to.
 
-The log is the job's memory: whoever reads it from the beginning knows every unit, volunteer and epoch. The
-coordinator writes all of it but `Assimilated` and `Measured`, which the parameter servers write.
+The log is the job's only state. A coordinator that was killed reads it from the start and knows what it knew. The
+coordinator writes all entries but `Assimilated` and `Measured`, which the parameter servers write.
 
     Met -> Assigned -> Accepted -> Assimilated -> Measured        then EpochEnded, and at last Finished
               |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
-              |  \-> Rejected                                    the result was no use: the unit goes to somebody else
+              |  \-> Rejected                                    invalid result: the unit goes to another volunteer
               |---> Expired                                      its deadline passed: likewise
-              \---> GaveBack                                     the volunteer left in good order: likewise
+              \---> GaveBack                                     the volunteer returned it untrained: likewise
 
-Times are seconds since the epoch, so that they mean the same after a restart.
+Times are seconds since the epoch, so they stay comparable after a restart.
 
-Whom to trust with a unit: an error rate per volunteer, and bans for those whose results are no use.
+A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends
+as ``accepted`` (also if it agreed with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded``
+(its unit was accepted without it).
 
-The error rate is BOINC's (its validator's ``update_error_rate``): an exponential average that begins at 0.1. It
-forgets faster here, within some ten units instead of twenty, because a job of notebooks lasts hours, not months. Who
-is often preempted is unreliable and gets few units; only who sends bad results is banned.
-
-What a job's log says: every unit, volunteer and epoch, built by applying the entries in their order.
-
-There is no other state: a coordinator that was killed reads the log again and knows what it knew. A replica is one
-assignment of a unit. It is ``out`` at a volunteer, then ``returned`` while a majority is waited for, and ends as
-``accepted`` (also if it agreed with the one that was taken), ``rejected``, ``expired``, ``given back`` or
-``superseded`` (its unit was accepted without it).
+Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
+starts at 0.1. It forgets within some ten units instead of twenty, because a job of notebooks lasts hours, not months.
+A volunteer that is often preempted is unreliable and gets few units. Only bad results lead to a ban.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ import msgspec
 
 
 class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One subset of the data in one epoch, both counted as people do: epochs from 1, subsets from 0."""
+    """One subset of the data in one epoch: epochs count from 1, subsets from 0."""
 
     epoch: int
     subset: int
@@ -47,23 +42,23 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all entries. ``at``: when it happened."""
+    """Base of all entries. ``at``: time of the entry."""
 
     at: float
 
 
 class Met(Entry, frozen=True):
-    """A volunteer came for the first time. ``volunteer``: its peer id in hex; ``name``: what it calls itself."""
+    """A volunteer requested units for the first time. ``volunteer``: its peer id in hex; ``name``: its own choice."""
 
     volunteer: str
     name: str
 
 
 class Assigned(Entry, frozen=True):
-    """A volunteer is to train a unit before ``deadline``.
+    """A volunteer gets a unit, to be trained before ``deadline``.
 
     Attributes:
-        assignment: random, 32 hex digits; the only thing that an upload names.
+        assignment: random name, 32 hex digits; an upload carries nothing else.
         version: of the parameters at that time.
     """
 
@@ -75,17 +70,17 @@ class Assigned(Entry, frozen=True):
 
 
 class Returned(Entry, frozen=True):
-    """The result of one replica is kept as blob ``result`` until enough of them are back."""
+    """The result of one replica is saved as blob ``result`` until enough of them are back."""
 
     assignment: str
     result: str
 
 
 class Accepted(Entry, frozen=True):
-    """The unit's result, blob ``result``, waits for a parameter server, which weighs its own copy by ``alpha``.
+    """The unit's result, blob ``result``, waits for a parameter server; ``alpha`` weighs the server's parameters.
 
     Attributes:
-        base: version of the parameters that training began with.
+        base: version of the unit's initial parameters.
         change: how far training moved the parameters (L2 norm).
     """
 
@@ -98,7 +93,7 @@ class Accepted(Entry, frozen=True):
 
 
 class Rejected(Entry, frozen=True):
-    """The result was no use."""
+    """The result is invalid."""
 
     assignment: str
     reason: str
@@ -111,17 +106,13 @@ class Expired(Entry, frozen=True):
 
 
 class GaveBack(Entry, frozen=True):
-    """The volunteer will not train it after all."""
+    """The volunteer returned the unit untrained."""
 
     assignment: str
 
 
 class Assimilated(Entry, frozen=True):
-    """A parameter server has made the result part of the parameters, which have ``version`` since.
-
-    Attributes:
-        seconds: what the update took, from taking the result to the new parameters in the store.
-    """
+    """A result became part of the parameters, now of ``version``; ``seconds``: from claiming to storing."""
 
     unit: Unit
     assignment: str
@@ -170,50 +161,40 @@ _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
 
 
 def encode_entry(entry: AnyEntry) -> bytes:
-    """As stores keep it."""
+    """Encode an entry for a store."""
     return msgspec.msgpack.encode(entry)
 
 
 def decode_entry(data: bytes) -> AnyEntry:
-    """What `encode_entry` made."""
+    """Decode what `encode_entry` made."""
     return _decoder.decode(data)
 
 
 MEMORY = 0.9
-
 FIRST_ERROR_RATE = 0.1
-
 RELIABLE = 0.5
-
-"""Below this reliability a volunteer gets few units, and none that failed before if others are there."""
-
+"""Below this reliability a volunteer gets few units, and none that failed before while others are present."""
 BAN_RATE = 0.25
-
-"""A volunteer is banned if about so many of its latest results were bad: three in a row, or every fourth."""
-
+"""Share of bad results that leads to a ban: three in a row, or every fourth."""
 FIRST_BAN_S = 600.0
-
 LONGEST_BAN_S = 86_400.0
-
 FREE_RETURNS = 3
-
-"""Whoever gives units back more often, with no result in between, gets none for a while: each fills the log."""
-
+"""After more returns without a result in between, a volunteer gets no units for a while: each fills the log."""
 LONGEST_REST_S = 600.0
 
 
 @dataclass
 class Reliability:
-    """How one volunteer did so far.
+    """Record of one volunteer. Times are seconds since the epoch.
 
     Attributes:
-        error_rate: share of its latest units that came to nothing, for whatever reason.
+        error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
-        accepted, rejected, expired: units.
-        bans: so far; each is twice as long as the one before.
-        banned_until: seconds since the epoch.
-        returns: how often it gave units back since its last good result, last at ``returned_at``.
-        rests_until: it gets nothing before.
+        accepted, rejected, expired: numbers of units.
+        bans: number so far; each is twice as long as the one before.
+        banned_until: end of the latest ban.
+        returns: times it gave units back since its last good result, the last time at ``returned_at``.
+        rests_until: it gets no units before.
     """
 
     error_rate: float = FIRST_ERROR_RATE
@@ -229,28 +210,28 @@ class Reliability:
 
     @property
     def reliability(self) -> float:
-        """Between 0 and 1."""
+        """Share of its latest units that succeeded, between 0 and 1."""
         return 1 - self.error_rate
 
     @property
     def proven(self) -> bool:
-        """Whether it may have as many units as the plan allows: it did one, and most come back."""
+        """True if it may hold as many units as the plan allows: it has done one, and most succeed."""
         return self.accepted > 0 and self.reliability >= RELIABLE
 
     def on_accepted(self) -> None:
-        """One of its results was good."""
+        """Count a good result."""
         self.accepted += 1
         self.returns = 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
     def on_expired(self) -> None:
-        """One of its units did not come back in time."""
+        """Count a unit whose deadline passed."""
         self.expired += 1
         self._err()
 
     def on_gave_back(self, now: float) -> None:
-        """It gave back a unit; several at once count as one."""
+        """Count a return of units; several at once count as one."""
         if now > self.returned_at:
             self.returned_at = now
             self.returns += 1
@@ -258,7 +239,7 @@ class Reliability:
             self.rests_until = now + min(LONGEST_REST_S, 2.0 ** min(self.returns - FREE_RETURNS, 32))
 
     def on_rejected(self, now: float) -> None:
-        """One of its results was bad."""
+        """Count a bad result, which may lead to a ban."""
         self.rejected += 1
         self._err()
         self.bad_rate = MEMORY * self.bad_rate + 1 - MEMORY
@@ -271,13 +252,12 @@ class Reliability:
 
 
 LATEST = 100
-
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
 @dataclass
 class UnitReplica:
-    """One assignment, and what became of it. ``result``: name of the blob, once it is back; times as in entries."""
+    """One assignment and its fate. ``result``: name of the blob, once it is back; times as in entries."""
 
     assignment: str
     unit: Unit
@@ -290,7 +270,7 @@ class UnitReplica:
 
     @property
     def live(self) -> bool:
-        """Whether its result is here, or awaited."""
+        """True while its result is awaited, or waits for a majority."""
         return self.fate in {"out", "returned"}
 
 
@@ -299,11 +279,11 @@ class UnitState:
     """One unit of an epoch.
 
     Attributes:
-        replicas: in the order they were assigned.
-        accepted: the assignment whose result was taken; None so far.
-        assimilated: whether it is part of the parameters.
-        staleness: of an assimilated one, how many others were assimilated since its volunteer had the parameters.
-        failed_by: who did not bring a result of use, and when it last did not.
+        replicas: in order of assignment.
+        accepted: the assignment whose result was accepted; None so far.
+        assimilated: True once the result is part of the parameters.
+        staleness: results assimilated between its initial parameters and its own assimilation.
+        failed_by: volunteers that failed it, and when they last did.
     """
 
     replicas: list[UnitReplica] = field(default_factory=list)
@@ -313,21 +293,21 @@ class UnitState:
     failed_by: dict[str, float] = field(default_factory=dict)
 
     def live(self) -> list[UnitReplica]:
-        """Replicas whose results are here or awaited."""
+        """Return replicas whose results are awaited, or wait for a majority."""
         return [replica for replica in self.replicas if replica.live]
 
     def is_with(self, volunteer: str) -> bool:
-        """Whether a volunteer has a live replica."""
+        """Return True if a volunteer has a live replica."""
         return any(replica.volunteer == volunteer for replica in self.live())
 
     def returned(self) -> list[UnitReplica]:
-        """Replicas whose results wait for a majority."""
+        """Return replicas whose results wait for a majority."""
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
 
 @dataclass
 class VolunteerState:
-    """One volunteer. ``out``: its assignments that are not back; ``last_seen``: by the log."""
+    """One volunteer. ``out``: its assignments that are not back; ``last_seen``: time of its latest entry."""
 
     name: str = ""
     standing: Reliability = field(default_factory=Reliability)
@@ -341,9 +321,9 @@ def _latest() -> deque[float]:
 
 @dataclass
 class JobState:
-    """All that a log says. ``subsets``: units of an epoch; the other attributes follow the entries.
+    """The state that a log adds up to. ``subsets``: units of an epoch; the other attributes follow the entries.
 
-    ``units`` has those of this epoch and of all before; ``open`` those that nothing was accepted for.
+    ``units`` has those of this epoch and all before; ``open`` those without an accepted result.
     """
 
     subsets: int
@@ -369,23 +349,19 @@ class JobState:
         self.units |= self.open
 
     def unit(self, unit: Unit) -> UnitState:
-        """Its state; an empty one if its epoch did not begin."""
+        """Return a unit's state; an empty one if its epoch has not begun."""
         return self.units.get(unit) or UnitState()
 
     def units_of(self, epoch: int) -> Iterator[tuple[Unit, UnitState]]:
-        """All units of an epoch that began."""
+        """Yield all units of an epoch that has begun."""
         return ((unit, self.units[unit]) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
 
     def volunteer(self, volunteer: str) -> VolunteerState:
-        """Its record; an empty one if it never came."""
+        """Return a volunteer's record; an empty one if it is unknown."""
         return self.volunteers.get(volunteer) or VolunteerState()
 
     def apply(self, entry: AnyEntry) -> None:
-        """Take in the next entry of the log.
-
-        Raises:
-            ValueError: the log is of a job with other subsets.
-        """
+        """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
         match entry:
             case Met():
                 self._seen(entry.volunteer, entry.at).name = entry.name
@@ -426,7 +402,7 @@ class JobState:
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
     def _back(self, assignment: str, at: float) -> UnitReplica:
-        """The replica, whose result has arrived."""
+        """Record that a replica's result has arrived, and return the replica."""
         replica = self.replicas[assignment]
         self._seen(replica.volunteer, at).out.discard(assignment)
         if replica.fate != "returned":
@@ -452,7 +428,7 @@ class JobState:
         volunteer, unit = self.volunteers[replica.volunteer], self.units[replica.unit]
         volunteer.out.discard(entry.assignment)
         unit.failed_by[replica.volunteer] = entry.at
-        if isinstance(entry, Expired):  # and nothing was heard of it
+        if isinstance(entry, Expired):  # the volunteer was silent: it is not seen
             replica.fate = "expired"
             volunteer.standing.on_expired()
             return
@@ -479,17 +455,13 @@ class JobState:
             self._begin_epoch()
 
     def check_invariants(self) -> None:
-        """Used by tests.
-
-        Raises:
-            AssertionError: the state contradicts itself.
-        """
+        """Raise AssertionError if the state contradicts itself; used by tests."""
         for key, unit in self.units.items():
             assert key.epoch <= self.epoch, f"{key} was assigned before epoch {self.epoch} was done"
             assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"
             live = [replica.volunteer for replica in unit.live()]
             assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
             assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
-            assert (unit.accepted is None) == (key in self.open), f"{key} is not where it belongs"
+            assert (unit.accepted is None) == (key in self.open), f"{key} is in the wrong set"
         out = {name for name, replica in self.replicas.items() if replica.fate == "out"}
         assert out == set().union(*(volunteer.out for volunteer in self.volunteers.values()))

@@ -1,17 +1,14 @@
-"""Where a job's state lives: its log, its parameters, the results that wait. It outlives the coordinator.
+"""The state of a job: its log, its parameters, and the results that wait. It outlives the coordinator.
 
-Every method is atomic and, where the store is durable, lasting when it returns: a process killed at any moment
-leaves either all of a call or nothing. Stores are used by the coordinator and by the parameter servers at once, from
-several threads and processes. A call that raises `StoreError` because the store was lost on the way may have been done
-or not: read the log again.
+Every method is atomic and durable where the store is. A process killed at any moment leaves all of a call or nothing.
+The coordinator and the parameter servers use a store at once, from several threads and processes. A call that raises
+`StoreError` because the connection broke may have taken effect or not: read the log again.
 
-A store in one file, on SQLite: the default, durable, for several processes of one machine.
-
-The file's log is written ahead (WAL): what was kept outlives the death of any process. If the machine itself loses
-power, the last seconds may be lost, and the job goes on from a moment before (a sync per entry would cost ten times
-the time). Writers follow one another: an assimilation holds the file's one write lock, readers go on beside it. Pages
-are 64 KiB, the most that SQLite allows: vectors of megabytes are read and written four times as fast as with the
-usual 4 KiB.
+`SqliteStore` is the default: one file, durable, for several processes on one machine. Its log is written ahead (WAL),
+so committed entries survive the death of any process. A power failure may lose the last seconds, and the job resumes
+from a moment before; a sync per entry would cost ten times the time. Writers take turns: an assimilation holds the
+file's one write lock, and readers are not blocked. Pages are 64 KiB, the most that SQLite allows. They make vectors of
+megabytes four times as fast to read and write as the usual 4 KiB.
 """
 
 from __future__ import annotations
@@ -19,12 +16,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -33,13 +31,12 @@ from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_
 from colab_swarm.workunits.weights import Floats
 
 Update: TypeAlias = Callable[[Floats], Floats]
-
-"""Of the parameters, which are read-only and only lent; it returns new ones, which it gives away."""
-
+"""Compute new parameters from the current ones, which are read-only and only lent."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Environment of processes that assimilate: glibc reuses the memory of vectors instead of requesting it again.
 
-"""For the environment of processes that assimilate: glibc keeps the memory of vectors, instead of asking the system for
-it anew, which is 7,000 page faults and half of the processor's time per update of 5 M parameters."""
+That saves 7,000 page faults and half of the processor's time per update of 5 M parameters.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Parameters:
     """The server's parameters.
 
     Attributes:
-        version: assimilations so far; under eventual consistency some of them may be lost in ``values``.
+        version: assimilations so far; under eventual consistency ``values`` may lack some of them.
         values: read-only, (numel,).
     """
 
@@ -55,118 +52,20 @@ class Parameters:
     values: Floats
 
 
-class ParameterStore(Protocol):
-    """One job's state. Tensors are float32 vectors, blobs are bytes with a name."""
+class ParameterStore(ABC):
+    """State of one job: float32 vectors, blobs with names. ``shared``: other processes can open it at ``url``."""
 
-    shared: bool
-    """Whether other processes can open it too."""
+    shared = True
 
+    def __init__(self, url: str, job: str) -> None:
+        self.url, self._job = url, job
+        self._claimed_at: dict[str, float] = {}  # `time.perf_counter` by assignment
+
+    @abstractmethod
     def begin(self, first: Floats) -> None:
-        """Put in the first parameters, as version 0, unless the job has some already.
+        """Save ``first`` (numel,) as version 0 of a new job; raise StoreError if the job has another size."""
 
-        Raises:
-            StoreError: it holds a job with another number of parameters.
-        """
-
-    def append(
-        self, entries: Sequence[AnyEntry], *, put: Mapping[str, bytes] = ..., drop: Collection[str] = ()
-    ) -> None:
-        """Add to the log; keep the blobs ``put``, delete those named in ``drop``. Each `Accepted` is queued, too."""
-
-    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """The log beyond position ``after``, in order, each with its position, from 1 up (gaps are allowed)."""
-
-    def blob(self, name: str) -> bytes:
-        """What was put.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
-
-    def parameters(self) -> Parameters:
-        """The newest."""
-
-    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """The oldest accepted result that nobody holds, for ``server`` until ``now + lease_s``; None if none waits."""
-
-    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """Replace the parameters by ``update(parameters)``, log `Assimilated`, drop the result from queue and blobs.
-
-        Returns:
-            The new version; None, with nothing changed, if this unit was assimilated already.
-        """
-
-    def waiting(self) -> int:
-        """Accepted results that are not assimilated."""
-
-    def close(self) -> None:
-        """Let go of files and connections; what was kept stays."""
-
-
-class Stopwatch:
-    """Since when results are in the hands of this process, for `Assimilated.seconds`."""
-
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
-
-    def start(self, accepted: Accepted) -> Accepted:
-        """``accepted`` was claimed just now."""
-        self._began[accepted.assignment] = time.perf_counter()
-        return accepted
-
-    def began(self, accepted: Accepted) -> float:
-        """When it was claimed; now, if that was elsewhere. Forgets it."""
-        return self._began.pop(accepted.assignment, time.perf_counter())
-
-
-def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """What `ParameterStore.assimilate` adds to the log; ``began``: by `Stopwatch`."""
-    return Assimilated(
-        at=now,
-        unit=accepted.unit,
-        assignment=accepted.assignment,
-        server=server,
-        version=version,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def check_size(job: str, numel: int, first: Floats) -> None:
-    """Raise StoreError if a job of ``numel`` parameters is begun again with ``first``."""
-    if numel != len(first):
-        raise StoreError(
-            f"the store holds a job {job!r} of {numel:,} parameters, but the model has {len(first):,}: "
-            "give the job another name, or use another store"
-        )
-
-
-def not_begun(job: str) -> StoreError:
-    """The error of reading parameters that nobody put in."""
-    return StoreError(f"the store holds no job {job!r} yet: start its coordinator first")
-
-
-class MemoryStore:
-    """A job's state in memory; safe to use from several threads, assimilations follow one another."""
-
-    shared = False
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self._lock = threading.Lock()
-        self._log: list[AnyEntry] = []
-        self._blobs: dict[str, bytes] = {}
-        self._queue: dict[str, Accepted] = {}  # by assignment, oldest first
-        self._held_until: dict[str, float] = {}  # by assignment
-        self._stopwatch = Stopwatch()
-        self._parameters: Parameters | None = None
-
-    def begin(self, first: Floats) -> None:
-        """See `ParameterStore.begin`."""
-        with self._lock:
-            if self._parameters is None:
-                self._parameters = Parameters(0, _frozen(first.copy()))
-            check_size(self._job, len(self._parameters.values), first)
-
+    @abstractmethod
     def append(
         self,
         entries: Sequence[AnyEntry],
@@ -174,70 +73,76 @@ class MemoryStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `ParameterStore.append`."""
-        with self._lock:
-            self._log += entries
-            self._queue |= {entry.assignment: entry for entry in entries if isinstance(entry, Accepted)}
-            self._blobs |= put or {}
-            for name in drop:
-                self._blobs.pop(name, None)
+        """Append to the log, queue each `Accepted`, save the blobs ``put`` and delete those named in ``drop``."""
 
+    @abstractmethod
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `ParameterStore.entries`."""
-        with self._lock:
-            return list(enumerate(self._log[after:], after + 1))
+        """Return the log beyond position ``after``, in order. Positions start at 1 and may have gaps."""
 
+    @abstractmethod
     def blob(self, name: str) -> bytes:
-        """See `ParameterStore.blob`."""
-        return self._blobs[name]
+        """Return a blob; raise KeyError if there is none of this name."""
 
+    @abstractmethod
     def parameters(self) -> Parameters:
-        """See `ParameterStore.parameters`."""
-        if self._parameters is None:
-            raise not_begun(self._job)
-        return self._parameters
+        """Return the newest parameters."""
 
+    @abstractmethod
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `ParameterStore.claim`."""
-        with self._lock:
-            for assignment, accepted in self._queue.items():
-                if self._held_until.get(assignment, now) <= now:
-                    self._held_until[assignment] = now + lease_s
-                    return self._stopwatch.start(accepted)
-            return None
+        """Lease the oldest free result to ``server`` until ``now + lease_s``; None if none waits."""
 
+    @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `ParameterStore.assimilate`."""
-        with self._lock:
-            if accepted.assignment not in self._queue:
-                return None
-            began, old = self._stopwatch.began(accepted), self.parameters()
-            new = Parameters(old.version + 1, _frozen(update(old.values)))
-            self._log.append(assimilated(accepted, new.version, server=server, now=now, began=began))
-            self._parameters = new
-            del self._queue[accepted.assignment]
-            self._held_until.pop(accepted.assignment, None)
-            self._blobs.pop(accepted.result, None)
-            return new.version
+        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
 
+        Returns the new version; None, with nothing changed, if this unit was assimilated already.
+        """
+
+    @abstractmethod
     def waiting(self) -> int:
-        """See `ParameterStore.waiting`."""
-        return len(self._queue)
+        """Return the number of accepted results that are not assimilated."""
 
+    @abstractmethod
     def close(self) -> None:
-        """See `ParameterStore.close`."""
+        """Release files and connections. The state stays."""
+
+    def _check_size(self, first: Floats) -> None:
+        """Raise StoreError if the job has another number of parameters than ``first``."""
+        if (numel := len(self.parameters().values)) != len(first):
+            raise StoreError(
+                f"the store holds a job {self._job!r} of {numel:,} parameters, but the model has {len(first):,}: "
+                "give the job another name, or use another store"
+            )
+
+    def _not_begun(self) -> StoreError:
+        return StoreError(f"the store holds no job {self._job!r} yet: start its coordinator first")
+
+    def _claimed(self, entry: bytes) -> Accepted:
+        """Decode a claimed result and start the clock for `Assimilated.seconds`."""
+        accepted = cast(Accepted, decode_entry(entry))
+        self._claimed_at[accepted.assignment] = time.perf_counter()
+        return accepted
+
+    def _assimilated(
+        self, accepted: Accepted, version: int, *, server: str, now: float, began: float
+    ) -> Assimilated:
+        return Assimilated(
+            at=now,
+            unit=accepted.unit,
+            assignment=accepted.assignment,
+            server=server,
+            version=version,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _began(self, accepted: Accepted) -> float:
+        """Return when this process claimed the result; now, if another process did."""
+        return self._claimed_at.pop(accepted.assignment, time.perf_counter())
 
 
-def _frozen(values: Floats) -> Floats:
-    frozen = values.astype(np.float32, copy=False)
-    frozen.flags.writeable = False
-    return frozen
-
-
+MEMORY = ":memory:"
 BUSY_S = 60.0
-
-"""How long to wait for another writer."""
-
+"""Time to wait for another writer."""
 TABLES = (
     "CREATE TABLE IF NOT EXISTS jobs (id INTEGER PRIMARY KEY, name TEXT UNIQUE, version INTEGER)",
     "CREATE TABLE IF NOT EXISTS vectors (job INTEGER PRIMARY KEY, data BLOB)",  # apart, for updates in place
@@ -248,28 +153,26 @@ TABLES = (
 )
 
 
-class SqliteStore:
-    """A job's state in the file ``path``, which is made if there is none."""
-
-    shared = True
+class SqliteStore(ParameterStore):
+    """A job's state in the file ``path``, which is created if missing; or in this process, at `MEMORY`."""
 
     def __init__(self, path: str | Path, job: str) -> None:
-        self._path, self._job = Path(path), job
+        self.shared = path != MEMORY
+        super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
         self._local, self._lock = threading.local(), threading.Lock()
         self._connections: list[tuple[sqlite3.Connection, threading.Lock]] = []
-        self._stopwatch = Stopwatch()
+        self._one_for_all = None if self.shared else self._connect()
         with self._transaction() as connection:
             for table in TABLES:
                 connection.execute(table)
 
     def begin(self, first: Floats) -> None:
-        """See `ParameterStore.begin`."""
         with self._transaction() as connection:
             if self._head(connection) is None:
                 values = first.astype("<f4", copy=False).data
                 cursor = connection.execute("INSERT INTO jobs (name, version) VALUES (?, 0)", (self._job,))
                 connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, values))
-        check_size(self._job, len(self.parameters().values), first)
+        self._check_size(first)
 
     def append(
         self,
@@ -278,7 +181,6 @@ class SqliteStore:
         put: Mapping[str, bytes] | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        """See `ParameterStore.append`."""
         with self._transaction() as connection:
             self._log(connection, entries)
             rows = [(self._job, name, data) for name, data in (put or {}).items()]
@@ -300,16 +202,12 @@ class SqliteStore:
         connection.executemany("DELETE FROM blobs WHERE job = ? AND name = ?", rows)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """See `ParameterStore.entries`."""
-        found = self._rows(
-            "SELECT position, entry FROM log WHERE job = ? AND position > ? ORDER BY position",
-            self._job,
-            after,
-        )
+        query = "SELECT position, entry FROM log WHERE job = ? AND position > ? ORDER BY position"
+        with self._connection() as connection:
+            found = connection.execute(query, (self._job, after)).fetchall()
         return [(position, decode_entry(entry)) for position, entry in found]
 
     def blob(self, name: str) -> bytes:
-        """See `ParameterStore.blob`."""
         with self._transaction("DEFERRED") as connection:
             query = "SELECT rowid FROM blobs WHERE job = ? AND name = ?"
             found = connection.execute(query, (self._job, name)).fetchone()
@@ -318,30 +216,23 @@ class SqliteStore:
             return _read(connection, "blobs", found[0])
 
     def parameters(self) -> Parameters:
-        """See `ParameterStore.parameters`."""
         with self._transaction("DEFERRED") as connection:
             row, version = self._head(connection) or (0, 0)
             if not row:
-                raise not_begun(self._job)
+                raise self._not_begun()
             return Parameters(version, np.frombuffer(_read(connection, "vectors", row), "<f4"))
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """See `ParameterStore.claim`."""
         with self._transaction() as connection:
             found = connection.execute(
                 "UPDATE queue SET held_until = ? WHERE position ="
                 " (SELECT min(position) FROM queue WHERE job = ? AND held_until <= ?) RETURNING entry",
                 (now + lease_s, self._job, now),
             ).fetchall()
-        if not found:
-            return None
-        entry = decode_entry(found[0][0])
-        assert isinstance(entry, Accepted)
-        return self._stopwatch.start(entry)
+        return self._claimed(found[0][0]) if found else None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """See `ParameterStore.assimilate`."""
-        began = self._stopwatch.began(accepted)
+        began = self._began(accepted)
         with self._transaction() as connection:
             taken = connection.execute(
                 "DELETE FROM queue WHERE job = ? AND assignment = ?", (self._job, accepted.assignment)
@@ -356,20 +247,19 @@ class SqliteStore:
                 vector.write(new.astype("<f4", copy=False).data.cast("B"))
             connection.execute("UPDATE jobs SET version = ? WHERE id = ?", (version, row))
             self._drop(connection, [accepted.result])
-            entry = assimilated(accepted, version, server=server, now=now, began=began)
-            self._log(connection, [entry])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now, began=began)])
         return version
 
     def waiting(self) -> int:
-        """See `ParameterStore.waiting`."""
-        return int(self._rows("SELECT count(*) FROM queue WHERE job = ?", self._job)[0][0])
+        with self._connection() as connection:
+            count = connection.execute("SELECT count(*) FROM queue WHERE job = ?", (self._job,)).fetchone()
+        return int(count[0])
 
     def close(self) -> None:
-        """See `ParameterStore.close`."""
         with self._lock:
             while self._connections:
                 connection, in_use = self._connections.pop()
-                with in_use:  # by its thread: to close it meanwhile would kill the process
+                with in_use:  # by its thread: closing it meanwhile would kill the process
                     connection.close()
 
     def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
@@ -377,10 +267,6 @@ class SqliteStore:
         query = "SELECT id, version FROM jobs WHERE name = ?"
         found: tuple[int, int] | None = connection.execute(query, (self._job,)).fetchone()
         return found
-
-    def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._connection() as connection:
-            return connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
@@ -395,33 +281,28 @@ class SqliteStore:
                 raise
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """This thread's connection. A store in memory has one for all threads, which take turns."""
         try:
-            yield
+            if not hasattr(self._local, "own"):
+                self._local.own = self._one_for_all or self._connect()
+            connection, in_use = self._local.own
+            with in_use:
+                yield connection
         except sqlite3.Error as error:
             raise StoreError(
-                f"{self._path}: {error}. The folder must exist, be writable, have space, and lie on a disk of this "
+                f"{self.url}: {error}. The folder must exist, be writable, have space, and lie on a disk of this "
                 "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
             ) from error
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        """This thread's."""
-        with self._errors():
-            own: tuple[sqlite3.Connection, threading.Lock] | None = getattr(self._local, "own", None)
-            if own is None:
-                own = self._local.own = self._connect(), threading.Lock()
-                with self._lock:
-                    self._connections.append(own)
-            with own[1]:
-                yield own[0]
-
-    def _connect(self) -> sqlite3.Connection:
-        new = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    def _connect(self) -> tuple[sqlite3.Connection, threading.Lock]:
+        new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         new.execute("PRAGMA page_size = 65536")
         new.execute("PRAGMA journal_mode = WAL")
         new.execute("PRAGMA synchronous = NORMAL")
-        return new
+        with self._lock:
+            self._connections.append((new, threading.Lock()))
+            return self._connections[-1]
 
 
 def _read(connection: sqlite3.Connection, table: str, row: int) -> bytes:
@@ -434,25 +315,18 @@ FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
-
 ELSEWHERE = {
     **dict.fromkeys(("redis", "rediss", "unix"), ("redis_store", "RedisStore")),
     **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), ("sql", "SqlStore")),
 }
-
 """Module and class by scheme, of stores that need libraries beyond the base."""
 
 
 def open_store(url: str, job: str) -> ParameterStore:
-    """The state of ``job`` in the store at ``url``, which is one of `FORMS`.
-
-    Raises:
-        ValueError: it has none of these forms.
-        StoreError: the store cannot be opened.
-    """
+    """Open the state of ``job`` at ``url``, one of `FORMS` (else ValueError); StoreError if that fails."""
     scheme, _, rest = url.rpartition("://")
     if url == "memory":
-        return MemoryStore(job)
+        return SqliteStore(MEMORY, job)
     if scheme == "sqlite" and len(rest) > 1 and rest[0] == "/":
         return SqliteStore(rest[1:], job)
     if not scheme and (Path(url).suffix or Path(url).name != url):  # else a word such as "redis"

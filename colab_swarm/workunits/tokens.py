@@ -1,7 +1,7 @@
-"""Who sends a request: each carries the peer's membership, and a signature over what is asked for.
+"""Authentication of requests: each carries the peer's membership and a signature over the request.
 
-The header is ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. It names the method, the path, the digest of
-the body, a nonce and the time; the coordinator refuses what is older than a minute, or was seen before.
+The header is ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. It holds the method, the path, the digest of the
+body, a nonce and the time. The coordinator refuses a request that is over a minute old, or was seen before.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.identity import id_of
+from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, Signed
-from colab_swarm.net.peers import UNDECODABLE, PeerId, Role
+from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role
 
 SCHEME = "Swarm "
 MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
 FRESH_S = 60.0
 MAX_NONCES = 200_000
-"""Remembered for a minute; beyond that many requests a minute the rest are refused."""
+"""Nonces remembered; beyond this many requests in two minutes the rest are refused."""
 NO_BODY = sha256(b"").digest()
 
 
 class SignedRequest(Signed, frozen=True):
-    """What the header holds.
+    """Content of the header.
 
     Attributes:
         key, membership: of the peer; no membership in an open run.
@@ -52,36 +52,24 @@ class SignedRequest(Signed, frozen=True):
 _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
-class Signs(Protocol):
-    """Whoever has a key: an `Identity`, or a peer of a swarm."""
-
-    @property
-    def id(self) -> PeerId: ...
-
-    @property
-    def public_key(self) -> bytes: ...
-
-    def sign(self, data: bytes) -> bytes: ...
-
-
 class Token:
-    """What a peer signs its requests with. Its repr holds no secret.
+    """Sign a peer's requests. The repr holds no secret.
 
     Args:
-        identity: the peer's key.
-        membership: of the run, encoded; empty where everybody may join. A function where it is renewed.
+        identity: the peer's key, or the peer.
+        membership: of the run, encoded; empty in an open run. A function if it is renewed.
     """
 
-    def __init__(self, identity: Signs, membership: bytes | Callable[[], bytes] = b"") -> None:
+    def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
         self.identity, self._membership = identity, membership
 
     @property
     def membership(self) -> bytes:
-        """The one that holds now."""
+        """The current membership."""
         return self._membership if isinstance(self._membership, bytes) else self._membership()
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
-        """The header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
+        """Return the header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
         digest, key = sha256(body).digest(), self.identity.public_key
         unsigned = SignedRequest(key, self.membership, method, target, digest, os.urandom(16), now)
         return SCHEME + base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode()).decode()
@@ -91,26 +79,18 @@ class Token:
 
 
 class Crowded(NotAdmitted):
-    """Nobody is let in for a while."""
+    """Too many requests: no more are admitted for a while."""
 
 
 class RequestGate:
-    """Lets requests in.
-
-    Args:
-        admission: of the run; None where everybody may join.
-    """
+    """Admit requests to a run by its ``admission``; None in an open run."""
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
-        self._seen: OrderedDict[bytes, float] = OrderedDict()  # nonces of the last minutes, oldest first
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """The peer that sends a request, and the digest that its body must have.
-
-        Raises:
-            NotAdmitted: it is nobody's, old, replayed, or of somebody who may not take part.
-        """
+        """Return the peer that signed a request, and the digest of its body; raise NotAdmitted if it may not pass."""
         request = _decoded(header)
         if not request.is_signed_by(request.key):
             raise NotAdmitted("the request's signature is wrong")
@@ -125,17 +105,14 @@ class RequestGate:
             role = self._admission.verify(request.key, request.membership, now=now)
             if role < Role.WORKER:
                 raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
-        self._remember(request.nonce, now)
-        return id_of(request.key), request.digest
-
-    def _remember(self, nonce: bytes, now: float) -> None:
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             self._seen.popitem(last=False)
-        if nonce in self._seen:
-            raise NotAdmitted("this request was sent before: sign each anew")
+        if request.nonce in self._seen:
+            raise NotAdmitted("this request was sent before: sign each request")
         if len(self._seen) >= MAX_NONCES:
             raise Crowded("too many requests in a minute: try again later")
-        self._seen[nonce] = now
+        self._seen[request.nonce] = now
+        return id_of(request.key), request.digest
 
 
 def _decoded(header: str) -> SignedRequest:

@@ -1,90 +1,209 @@
-"""`cs.workunits.volunteer`: give this machine's time to somebody's job."""
+"""`cs.workunits.volunteer`: train units of another person's job on this machine.
+
+A volunteer requests units, trains them, uploads the results, and resumes after a kill. Each of its slots requests,
+fetches, trains, uploads, and starts over. Errors of the coordinator never end it, only its refusals do. All units of
+the process are trained in turns on one thread, because torch's random numbers belong to the process. So replicas of a
+unit agree, and one slot's training overlaps with another's transfers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
+import logging
+import random
 import re
 import socket
-from dataclasses import dataclass
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 from filelock import FileLock, Timeout
 
-from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.errors import CallRefused, JoinError, PeerError
 from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
 from colab_swarm.runtime import PauseGate, Runtime
-from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.tensors.device import DeviceThread
+from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
 from colab_swarm.workunits.coordinator import WorkLink
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import JobCard
-from colab_swarm.workunits.resume import VolunteerSnapshot
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
+from colab_swarm.workunits.job import Job, Rows, UnitTraining
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard
+from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
+from colab_swarm.workunits.weights import Floats, Schema
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
-PLACES = 64
+MAX_FOLDERS = 64
 """Volunteers of one name on one machine."""
+TURN_S = 0.1
+"""Training time of one unit before the next unit's turn."""
+BANNED_S = 60.0
+MIN_WAIT_S = 0.05
+FAREWELL_S = 5.0
+"""Time limit for giving units back."""
+AFTER_REFUSAL_S = 0.5, 60.0
+THREAD = DeviceThread()
 VIEWS = Views(
     render_html, render_text, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
 )
 _volunteers: set[Volunteer] = set()
 
 
+@dataclass(frozen=True)
+class VolunteerSettings:
+    """Settings of a volunteer.
+
+    Attributes:
+        folder: for data and units in hand.
+        units: trained at a time.
+        name: shown to people.
+        device: to train on.
+        save_s: interval between saves of a unit.
+        cache_bytes: most data on disk.
+        gate: closed while the machine is needed for something else.
+    """
+
+    folder: Path
+    units: int = 1
+    name: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    save_s: float = 30.0
+    cache_bytes: int = 2 << 30
+    gate: PauseGate = field(default_factory=PauseGate)
+
+    def __post_init__(self) -> None:
+        if self.units < 1:
+            raise ValueError(f"units={self.units}: it must be 1 at least")
+
+
+class _Over(Exception):
+    """The loop ends; the text says why. ``fault``: traceback of the job's code."""
+
+    def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
+        super().__init__(text)
+        self.fault, self.finished = fault, finished
+
+
 class Volunteer:
-    """A volunteer at work in the background. Show it, `watch` it, `stop` it."""
+    """A volunteer that works in the background. Show it, `watch` it, `stop` it.
+
+    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
+
+    Args:
+        client: of the job's coordinator; `stop` closes it.
+        job: model, loss and optimizer.
+        card: the coordinator's.
+        settings: of this volunteer.
+        clock: seconds since the epoch.
+        rng: random numbers for waits.
+
+    Attributes:
+        url: of the coordinator, whose page shows the job's progress.
+        folder: its own, for data and unfinished units.
+
+    Raises:
+        ValueError: the job's model is not the coordinator's.
+    """
 
     def __init__(
-        self, runtime: Runtime, client: CoordinatorClient, work: Volunteering, place: VolunteerFolder
+        self,
+        client: CoordinatorClient,
+        job: Job,
+        card: JobCard,
+        settings: VolunteerSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
     ) -> None:
-        self._runtime, self._client, self._work, self._place = runtime, client, work, place
+        self._schema = Schema.of(THREAD.submit(job.first_model).result())
+        if self._schema.head() != card.schema:
+            reason = "its size differs"
+            try:
+                self._schema.decode(card.schema)
+            except ValueError as error:
+                reason = str(error)
+            raise ValueError(f"this job's model is not that of {card.name!r}: {reason}")
+        self.url, self.folder = client.url, settings.folder
+        self._client, self._job, self._card, self._settings = client, job, card, settings
+        self._held = ExitStack()  # the lock of the folder, until `stop`
         self._stopped = False
+        self._clock, self._rng = clock, rng or random.Random()
+        self._subsets = {subset.sha256: subset for subset in card.subsets}
+        self._cache = SubsetCache(settings.folder / "data", settings.cache_bytes)
+        same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
+        owner = sha256(client.token.identity.id + same).hexdigest()
+        self._saves = UnitSaves(settings.folder / "units", owner)
+        self._slots = [Slot() for _ in range(settings.units)]
+        self._left_behind: deque[UnitInHand] = deque()
+        self._leaving, self._finish_s = asyncio.Event(), 0.0
+        self._asking = asyncio.Lock()
+        self._work: asyncio.Task[None] | None = None
+        self._over: _Over | None = None
+        self._answer = GivenUnits()
+        self._accepted = self._refused = self._given_back = self._samples = 0
+        self._refusal, self._banned = "", ""
+        self._began, self._ended = time.monotonic(), 0.0
 
-    @property
-    def url(self) -> str:
-        """Of the coordinator, whose page shows how the job goes."""
-        return self._client.url
+    async def begin(self) -> None:
+        """Start the loop."""
+        self._work = asyncio.create_task(self._run(), name="volunteer")
 
-    def snapshot(self) -> VolunteerSnapshot:
-        """What it does; safe from any thread."""
-        return self._work.snapshot()
+    async def wait_over(self) -> None:
+        """Wait until it has ended; `snapshot` says why."""
+        if self._work is not None:
+            await asyncio.shield(self._work)
+
+    async def leave(self, *, finish_s: float = FINISH_S) -> None:
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
+        self._finish_s = finish_s
+        self._leaving.set()
+        await self.wait_over()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the job is done, or nothing more can be; returns whether it has ended within ``seconds``."""
+        """Wait until it has ended, ``seconds`` at most; return True if it has."""
 
         async def waiting() -> bool:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._work.wait_over()
+                    await self.wait_over()
             return self.snapshot().over
 
-        return self._runtime.call(waiting())
+        return Runtime.shared().call(waiting())
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish what can be within ``finish_s``, give the rest back, and end. Idempotent."""
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
+
+        async def leave() -> None:
+            await self.leave(finish_s=finish_s)
+            await self._client.close()
+
         try:
-            self._runtime.call(self._leave(finish_s))
+            with self._held:
+                Runtime.shared().call(leave())
         finally:
-            self._place.lock.release()
             _volunteers.discard(self)
 
-    async def _leave(self, finish_s: float) -> None:
-        await self._work.leave(finish_s=finish_s)
-        await self._client.close()
-
     def panel(self) -> Panel[VolunteerSnapshot]:
-        """A live view: widgets in a notebook, text elsewhere."""
+        """Return a live view: widgets in a notebook, text elsewhere."""
         return Panel(self.snapshot, self.stop, views=VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show what it does for ``seconds``, or until it ends or you interrupt; it goes on afterwards."""
+        """Show its progress for ``seconds``, or until it ends or you interrupt. It continues afterwards."""
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
@@ -93,31 +212,214 @@ class Volunteer:
     def _repr_html_(self) -> str:
         return render_html(self.snapshot())
 
+    def snapshot(self) -> VolunteerSnapshot:
+        """Return its progress. Thread-safe."""
+        units = tuple(slot.progress() for slot in self._slots)
+        return VolunteerSnapshot(
+            job=self._card.name,
+            state=self._state(units),
+            over=self._over is not None,
+            fault="" if self._over is None else self._over.fault,
+            epoch=self._answer.epoch,
+            accuracy=self._answer.accuracy,
+            units=units,
+            accepted=self._accepted,
+            refused=self._refused,
+            given_back=self._given_back,
+            refusal=self._refusal,
+            samples=self._samples,
+            sent_bytes=self._client.sent_bytes,
+            received_bytes=self._client.received_bytes,
+            seconds=(self._ended or time.monotonic()) - self._began,
+            cache_hits=self._cache.hits,
+            cache_misses=self._cache.misses,
+        )
 
-@dataclass(frozen=True)
-class VolunteerFolder:
-    """A folder for one volunteer, locked while it works: two of them would train the same units."""
+    def _state(self, units: tuple[UnitProgress, ...]) -> str:
+        if self._over is not None:
+            return str(self._over)
+        if self._client.trouble:
+            return self._client.trouble
+        if self._leaving.is_set():
+            return "leaving, once the units in hand are done"
+        if self._settings.gate.closed:
+            return "paused"
+        phases = {unit.phase for unit in units}
+        busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
+        return busy[0] if busy else self._banned or "waiting for units"
 
-    folder: Path
-    lock: FileLock
+    # -- from the first unit to the last
 
-    @classmethod
-    def take(cls, folder: Path, name: str) -> VolunteerFolder:
-        """The first of ``name``, ``name-2`` … below ``folder`` that nobody uses."""
-        plain = _plain(name)
-        for number in range(1, PLACES + 1):
-            own = folder / (plain if number == 1 else f"{plain}-{number}")
-            own.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(own / "lock", thread_local=False)
-            with contextlib.suppress(Timeout):
-                lock.acquire(timeout=0)
-                return cls(own, lock)
-        raise ValueError(f"{PLACES} volunteers called {name!r} work in {folder}: give another name=")
+    async def _run(self) -> None:
+        over = _Over("left")
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
+                slots = [group.create_task(self._serve(slot)) for slot in self._slots]
+                await self._leaving.wait()
+                pairs = zip(
+                    slots, self._slots, strict=True
+                )  # waits for units in hand and those on their way,
+                last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
+                if last:  # but not for an unreachable coordinator
+                    await asyncio.wait(last, timeout=self._finish_s)
+                raise over
+        except* Exception as ends:
+            reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
+            if reasons:
+                over = reasons[0]
+            else:
+                fault = "".join(traceback.format_exception(ends.exceptions[0]))
+                logger.error("volunteering failed:\n%s", fault)
+                over = _Over(f"colab-swarm failed: {ends.exceptions[0]}", fault=fault)
+        await self._farewell(over)
+        self._over, self._ended = over, time.monotonic()
 
+    async def _farewell(self, over: _Over) -> None:
+        """Give back the units in hand. Those that cannot be given back stay on disk for the next session."""
+        with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
+            async with asyncio.timeout(FAREWELL_S):
+                await THREAD.run(lambda: None)
+        units = [slot.held.unit for slot in self._slots if slot.held is not None]
+        units += [held.unit for held in self._left_behind]
+        if units and not over.finished:
+            try:
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._client.give_back([unit.assignment for unit in units])
+            except (PeerError, TimeoutError) as error:
+                logger.info("units were not given back: %s", error or "no answer")
+                return
+            self._given_back += len(units)
+        for unit in units:
+            self._saves.drop(unit)
+        for slot in self._slots:
+            slot.let_go()
 
-def _plain(name: str) -> str:
-    """As the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    async def _serve(self, slot: Slot) -> None:
+        backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
+        while not self._leaving.is_set():
+            if not await self._next(slot) or slot.held is None:
+                continue
+            try:
+                await self._train(slot, slot.held)
+            except CallRefused as error:
+                self._refused, self._refusal = self._refused + 1, str(error)
+                logger.info("unit %s was refused: %s", slot.held.unit.assignment, error)
+                pause_s = backoff.failed()
+            else:
+                backoff.succeeded()
+                pause_s = 0.0
+            self._saves.drop(slot.held.unit)
+            slot.let_go()
+            await self._pause(pause_s)
+
+    # -- one unit
+
+    async def _next(self, slot: Slot) -> bool:
+        """Get a unit or wait for a while; return True if there is one to train."""
+        if self._left_behind:
+            slot.take(self._left_behind.popleft())
+            return True
+        slot.phase = "asking"
+        await self._settings.gate.wait_open()
+        try:
+            async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
+                held = [one.held for one in self._slots if one.held is not None]
+                answer = await self._client.ask(
+                    1,
+                    held=self._cache.held(),
+                    name=self._settings.name,
+                    in_hand=[one.unit.assignment for one in (*held, *self._left_behind)],
+                )
+                for unit in answer.units[:1]:
+                    slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
+        except CallRefused as error:
+            if error.code != "banned":
+                raise _Over(f"the coordinator refuses: {error}") from error
+            self._banned, slot.phase = str(error), "waiting"
+            await self._pause(BANNED_S)
+            return False
+        self._banned, self._answer = "", answer
+        if answer.finished:
+            raise _Over("the job is finished", finished=True)
+        if slot.held is not None:
+            return not self._leaving.is_set()
+        slot.phase = "waiting"
+        await self._pause(max(answer.wait_s, MIN_WAIT_S))
+        return False
+
+    async def _train(self, slot: Slot, held: UnitInHand) -> None:
+        """Train a unit and upload its result."""
+        unit, slot.phase = held.unit, "downloading"
+        if held.training is None:
+            await asyncio.to_thread(self._saves.save, held)
+        subset = self._subsets.get(unit.data)
+        if subset is None:
+            raise _Over("the coordinator's data have changed: call volunteer again")
+        cached = await asyncio.to_thread(self._cache.get, unit.data)
+        data = cached or await self._client.data(subset)
+        if cached is None:
+            await asyncio.to_thread(self._cache.put, unit.data, data)
+        values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
+        training = slot.training = await self._compute(lambda: self._begin(held, data, values))
+        slot.phase = "training"
+        while training.done < training.batches:
+            await self._compute(lambda: self._some_batches(slot, training))
+        schema = self._schema
+        result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
+        slot.phase = "uploading"
+        await self._client.upload(unit.assignment, result)
+        self._accepted += 1
+        self._samples += subset.rows * self._card.local_epochs
+
+    def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
+        """On the thread: start the training of a unit, or resume a saved one."""
+        model = self._job.first_model()
+        if values is not None:
+            self._schema.load(model, values)
+        training = UnitTraining(
+            self._job,
+            Rows.decode(data),
+            local_epochs=self._card.local_epochs,
+            batch_size=self._card.batch_size,
+            seed=held.unit.seed,
+            model=model,
+            device=self._settings.device,
+        )
+        if held.training is not None:
+            training.load_state_dict(held.training)
+        return training
+
+    def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
+        """On the thread: train for one turn, and save if it is time to."""
+        end = time.monotonic() + TURN_S
+        while training.done < training.batches:
+            slot.loss = training.step()
+            now = time.monotonic()
+            if slot.held is not None and now - slot.saved >= self._settings.save_s:
+                slot.saved = now
+                self._saves.save(replace(slot.held, training=training.state_dict()))
+            if now >= end:
+                return
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """Run the job's own code, on the thread; raise _Over if it fails."""
+        await self._settings.gate.wait_open()
+        try:
+            return await THREAD.run(work)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit too: a retry would raise it again
+            fault = "".join(traceback.format_exception(error))
+            logger.warning("the job's code failed:\n%s", fault)
+            said = traceback.format_exception_only(error)[-1].strip()
+            raise _Over(f"the job's code failed: {said}", fault=fault) from error
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not after `leave` was called."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
 
 
 def volunteer(
@@ -131,86 +433,80 @@ def volunteer(
     device: str | torch.device | None = None,
     accept_terms: bool = False,
 ) -> Volunteer:
-    """Train units of somebody's job on this machine, by nothing but outgoing HTTP(S) requests.
+    """Train units of a job on this machine, by outgoing HTTP(S) requests only.
 
-    What was in hand when the kernel died goes on if the same ``name`` and ``folder`` come back before the deadline.
-    Calling it again while it works gives the same volunteer (re-run cells freely).
+    Units in hand when the kernel died are resumed if you call this with the same ``name`` and ``folder`` before their
+    deadline. Calling it again while it works returns the same volunteer, so you can re-run cells freely.
 
     Args:
-        link: that the coordinator shows.
-        job: your own copy of the job, whose code then runs instead of the coordinator's.
+        link: shown by the coordinator.
+        job: your own copy of the job; its code then runs instead of the coordinator's.
         trust_code: run the code that the coordinator sends; read it first.
         units: trained at a time.
-        name: what others see; this machine's name by default.
-        folder: for data and unfinished units; in your home by default.
-        device: to train on; a GPU where there is one.
-        accept_terms: that the platform's terms allow this; asked for on Colab.
+        name: shown to others; by default this machine's name.
+        folder: for data and unfinished units; by default in your home.
+        device: to train on; by default a GPU if there is one.
+        accept_terms: True if the platform's terms allow this; needed on Colab.
 
     Raises:
         InviteError: the link is mistyped, expired, or no link to a coordinator.
-        JoinError: the coordinator does not answer, or does not let this peer take part.
-        TermsError: the platform's terms have not been read.
-        ValueError: the code is not trusted yet (the text says where to read it), or ``job`` is another job.
+        JoinError: the coordinator does not answer, or does not admit this peer.
+        TermsError: the platform's terms are not accepted.
+        ValueError: the code is not trusted yet (the message says where to read it), or ``job`` is another job.
     """
     parsed, name = WorkLink.parse(link), name or socket.gethostname()
     for other in list(_volunteers):
-        if other.url == parsed.url.rstrip("/") and other._place.folder.name == _plain(name):
+        if other.url == parsed.url.rstrip("/") and other.folder.name == _plain(name):
             if not other.snapshot().over:
                 return other
-            other.stop()  # and leaves its place
+            other.stop()  # which releases its folder
     require_terms(accept_terms)
-    place = VolunteerFolder.take(default_folder(folder), name)
-    try:
-        identity = Identity.load_or_create(place.folder / "volunteer.key")
-        client = CoordinatorClient(
-            parsed.url, parsed.token(identity), run_id=parsed.invite.run_id, authority=parsed.authority
-        )
-        return open_volunteer(
-            client, place, job=job, trust_code=trust_code, units=units, name=name, device=device
-        )
-    except BaseException:
-        place.lock.release()
-        raise
+
+    def client(own: Path) -> CoordinatorClient:
+        token = parsed.token(Identity.load_or_create(own / "volunteer.key"))
+        return CoordinatorClient(parsed.url, token, run_id=parsed.invite.run_id, authority=parsed.authority)
+
+    return open_volunteer(
+        client, name=name, job=job, trust_code=trust_code, units=units, folder=folder, device=device
+    )
 
 
 def open_volunteer(
-    client: CoordinatorClient,
-    place: VolunteerFolder,
+    client_in: Callable[[Path], CoordinatorClient],
     *,
+    name: str,
     job: Job | None,
     trust_code: bool,
     units: int,
-    name: str,
+    folder: str | Path | None,
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Begin to work for the coordinator that ``client`` speaks to, while the gate is open; see `volunteer`."""
+    """Work for the coordinator of the client that ``client_in`` makes in its folder, while ``gate`` is open."""
     runtime = Runtime.shared()
-    try:
+    own, lock = take_folder(folder, name)
+    with ExitStack() as held, ExitStack() as undo:
+        held.callback(lock.release)
+        client = client_in(own)
+        undo.callback(lambda: runtime.call(client.close()))
         card, code = runtime.call(_first_answers(client, with_code=job is None))
         if job is None:
-            job = _trusted(card, code, place.folder, trust_code=trust_code)
+            job = _trusted(card, code, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = VolunteerSettings(place.folder, units, name, torch.device(kind), gate=gate or PauseGate())
-        work = Volunteering(client, job, card, settings)
-        runtime.call(_begin(work))
-    except BaseException:
-        runtime.call(client.close())
-        raise
-    volunteer = Volunteer(runtime, client, work, place)
+        settings = VolunteerSettings(own, units, name, torch.device(kind), gate=gate or PauseGate())
+        volunteer = Volunteer(client, job, card, settings)
+        runtime.call(volunteer.begin())
+        undo.pop_all()
+        volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
     return volunteer
-
-
-async def _begin(work: Volunteering) -> None:
-    work.start()
 
 
 async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
     try:
         async with asyncio.timeout(FIRST_ANSWER_S):
             card = await client.card()
-            return card, await client.code(card) if with_code and card.code_sha256 else ""
+            return card, await client.code(card) if with_code else ""
     except PeerError as error:
         raise JoinError(str(error)) from error
     except TimeoutError as error:
@@ -237,13 +533,26 @@ def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job
     return Job.from_code(code, str(path))
 
 
-def default_folder(folder: str | Path | None) -> Path:
-    """Where volunteers keep what they need, if nobody says."""
-    return Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
+    """Lock the first free folder of ``name``, ``name-2`` … below ``folder``: two volunteers need two folders."""
+    base = Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+    for number in range(1, MAX_FOLDERS + 1):
+        own = base / (_plain(name) if number == 1 else f"{_plain(name)}-{number}")
+        own.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(own / "lock", thread_local=False)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            return own, lock
+    raise ValueError(f"{MAX_FOLDERS} volunteers called {name!r} work in {base}: give another name=")
+
+
+def _plain(name: str) -> str:
+    """The name as that of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 @atexit.register
 def _stop_all() -> None:
     for volunteer in list(_volunteers):
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             volunteer.stop(finish_s=0.0)

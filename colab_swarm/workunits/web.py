@@ -1,8 +1,8 @@
-"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a page for everybody.
+"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a public status page.
 
-What a volunteer may not do is refused as early as it is known: by its token, by the size it announces, by the
-assignment it names; only then is a body read. Nothing of a request becomes a path of the file system: data are looked
-up in the job's card, uploads by a pattern.
+A request is refused as early as possible: by its token, by the size it announces, by the assignment it names. Only then
+is the body read. Nothing of a request becomes a path of the file system: data are looked up in the job's card, uploads
+by a pattern.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,32 +29,36 @@ from colab_swarm.markup import content_security_policy
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
 from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem
+from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Taken
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import Crowded, RequestGate
-from colab_swarm.workunits.uploads import Gap, Uploads, piece_of, range_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
+NUMBER = "(0|[1-9][0-9]{0,17})"
+RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
+CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
-"""Of an upload; it is in memory while its digest is checked."""
+"""Of an upload's piece, which is in memory while its digest is checked."""
+CHECKED_AT_ONCE = 4
+"""Complete results in memory at once."""
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
-"""At once, and of one volunteer; whoever comes beyond that is asked to come again."""
+"""Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
-"""How long a body may take to come, and a file to go, which has longer by its size."""
+"""Time limits for receiving a body and for sending a file; a large file has longer."""
 IDLE_S = 75.0
-"""How long a connection may be silent, or take to say what it wants."""
+"""Time limit for a silent connection, and for the head of a request."""
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5
-"""After how many seconds to come again."""
+"""Seconds after which to retry."""
 FAREWELL_S = 2.0
-"""For taking in what is not wanted before the line is cut, and for ending what goes on when the server closes."""
+"""Time limit for draining a refused body, and for transfers under way when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Pages for one visitor; see `colab_swarm.net.visitors`."""
+"""Pages per visitor; see `colab_swarm.net.visitors`."""
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -77,36 +84,117 @@ VOLUNTEER: web.RequestKey[PeerId] = web.RequestKey("volunteer", bytes)  # type: 
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
-class CoordinatorServer:
-    """Serves a coordination that has started.
+def range_of(header: str, size: int) -> tuple[int, int]:
+    """Return start and end of the part of a file that a ``Range`` header selects; raise ValueError if there is none."""
+    found = RANGE.fullmatch(header)
+    start = int(found[1]) if found else size
+    end = min(int(found[2]) + 1, size) if found and found[2] else size
+    if start >= end:
+        raise ValueError(
+            f"no such range: the file has {size:,} bytes; ask for one range such as bytes=0-1023"
+        )
+    return start, end
 
-    Attributes:
-        url: of the page, and of all else.
-        running: uploads and downloads that go on.
+
+def piece_of(header: str) -> tuple[int, int, int]:
+    """Return start, length and total length by a ``Content-Range`` header; raise ValueError if it names no piece."""
+    found = CONTENT_RANGE.fullmatch(header)
+    start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
+    if not start <= last < whole:
+        raise ValueError("Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
+    return start, last + 1 - start, whole
+
+
+class UploadBuffer:
+    """One file per upload in ``folder``; a complete one has ``size_bytes``.
+
+    A complete file exists only while its result is checked. One found at the start was cut short by the death of the
+    process and is deleted, so the volunteer sends it again.
     """
+
+    def __init__(self, folder: Path, *, size_bytes: int) -> None:
+        self._folder, self.size_bytes = folder, size_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            if file.stat().st_size >= size_bytes:
+                file.unlink()
+
+    def received(self, assignment: str) -> int:
+        """Return the bytes of an upload received so far."""
+        try:
+            return self._file(assignment).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def add(self, assignment: str, start: int, piece: bytes) -> int:
+        """Append a piece that starts at ``start`` and return the bytes so far.
+
+        Raises Refused or ValueError, with nothing changed, if it does not continue the upload or exceeds its end.
+        """
+        received = self.received(assignment)
+        if start != received:
+            text = f"{received:,} bytes of this upload are here: send what follows"
+            raise Refused("invalid", text, received=received)
+        if start + len(piece) > self.size_bytes:
+            raise ValueError(f"{start + len(piece):,} bytes: a result has {self.size_bytes:,}")
+        with self._file(assignment).open("ab") as file:
+            file.write(piece)
+        return start + len(piece)
+
+    def read(self, assignment: str) -> bytes:
+        """Return the bytes of an upload."""
+        return self._file(assignment).read_bytes()
+
+    def cut(self, assignment: str, received: int) -> None:
+        """Delete all beyond ``received`` bytes."""
+        with suppress(FileNotFoundError):  # swept meanwhile
+            os.truncate(self._file(assignment), received)
+
+    def drop(self, assignment: str) -> None:
+        """Delete an upload."""
+        self._file(assignment).unlink(missing_ok=True)
+
+    def sweep(self, awaited: Callable[[str], bool]) -> None:
+        """Delete all uploads but those of assignments that are ``awaited``."""
+        for file in self._folder.iterdir():
+            if not awaited(file.name):
+                file.unlink(missing_ok=True)
+
+    def _file(self, assignment: str) -> Path:
+        if len(assignment) != 32 or not set(assignment) <= set("0123456789abcdef"):
+            raise ValueError(f"{assignment!r} is no assignment")  # no text of a stranger becomes a path
+        return self._folder / assignment
+
+
+class CoordinatorServer:
+    """Serve a coordination that has started; ``running`` counts transfers under way, by kind."""
 
     def __init__(
         self,
         coordination: Coordination,
-        uploads: Uploads,
         gate: RequestGate,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = ""
-        self._coordination, self._uploads, self._gate, self._clock = coordination, uploads, gate, clock
+        self._coordination, self._gate, self._clock = coordination, gate, clock
         self.running = {"upload": 0, "download": 0}
-        self._each: Counter[tuple[str, PeerId]] = Counter()  # of them, by volunteer
+        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
+        self._complete: set[str] = set()  # uploads whose results are being checked
+        self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
         self._pages: dict[str, bytes] = {}
         self._paged_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one.
+    @cached_property
+    def uploads(self) -> UploadBuffer:
+        """The results that have arrived in part."""
+        schema = self._coordination.schema
+        size_bytes = len(schema.head()) + 4 * schema.numel
+        return UploadBuffer(self._coordination.folder / "uploads", size_bytes=size_bytes)
 
-        Raises:
-            OSError: the port is taken.
-        """
+    async def start(self, host: str, port: int) -> None:
+        """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
         app = web.Application(middlewares=[self._explained, self._admitted], client_max_size=MAX_BODY_BYTES)
         for path in PAGES:
             app.router.add_get(path, self._page)
@@ -117,7 +205,7 @@ class CoordinatorServer:
         routes.add_post("/api/return", self._return)
         routes.add_get("/api/data/{digest}", self._data)
         routes.add_get("/api/parameters", self._parameters)
-        routes.add_get("/api/parameters/{unit}", self._base)
+        routes.add_get("/api/parameters/{unit}", self._parameters)
         routes.add_head("/api/results/{assignment}", self._received)
         routes.add_put("/api/results/{assignment}", self._piece)
         self._runner = web.AppRunner(
@@ -139,36 +227,31 @@ class CoordinatorServer:
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # -- who may ask, and how a refusal looks
+    # -- admission and refusals
 
     @web.middleware
     async def _explained(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Every refusal below /api is a `Problem`."""
+        """Turn every refusal below /api into a `Problem`."""
         try:
             return await handler(request)
         except Refused as error:
-            return _refusal(STATUSES[error.problem.code], error.problem)
-        except Gap as error:
-            refusal = _refusal(409, Problem("invalid", str(error)))
-            refusal.headers["Received"] = str(error.received)
-            return refusal
+            if error.received is None:
+                return _refusal(STATUSES[error.problem.code], error.problem)
+            return _refusal(409, error.problem, {"Received": str(error.received)})
         except StoreError as error:
             logger.debug("a request waits for the store: %s", error)
-            text = "the coordinator's store does not answer: come again in a few seconds"
-            return _refusal(503, Problem("busy", text), retry_s=BROKEN_S)
+            text = "the coordinator's store does not answer: try again in a few seconds"
+            return _refusal(503, Problem("busy", text), {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
             if not request.path.startswith("/api") or error.status < 400:
                 raise
-            refusal = _refusal(
-                error.status, Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
-            )
-            if "Allow" in error.headers:
-                refusal.headers["Allow"] = error.headers["Allow"]
-            return refusal
+            problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return _refusal(error.status, problem, allow)
 
     @web.middleware
     async def _admitted(self, request: web.Request, handler: Answering) -> web.StreamResponse:
@@ -185,7 +268,7 @@ class CoordinatorServer:
         return await handler(request)
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
-        """The body, which is what was signed."""
+        """Return the body, after checking it against the signed digest."""
         size = request.content_length
         if size is None and request.body_exists:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
@@ -194,8 +277,8 @@ class CoordinatorServer:
         try:
             async with asyncio.timeout(READ_S):
                 body = await request.content.read()
-        except OSError as error:  # it hung up, or took too long
-            raise Refused("busy", f"the body did not come within {READ_S:.0f} s: send it again") from error
+        except OSError as error:  # the client hung up, or took too long
+            raise Refused("busy", f"the body did not arrive within {READ_S:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not what was signed")
         return body
@@ -211,14 +294,14 @@ class CoordinatorServer:
     async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
         mine = kind, request[VOLUNTEER]
         if self.running[kind] >= most or self._each[mine] >= MAX_EACH:
-            raise Refused("busy", f"too many {kind}s are going on: come again in a second")
+            raise Refused("busy", f"too many {kind}s at once: try again in a second")
         self.running[kind] += 1
         self._each[mine] += 1
         try:
             yield
         finally:
             self.running[kind] -= 1
-            self._each -= Counter([mine])  # and forgets those that have none
+            self._each -= Counter([mine])  # which drops volunteers without any
 
     # -- the job, units and results
 
@@ -226,22 +309,23 @@ class CoordinatorServer:
         return _answer(self._coordination.card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._coordination.code)
+        return web.Response(text=self._coordination.job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
-        asked = await self._message(request, AskForUnits)
-        return _answer(await self._coordination.ask(request[VOLUNTEER], asked))
+        message = await self._message(request, AskForUnits)
+        return _answer(await self._coordination.ask(request[VOLUNTEER], message))
 
     async def _return(self, request: web.Request) -> web.Response:
-        given = await self._message(request, GiveBack)
-        return _answer(await self._coordination.give_back(request[VOLUNTEER], given))
+        message = await self._message(request, GiveBack)
+        return _answer(await self._coordination.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
-        received = self._uploads.received(request[VOLUNTEER], _assignment(request))
+        received = self.uploads.received(self._wanted(request))
         return web.Response(headers={"Received": str(received)})
 
     async def _piece(self, request: web.Request) -> web.Response:
-        assignment, expected = _assignment(request), self._uploads.size_bytes
+        _assignment(request)
+        expected = self.uploads.size_bytes
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         except ValueError as error:
@@ -249,11 +333,43 @@ class CoordinatorServer:
         if whole != expected:
             raise Refused("size", f"a result of {whole:,} bytes: those of this job have {expected:,}")
         if size != request.content_length:
-            raise Refused("invalid", f"Content-Range tells {size:,} bytes, Content-Length another number")
-        self._uploads.check(request[VOLUNTEER], assignment)
+            raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
+        self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
-            piece = await self._read(request, MAX_PIECE_BYTES)
-            return _answer(await self._uploads.add(request[VOLUNTEER], assignment, start, piece))
+            return _answer(await self._add(request, start, await self._read(request, MAX_PIECE_BYTES)))
+
+    def _wanted(self, request: web.Request) -> str:
+        """Return the assignment of a request, after checking that its result is wanted now."""
+        assignment = _assignment(request)
+        if assignment in self._complete:
+            raise Refused("busy", "this result is complete and is being checked: ask again in a second")
+        self._coordination.check(request[VOLUNTEER], assignment)
+        return assignment
+
+    async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
+        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
+        async with self._uploading:
+            assignment = self._wanted(request)
+            if not start:
+                self.uploads.sweep(self._coordination.awaits)
+            received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
+            if received < self.uploads.size_bytes:
+                return Taken(received)
+            self._complete.add(assignment)
+        try:
+            async with self._checking:
+                data = await asyncio.to_thread(self.uploads.read, assignment)
+                await self._coordination.take(request[VOLUNTEER], assignment, data)
+        except (StoreError, asyncio.CancelledError):
+            self.uploads.cut(assignment, start)
+            raise
+        except BaseException:
+            self.uploads.drop(assignment)
+            raise
+        finally:
+            self._complete.discard(assignment)
+        self.uploads.drop(assignment)
+        return Taken(received, accepted=True)
 
     # -- files
 
@@ -261,31 +377,26 @@ class CoordinatorServer:
         digest = request.match_info["digest"]
         if not any(subset.sha256 == digest for subset in self._coordination.card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._coordination.data_folder / digest).open("rb") as file:
+        with (self._coordination.folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        keep = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return await self._send(request, data, f'"{digest}"', keep)
+        cached = {"Cache-Control": "private, max-age=31536000, immutable"}
+        return await self._send(request, data, f'"{digest}"', cached)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
-        return await self._send_parameters(request, *await self._coordination.parameters_file())
-
-    async def _base(self, request: web.Request) -> web.StreamResponse:
-        found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", request.match_info["unit"])
-        if found is None:
-            raise Refused("unknown", "no such unit: ask for units")
-        file = await self._coordination.parameters_file(Unit(int(found[1]), int(found[2])))
-        return await self._send_parameters(request, *file)
-
-    async def _send_parameters(
-        self, request: web.Request, version: int, data: memoryview
-    ) -> web.StreamResponse:
-        told = {"Version": str(version), "Cache-Control": "no-cache"}
-        return await self._send(request, data, f'"{version}"', told)
+        name, unit = request.match_info.get("unit"), None
+        if name is not None:
+            found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", name)
+            if found is None:
+                raise Refused("unknown", "no such unit: ask for units")
+            unit = Unit(int(found[1]), int(found[2]))
+        version, data = await self._coordination.parameters_file(unit)
+        headers = {"Version": str(version), "Cache-Control": "no-cache"}
+        return await self._send(request, data, f'"{version}"', headers)
 
     async def _send(
-        self, request: web.Request, data: memoryview, etag: str, told: dict[str, str]
+        self, request: web.Request, data: memoryview, etag: str, headers: dict[str, str]
     ) -> web.StreamResponse:
-        headers = {"ETag": etag, "Accept-Ranges": "bytes", **told}
+        headers = {"ETag": etag, "Accept-Ranges": "bytes", **headers}
         if request.headers.get("If-None-Match") == etag:
             return web.Response(status=304, headers=headers)
         status, start, end = 200, 0, len(data)
@@ -293,9 +404,7 @@ class CoordinatorServer:
             try:
                 start, end = range_of(request.headers["Range"], len(data))
             except ValueError as error:
-                refusal = _refusal(416, Problem("size", str(error)))
-                refusal.headers["Content-Range"] = f"bytes */{len(data)}"
-                return refusal
+                return _refusal(416, Problem("size", str(error)), {"Content-Range": f"bytes */{len(data)}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
         async with self._one_of(request, "download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
@@ -305,7 +414,7 @@ class CoordinatorServer:
                     await response.prepare(request)
                     for place in range(start, end, SENT_BYTES):
                         await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))
-            except OSError:  # it hung up, or took too long
+            except OSError:  # the client hung up, or is too slow
                 if request.transport is not None:
                     request.transport.abort()
         return response
@@ -318,7 +427,7 @@ class CoordinatorServer:
             self._pages.clear()
             self._paged_at = now
         if not self._visits.admit(source_of(request), now):
-            text = "too often: try again in a second"
+            text = "too many requests: try again in a second"
             return web.Response(status=429, text=text, headers={"Retry-After": "1"})
         kind, render = PAGES[request.path]
         if request.path not in self._pages:
@@ -339,12 +448,9 @@ def _answer(message: Message) -> web.Response:
     return web.Response(body=msgspec.msgpack.encode(message), content_type="application/msgpack")
 
 
-def _refusal(status: int, problem: Problem, *, retry_s: int = BUSY_S) -> web.Response:
-    """Nothing more is read of the request."""
+def _refusal(status: int, problem: Problem, headers: dict[str, str] | None = None) -> web.Response:
+    always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": "Swarm"}}.get(status, {})
     response = _answer(problem)
     response.set_status(status)
-    if status == 503:
-        response.headers["Retry-After"] = str(retry_s)
-    if status == 401:
-        response.headers["WWW-Authenticate"] = "Swarm"
+    response.headers.update(always | (headers or {}))
     return response

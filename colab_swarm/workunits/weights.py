@@ -1,4 +1,4 @@
-"""A model's parameters and buffers as one flat vector, and as the safetensors file that crosses the wire."""
+"""A model's parameters and buffers as one flat vector, and as the safetensors file sent over the network."""
 
 from __future__ import annotations
 
@@ -15,36 +15,26 @@ from torch import nn
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24
-
 """Integers up to here are exact in float32."""
-
-MAX_TOLD = 300
+MAX_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Which values a model has.
-
-    Attributes:
-        entries: name and shape of each tensor of its state dict, in order.
-    """
+    """``entries``: name and shape of each tensor of a model's state dict, in order."""
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Schema:
-        """Of a model.
-
-        Raises:
-            ValueError: it has values that are complex or not finite, or integers that float32 cannot tell.
-        """
+        """Return the schema of a model; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
             if values.is_complex():
                 raise ValueError(f"{name} is complex: work units carry real numbers")
             if not torch.isfinite(values).all():  # no result may have such values
                 raise ValueError(
-                    f"{name} holds values that are not finite: a mask is best no part of the state, by "
+                    f"{name} holds values that are not finite: exclude a mask from the state, by "
                     "register_buffer(…, persistent=False)"
                 )
             whole = not values.is_floating_point() and values.numel()
@@ -54,11 +44,11 @@ class Schema:
 
     @property
     def numel(self) -> int:
-        """Values of all tensors."""
+        """Number of values of all tensors."""
         return sum(math.prod(shape) for _, shape in self.entries)
 
     def head(self) -> bytes:
-        """What a safetensors file with these tensors, as float32 one after the other, begins with."""
+        """Return the head of a safetensors file with these tensors, as float32 in order."""
         head, offset = {}, 0
         for name, shape in self.entries:
             end = offset + 4 * math.prod(shape)
@@ -69,19 +59,15 @@ class Schema:
         return len(text).to_bytes(8, "little") + text
 
     def encode(self, values: Floats) -> bytes:
-        """``values`` (numel,) as a safetensors file."""
+        """Return ``values`` (numel,) as a safetensors file."""
         return self.head() + values.astype("<f4", copy=False).tobytes()
 
     def decode(self, data: bytes | memoryview) -> Floats:
-        """The values of a file, as a view of it.
-
-        Raises:
-            ValueError: it does not hold exactly these tensors; the text says what differs.
-        """
+        """Return a view of a file's values; raise ValueError, with the difference, if it has other tensors."""
         head = self.head()
         if bytes(data[: len(head)]) != head:
-            told = self._difference(data).encode("ascii", "backslashreplace").decode()
-            raise ValueError(told[:MAX_TOLD])  # it goes into the log, and holds a stranger's words
+            reason = self._difference(data).encode("ascii", "backslashreplace").decode()
+            raise ValueError(reason[:MAX_REASON_CHARACTERS])  # a stranger's words, which go into the log
         if len(data) != len(head) + 4 * self.numel:
             raise ValueError(
                 f"{len(data):,} bytes, {len(head) + 4 * self.numel:,} expected: cut off or too long"
@@ -107,7 +93,7 @@ class Schema:
         )
 
     def flatten(self, model: nn.Module) -> Floats:
-        """All values of ``model`` (numel,), copied."""
+        """Return all values of ``model`` (numel,), copied."""
         state = model.state_dict()
         parts = [state[name].detach().reshape(-1).to("cpu", torch.float32) for name, _ in self.entries]
         flat: Floats = torch.cat(parts).numpy() if parts else np.zeros(0, np.float32)
@@ -126,22 +112,21 @@ class Schema:
 
 
 PIECE = 1 << 16
-
-"""Values at a time, so that they stay in the processor's cache between the steps."""
+"""Values at a time, which stay in the processor's cache between the steps."""
 
 
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
-    """The server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, in float32.
+    """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, in float32.
 
-    "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In whatever order results come,
-    n of them leave ``alpha^n`` of the parameters before; with alpha 0 only the last result counts.
+    "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In any order, n results leave
+    ``alpha^n`` of the parameters before them. With alpha 0 only the last result counts.
 
     Args:
         server: parameters W_s (numel,); not changed.
-        result: W_c (numel,), which a volunteer has trained.
+        result: W_c (numel,), trained by a volunteer.
         alpha: weight of the server's, in [0, 1).
     """
-    # from the one that weighs more, so that rounding is least, and none where they agree or alpha is 0
+    # start from the heavier one: least rounding, and none where they agree or alpha is 0
     near, far, weight = (result, server, alpha) if alpha < 0.5 else (server, result, 1 - alpha)
     new = np.empty(server.shape, np.float32)
     for start in range(0, len(server), PIECE):

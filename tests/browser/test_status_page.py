@@ -26,7 +26,7 @@ class Coordinating:
 
 
 async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(Coordinating(look), None, RequestGate(None))  # type: ignore[arg-type]
+    server = CoordinatorServer(Coordinating(look), RequestGate(None))  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     return server
 

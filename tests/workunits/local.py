@@ -18,13 +18,12 @@ from torch import nn
 
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Message
-from colab_swarm.workunits.coordination import Coordination, CoordinationSettings
+from colab_swarm.workunits.coordination import Coordination
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import MemoryStore, ParameterStore
+from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
 from colab_swarm.workunits.tokens import RequestGate, Token
-from colab_swarm.workunits.uploads import Uploads
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Floats
 
@@ -61,8 +60,7 @@ class Scene:
         self, coordination: Coordination, store: ParameterStore, folder: Path, gate: RequestGate
     ) -> None:
         self.coordination, self.store, self.folder = coordination, store, folder
-        self.uploads = Uploads(coordination, folder / "uploads")
-        self.server = CoordinatorServer(coordination, self.uploads, gate)
+        self.server = CoordinatorServer(coordination, gate)
         self.session: aiohttp.ClientSession | None = None
         self.alice, self.bob = Stranger(self), Stranger(self)
 
@@ -146,20 +144,19 @@ async def coordinating(
     *,
     store: ParameterStore | None = None,
     gate: RequestGate | None = None,
-    store_url: str = "memory",
     **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
-    store = store or MemoryStore(job.name)
-    given = CoordinationSettings(folder, store_url, **{"servers": 1, "tick_s": 0.02, **settings})
-    coordination = Coordination(job, store, Token(Identity()), RUN, given)
+    store = store or SqliteStore(MEMORY, job.name)
+    given: dict[str, Any] = {"servers": 1, "tick_s": 0.02, **settings}
+    coordination = Coordination(job, store, Token(Identity()), RUN, folder, **given)
     scene = Scene(coordination, store, folder, gate or RequestGate(None))
     try:
         await coordination.start()
         await scene.server.start("127.0.0.1", 0)
         async with aiohttp.ClientSession() as scene.session:
             yield scene
-        coordination.check_invariants()
+        coordination.dispatcher.check_invariants()
     finally:
         await scene.server.close()
         await coordination.stop()

@@ -17,10 +17,9 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.workunits.client import CoordinatorClient
-from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     AskForUnits,
-    BackoffSettings,
     GiveBack,
     GivenUnit,
     GivenUnits,
@@ -30,11 +29,10 @@ from colab_swarm.workunits.messages import (
     Taken,
 )
 from colab_swarm.workunits.tokens import RequestGate, Token
-from colab_swarm.workunits.training import unit_seed
 from colab_swarm.workunits.weights import Floats, Schema
 
 RUN = "test-run"
-QUICK = BackoffSettings(first_s=0.01, most_s=0.02)
+QUICK = 0.01, 0.02
 Respond: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Fault: TypeAlias = Callable[[web.Request, Respond], Awaitable[web.StreamResponse]]
 
@@ -227,7 +225,7 @@ def problem(status: int, code: str, text: str) -> web.Response:
 
 
 def answers(status: int, body: bytes = b"<html>proxy</html>", **headers: str) -> Fault:
-    """Somebody in between answers."""
+    """A proxy answers."""
 
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         await request.read()
@@ -313,6 +311,6 @@ def client_of(standin: StandIn, *, token: Token | None = None) -> CoordinatorCli
         token or Token(Identity()),
         run_id=RUN,
         authority=None,
-        backoff=QUICK,
+        retry_s=QUICK,
         rng=random.Random(0),
     )

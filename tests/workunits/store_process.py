@@ -1,7 +1,7 @@
 """``python -m tests.workunits.store_process URL JOB NAME [pause]``: a parameter server that adds one per result.
 
-It says that it has claimed its first result, waits for a line, and goes on until no result waits. With ``pause`` it
-stops in the middle of the first.
+It reports that it has claimed its first result, waits for a line of input, and continues until no result waits. With
+``pause`` it stops in the middle of the first.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def put(cache: SubsetCache, folder: Path, data: bytes, *, used_at: float) -> str
     return digest
 
 
-def test_what_was_put_is_there_for_the_next_process_too(tmp_path: Path) -> None:
+def test_a_saved_file_is_there_for_the_next_process(tmp_path: Path) -> None:
     digest = put(SubsetCache(tmp_path, 1000), tmp_path, b"alice", used_at=1)
     assert SubsetCache(tmp_path, 1000).get(digest) == b"alice"
     assert SubsetCache(tmp_path, 1000).held() == (digest,)
@@ -42,7 +42,7 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert set(cache.held()) == {used, last}
 
 
-def test_what_a_killed_process_left_half_written_makes_room_first(tmp_path: Path) -> None:
+def test_a_file_that_a_killed_process_left_half_written_is_evicted_first(tmp_path: Path) -> None:
     half = tmp_path / "abc.partial"
     half.write_bytes(bytes(90))
     os.utime(half, (1, 1))
@@ -51,7 +51,7 @@ def test_what_a_killed_process_left_half_written_makes_room_first(tmp_path: Path
     assert not half.exists() and cache.held() == (digest,)
 
 
-def test_more_than_the_whole_bound_is_not_kept_and_drives_nothing_out(tmp_path: Path) -> None:
+def test_a_file_beyond_the_bound_is_not_saved_and_evicts_nothing(tmp_path: Path) -> None:
     cache = SubsetCache(tmp_path, 100)
     digest = put(cache, tmp_path, bytes(60), used_at=1)
     cache.put(sha256(bytes(101)).hexdigest(), bytes(101))
@@ -66,14 +66,18 @@ def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCap
     assert "garbled" in caplog.text
 
 
-def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         SubsetCache(tmp_path / "file", 100).put("0" * 64, b"alice")
-    assert "cannot keep 5 bytes" in caplog.text
+    assert "cannot save 5 bytes" in caplog.text
 
 
-def test_no_more_is_told_than_fits_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_digests_are_listed_than_fit_in_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 3)
     cache = SubsetCache(tmp_path, 100)
     digests = [put(cache, tmp_path, bytes([n]), used_at=n) for n in range(5)]

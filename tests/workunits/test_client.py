@@ -22,7 +22,7 @@ from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits.client import CoordinatorClient, Trouble, _decoded, _problem
-from colab_swarm.workunits.messages import Backoff, BackoffSettings, GivenUnits, JobCard, Problem, Taken
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
@@ -56,16 +56,16 @@ def talk(
     return standin
 
 
-def test_waits_double_up_to_a_bound_and_begin_anew_after_a_success() -> None:
-    backoff = Backoff(BackoffSettings(first_s=1.0, most_s=5.0), random.Random(0))
+def test_waits_double_up_to_a_bound_and_restart_after_a_success() -> None:
+    backoff = Backoff(random.Random(0), first_s=1.0, most_s=5.0)
     for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         assert whole_s / 2 <= backoff.failed() <= whole_s
     backoff.succeeded()
     assert backoff.failed() <= 1.0
 
 
-def test_a_wait_is_as_long_as_the_other_side_asks_within_reason() -> None:
-    backoff = Backoff(BackoffSettings(), random.Random(0))
+def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound() -> None:
+    backoff = Backoff(random.Random(0))
     assert backoff.failed(asked_s=30.0) == 30.0
     assert backoff.failed(asked_s=1e9) == 900.0
 
@@ -87,7 +87,7 @@ def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     [answers(502), answers(407), answers(302), answers(200), says(429, "busy", "later"), hangs_up],
     ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "hangs up"],
 )
-def test_what_is_not_the_coordinators_refusal_is_tried_again(fault: Fault) -> None:
+def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         standin.meets("GET /api/job", fault, fault)
         assert await client.card() == standin.card()
@@ -96,7 +96,7 @@ def test_what_is_not_the_coordinators_refusal_is_tried_again(fault: Fault) -> No
     assert len(talk(scene).fired) == 2
 
 
-def test_while_nobody_answers_the_trouble_is_told() -> None:
+def test_an_unreachable_coordinator_shows_in_the_trouble() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         standin.meets("GET /api/job", answers(503, Retry_After="77"))
         asking = asyncio.create_task(client.card())
@@ -120,14 +120,14 @@ def test_a_refusal_ends_the_call_with_its_reason() -> None:
     assert talk(scene).seen == ["POST /api/units"]
 
 
-def test_a_volunteer_whose_clock_is_wrong_takes_the_coordinators() -> None:
+def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         slow = CoordinatorClient(
             standin.url,
             Token(Identity()),
             run_id=RUN,
             authority=None,
-            backoff=QUICK,
+            retry_s=QUICK,
             clock=lambda: time.time() - 3600,
         )
         async with slow:
@@ -170,7 +170,7 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
 
     async def scene(standin: StandIn, _: CoordinatorClient) -> None:
         client = CoordinatorClient(
-            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, backoff=QUICK
+            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, retry_s=QUICK
         )
         async with client:
             with pytest.raises(NotAdmitted):
@@ -186,7 +186,7 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
     talk(scene)
 
 
-def test_a_broken_download_of_data_goes_on_where_it_ended() -> None:
+def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         subset = standin.card().subsets[0]
         standin.meets("GET /api/data", breaks_after(1000), breaks_after(500))
@@ -197,7 +197,7 @@ def test_a_broken_download_of_data_goes_on_where_it_ended() -> None:
     assert len(talk(scene).fired) == 2
 
 
-def test_garbled_data_are_fetched_anew() -> None:
+def test_garbled_data_are_fetched_again() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         standin.meets("GET /api/data", garbles)
         assert await client.data(standin.card().subsets[1]) == standin.files[1]
@@ -205,7 +205,7 @@ def test_garbled_data_are_fetched_anew() -> None:
     assert talk(scene).fired
 
 
-def test_a_download_longer_than_told_is_not_taken() -> None:
+def test_a_download_longer_than_announced_is_refused() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         standin.meets("GET /api/data", answers(200, body=bytes(1 << 20)))
         assert await client.data(standin.card().subsets[0]) == standin.files[0]
@@ -214,7 +214,7 @@ def test_a_download_longer_than_told_is_not_taken() -> None:
     assert talk(scene).fired
 
 
-def test_parameters_that_change_within_a_broken_download_begin_anew() -> None:
+def test_parameters_that_change_during_a_broken_download_are_fetched_whole() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
             answer = await breaks_after(2000)(request, respond)
@@ -250,7 +250,7 @@ def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
     assert talk(scene).fired
 
 
-def test_an_upload_goes_on_after_a_lost_request_and_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_resumes_after_a_lost_request_and_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
 
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
@@ -265,7 +265,7 @@ def test_an_upload_goes_on_after_a_lost_request_and_a_lost_answer(monkeypatch: p
     assert len(talk(scene).fired) == 2
 
 
-def test_an_upload_that_a_killed_process_began_goes_on() -> None:
+def test_an_upload_that_a_killed_process_began_resumes() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
         result = standin.schema.encode(standin.values + 1)
@@ -288,7 +288,7 @@ def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
     assert talk(scene).fired
 
 
-def test_an_upload_that_makes_no_headway_is_trouble_and_no_endless_loop() -> None:
+def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
     async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         (unit,) = (await client.ask(1)).units
         stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
@@ -314,7 +314,7 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
     async def scene(standin: StandIn, _: CoordinatorClient) -> None:
         monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
         client = CoordinatorClient(
-            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, backoff=QUICK
+            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
         )
         async with client:
             assert await client.card() == standin.card()
@@ -323,7 +323,7 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_of_a_stranger_are_more_than_trouble(body: bytes) -> None:
+def test_garbage_from_the_network_is_only_retried(body: bytes) -> None:
     for kind in (JobCard, GivenUnits, Taken):
         with contextlib.suppress(Trouble):
             assert isinstance(_decoded(body, kind), kind)

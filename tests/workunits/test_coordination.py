@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.coordination import CoordinationSettings
+from colab_swarm.net.identity import Identity
+from colab_swarm.workunits.coordination import Coordination
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.store import MemoryStore, open_store
-from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
+from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
+from colab_swarm.workunits.tokens import Token
+from tests.workunits.local import RUN, Scene, Stranger, coordinating, run, tiny_job, until
 
 CODE = """
 import numpy as np
@@ -29,9 +31,9 @@ job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(s
 """
 
 
-def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
+def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
     async def main() -> None:
-        store = MemoryStore("tiny")
+        store = SqliteStore(MEMORY, "tiny")
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
             alice, first = scene.alice, scene.coordination.card.subsets
             await alice.train()
@@ -59,7 +61,7 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path) -> None:
 
 def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        store = MemoryStore("tiny")
+        store = SqliteStore(MEMORY, "tiny")
         async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
             for stranger in (scene.alice, scene.bob):
                 await stranger.ask(4)
@@ -71,7 +73,7 @@ def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     run(main)
 
 
-def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None:
+def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         job = tiny_job(subsets=2, replication=3)
         async with coordinating(job, tmp_path, servers=1) as scene:
@@ -101,7 +103,7 @@ def test_replicas_begin_alike_and_the_odd_one_is_refused(tmp_path: Path) -> None
     run(main)
 
 
-def test_units_whose_answer_was_lost_are_given_again(tmp_path: Path) -> None:
+def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             (lost,) = await scene.alice.ask()
@@ -128,7 +130,7 @@ def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> N
     run(main)
 
 
-class Doubtful(MemoryStore):
+class Doubtful(SqliteStore):
     """A store whose line breaks just after it has written a decision that ``name`` is in."""
 
     name, broke = "", 0
@@ -142,7 +144,7 @@ class Doubtful(MemoryStore):
 
 def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
     async def main() -> None:
-        store = Doubtful("tiny")
+        store = Doubtful(MEMORY, "tiny")
         async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
             name = (await scene.alice.ask())[0].assignment
             file, store.name = scene.coordination.schema.encode(scene.values()), "Accepted"
@@ -167,7 +169,9 @@ def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_
 @pytest.mark.parametrize("servers", [0, -1])
 def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
     with pytest.raises(ValueError, match="1 at least"):
-        CoordinationSettings(tmp_path, servers=servers)
+        Coordination(
+            tiny_job(), SqliteStore(MEMORY, "tiny"), Token(Identity()), RUN, tmp_path, servers=servers
+        )
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_rep
     async def main() -> None:
         job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
         store = open_store(url, "tiny")
-        async with coordinating(job, tmp_path / "work", store=store, store_url=url) as scene:
+        async with coordinating(job, tmp_path / "work", store=store) as scene:
             await scene.alice.train()
             await until(lambda: "Measured" in scene.kinds())
             [first] = children()
@@ -212,7 +216,7 @@ def children() -> list[int]:
 
 def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
     async def main() -> None:
-        job, store = tiny_job(), MemoryStore("tiny")
+        job, store = tiny_job(), SqliteStore(MEMORY, "tiny")
         async with coordinating(job, tmp_path / "one", store=store) as old:
             assert await old.alice.ask()
             async with coordinating(job, tmp_path / "two", store=store) as new:

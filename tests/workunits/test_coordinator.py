@@ -14,7 +14,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.state import Assimilated
-from colab_swarm.workunits.volunteering import VolunteerFolder
+from colab_swarm.workunits.volunteering import take_folder
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 from tests.workunits.local import tiny_job
@@ -61,15 +61,15 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
         alice = cs.workunits.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
         assert coordinator.wait(60)
         trained = Schema.of(coordinator.model()).flatten(coordinator.model())
-        told = [end.accuracy for end in coordinator.snapshot().overview.epochs]
+        accuracies = [end.accuracy for end in coordinator.snapshot().overview.epochs]
         alice.stop()
     serial = job.train_serially()
     np.testing.assert_array_equal(trained, serial.parameters)
-    assert told == list(serial.accuracies)
+    assert accuracies == list(serial.accuracies)
 
 
 @pytest.mark.slow
-def test_a_stopped_job_goes_on_and_its_link_stays_good(tmp_path: Path) -> None:
+def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
     options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
     first = cs.workunits.coordinate(tiny_job(max_epochs=500), **options)
     assert cs.workunits.coordinate(tiny_job(max_epochs=500), **options) is first
@@ -86,11 +86,11 @@ def test_a_stopped_job_goes_on_and_its_link_stays_good(tmp_path: Path) -> None:
 
 
 def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trust_code=True") as told:
+    with pytest.raises(ValueError, match="trust_code=True") as raised:
         cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
-    (kept,) = tmp_path.glob("alice/jobs/*.py")
-    assert kept.read_text() == CODE and str(kept) in str(told.value)
-    VolunteerFolder.take(tmp_path, "alice").lock.release()  # nobody holds it
+    (saved,) = tmp_path.glob("alice/jobs/*.py")
+    assert saved.read_text() == CODE and str(saved) in str(raised.value)
+    take_folder(tmp_path, "alice")[1].release()  # nobody holds it
 
 
 def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
             cs.workunits.volunteer(coordinator.link, job=other, folder=tmp_path)
 
 
-def test_mistakes_of_the_user_are_told_at_once(tmp_path: Path) -> None:
+def test_mistakes_of_the_user_raise_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         cs.workunits.coordinate(tmp_path / "none.py")
     with pytest.raises(ValueError, match="needs a swarm"):
@@ -117,10 +117,10 @@ def test_mistakes_of_the_user_are_told_at_once(tmp_path: Path) -> None:
 
 
 def test_two_volunteers_of_one_name_have_places_of_their_own(tmp_path: Path) -> None:
-    places = [VolunteerFolder.take(tmp_path, "al/ice") for _ in range(2)]
-    assert [place.folder.name for place in places] == ["al_ice", "al_ice-2"]
-    places[0].lock.release()
-    assert VolunteerFolder.take(tmp_path, "al/ice").folder == places[0].folder
+    places = [take_folder(tmp_path, "al/ice") for _ in range(2)]
+    assert [folder.name for folder, _ in places] == ["al_ice", "al_ice-2"]
+    places[0][1].release()
+    assert take_folder(tmp_path, "al/ice")[0] == places[0][0]
 
 
 @pytest.mark.slow

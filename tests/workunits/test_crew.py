@@ -15,7 +15,7 @@ class Fellow:
     def alive(self) -> bool:
         return self.living
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         self.living = False
 
     def wait(self, timeout_s: float) -> None:

@@ -119,7 +119,7 @@ def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
         assert given.unit.subset == subset
 
 
-def test_an_expired_unit_goes_to_somebody_else() -> None:
+def test_an_expired_unit_goes_to_another_volunteer() -> None:
     desk = Desk(subsets=1)
     (given,) = desk.ask(ALICE)
     desk.commit(Met(at=desk.now + 99, volunteer=BOB, name="bob"))
@@ -131,8 +131,8 @@ def test_an_expired_unit_goes_to_somebody_else() -> None:
     assert again.unit == given.unit
     code, text = desk.core.refusal(given.assignment, ALICE, now=desk.now + 5) or ("", "")
     assert code == "stale"
-    assert "passed 5 s ago and somebody else has it" in text
-    with pytest.raises(ValueError, match="somebody else"):
+    assert "passed 5 s ago and another volunteer has it" in text
+    with pytest.raises(ValueError, match="another volunteer has it"):
         desk.result(given)
 
 
@@ -145,7 +145,7 @@ def test_a_volunteer_alone_gets_the_unit_that_it_failed_again_at_once() -> None:
     assert again.assignment != given.assignment
 
 
-def test_whoever_failed_a_unit_gets_it_again_when_the_others_did_not_take_it() -> None:
+def test_a_failed_unit_returns_to_its_volunteer_when_the_others_did_not_take_it() -> None:
     desk = Desk(subsets=1)
     desk.commit(Met(at=desk.now, volunteer=BOB, name="bob"))
     (given,) = desk.ask(ALICE)
@@ -155,7 +155,7 @@ def test_whoever_failed_a_unit_gets_it_again_when_the_others_did_not_take_it() -
     assert len(desk.ask(ALICE)) == 1
 
 
-def test_a_late_result_is_taken_while_nobody_else_has_the_unit() -> None:
+def test_a_late_result_is_accepted_while_no_other_volunteer_has_the_unit() -> None:
     desk = Desk(subsets=1)
     (given,) = desk.ask(ALICE)
     desk.now += 100
@@ -166,7 +166,7 @@ def test_a_late_result_is_taken_while_nobody_else_has_the_unit() -> None:
     desk.core.check_invariants()
 
 
-def test_reliable_volunteers_get_first_what_failed_before_and_unreliable_ones_last() -> None:
+def test_reliable_volunteers_get_failed_units_first_and_unreliable_ones_last() -> None:
     desk = Desk(subsets=9)
     desk.prove(ALICE)
     (failed,) = desk.ask(BOB)
@@ -262,7 +262,7 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     desk.core.check_invariants()
 
 
-def test_a_replica_that_is_not_needed_any_more_is_nobodys_fault() -> None:
+def test_a_superseded_replica_counts_against_no_volunteer() -> None:
     desk = Desk(subsets=1, replication=3)
     alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
     desk.result(alices)
@@ -277,13 +277,13 @@ def test_a_replica_that_is_not_needed_any_more_is_nobodys_fault() -> None:
 def test_units_that_are_not_in_hand_are_astray_until_their_deadline() -> None:
     desk = Desk()
     (one,), (two,) = desk.ask(ALICE), desk.ask(ALICE)
-    astray = desk.core.astray(ALICE, [two.assignment], now=desk.now)
+    astray = desk.core.unacknowledged(ALICE, [two.assignment], now=desk.now)
     assert [replica.assignment for replica in astray] == [one.assignment]
-    assert not desk.core.astray(BOB, [], now=desk.now)
-    assert not desk.core.astray(ALICE, [], now=desk.now + 100.0)
+    assert not desk.core.unacknowledged(BOB, [], now=desk.now)
+    assert not desk.core.unacknowledged(ALICE, [], now=desk.now + 100.0)
 
 
-def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_begins_anew() -> None:
+def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_starts_over() -> None:
     desk = Desk(subsets=1, replication=2)
     for number, volunteer in enumerate((ALICE, BOB, CAROL, DAVE, "e" * 64)):
         (given,) = desk.ask(volunteer)
@@ -314,7 +314,7 @@ def test_without_a_plans_deadline_it_follows_the_times_of_units_and_doubles_when
     assert again.deadline == desk.now + 2 * 70
 
 
-def test_whoever_finds_nothing_asks_again_soon_and_when_a_deadline_passes() -> None:
+def test_a_volunteer_without_units_asks_again_soon_and_when_a_deadline_passes() -> None:
     desk = Desk(subsets=1)
     desk.ask(ALICE)
     assert 0.7 < desk.core.wait_s(BOB, now=desk.now) < 1.3
@@ -331,7 +331,7 @@ def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
         Desk(subsets=40).commit(*small.ask(ALICE))
 
 
-def test_the_overview_tells_where_units_and_volunteers_are() -> None:
+def test_the_overview_shows_units_and_volunteers() -> None:
     desk = Desk(subsets=5)
     desk.commit(Met(at=desk.now, volunteer=ALICE, name="Alice's notebook"))
     desk.prove(ALICE)
@@ -346,7 +346,7 @@ def test_the_overview_tells_where_units_and_volunteers_are() -> None:
     assert overview.units_per_minute(desk.now + 30) == 2
 
 
-def test_each_unit_of_the_epoch_tells_its_state_its_volunteer_and_how_stale_its_result_was() -> None:
+def test_each_unit_of_the_epoch_shows_its_state_volunteer_and_staleness() -> None:
     desk = Desk(subsets=6, in_flight=3)
     desk.prove(ALICE, BOB)
     (early,), (other,) = desk.ask(ALICE), desk.ask(BOB)
@@ -365,8 +365,8 @@ def test_each_unit_of_the_epoch_tells_its_state_its_volunteer_and_how_stale_its_
     assert desk.core.overview(now=desk.now).marks[again.unit.subset] == UnitMark("training", ALICE[:8])
 
 
-def test_who_gives_back_again_and_again_has_to_wait_ever_longer() -> None:
-    """The log would grow as fast as somebody can ask."""
+def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
+    """Else the log would grow with every request."""
     desk, given = Desk(), 0
     for _ in range(600):  # one second each
         units = desk.ask(ALICE, count=8)

@@ -1,7 +1,7 @@
 """A job among unreliable volunteers, its coordinator killed again and again: no unit is lost or counted twice.
 
 Volunteers kill, send rubbish, come late, send twice, give back; parameter servers take results in any order; and at
-random moments the dispatcher is built anew from the log, and must know what it knew.
+random moments the dispatcher is rebuilt from the log, and must know what it knew.
 """
 
 from __future__ import annotations

@@ -31,6 +31,6 @@ def test_a_card_names_no_path_and_no_size_beyond_all_measure(changes: dict[str, 
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, 1e300])
-def test_a_volunteer_is_not_told_to_wait_for_ever(wait_s: float) -> None:
+def test_a_volunteer_never_waits_indefinitely(wait_s: float) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(GivenUnits(wait_s=wait_s)), type=GivenUnits)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from colab_swarm.workunits.job import Job, WorkPlan, cross_entropy, share_correct
-from colab_swarm.workunits.training import Evaluator
+from colab_swarm.workunits.job import Evaluator, Job, WorkPlan, cross_entropy, share_correct
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 
@@ -50,9 +49,9 @@ def test_errors_in_a_jobs_code_show_its_lines() -> None:
     job = Job.from_code(JOB, "job.py of a coordinator")
     with pytest.raises(RuntimeError, match="no data") as raised:
         job.rows()
-    told = "".join(traceback.format_exception(raised.value))
+    trace = "".join(traceback.format_exception(raised.value))
     assert (
-        'File "job.py of a coordinator"' in told and 'raise RuntimeError("volunteers have no data")' in told
+        'File "job.py of a coordinator"' in trace and 'raise RuntimeError("volunteers have no data")' in trace
     )
 
 

@@ -24,7 +24,7 @@ def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, RunAcces
 
 
 @pytest.mark.parametrize("access", ["invite", "open"])
-def test_whoever_has_the_link_is_let_in(access: Access) -> None:
+def test_the_link_admits_a_volunteer(access: Access) -> None:
     text, entrance = issued(access)
     link = WorkLink.parse(f'  "{text}" ')
     assert (link.url, link.invite.name) == (URL, "digits")
@@ -34,7 +34,7 @@ def test_whoever_has_the_link_is_let_in(access: Access) -> None:
     assert RequestGate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
 
 
-def test_who_passes_a_link_on_cannot_change_what_it_allows() -> None:
+def test_a_link_that_is_passed_on_cannot_be_changed() -> None:
     text, _ = issued()
     assert WorkLink.parse(text).invite.expires_at < time.time() + 3601
     with pytest.raises(InviteError, match="mistyped"):
@@ -51,7 +51,7 @@ def test_who_passes_a_link_on_cannot_change_what_it_allows() -> None:
         ("http://192.0.2.7/#digits.abc", "mistyped"),
     ],
 )
-def test_what_is_no_link_is_refused_with_a_reason(text: str, message: str) -> None:
+def test_text_that_is_no_link_is_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(InviteError, match=message):
         WorkLink.parse(text)
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is told at once, by `cs.workunits.coordinate`, in words that help."""
+"""Common mistakes raise at once in `cs.workunits.coordinate`, with messages that help."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_a_name_with_spaces_gives_the_same_volunteer_again(tmp_path: Path) -> No
             alice.stop(finish_s=0.0)
 
 
-def test_who_mends_a_job_and_tries_again_is_the_same_volunteer(tmp_path: Path) -> None:
+def test_a_volunteer_with_a_fixed_job_reuses_its_folder(tmp_path: Path) -> None:
     job = tiny_job(max_epochs=1000)
     with cs.workunits.coordinate(job, folder=tmp_path, host="127.0.0.1", servers=1, store="memory") as one:
         first = cs.workunits.volunteer(one.link, job=replace(job, loss=broken), name="alice", folder=tmp_path)
         assert first.wait(10) and "no such layer" in first.snapshot().fault
         second = cs.workunits.volunteer(one.link, job=job, name="alice", folder=tmp_path)
         second.stop(finish_s=0.0)
-        assert second is not first and second._place.folder == first._place.folder
+        assert second is not first and second.folder == first.folder

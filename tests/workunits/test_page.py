@@ -49,16 +49,16 @@ def test_a_job_that_has_just_begun_and_one_that_is_over_have_a_page_too() -> Non
     assert "Finished after epoch 6: accuracy 0.823" in over and "cs.workunits.volunteer" not in over
 
 
-def test_a_store_that_is_away_is_told() -> None:
+def test_an_unreachable_store_shows_on_the_page() -> None:
     assert "the store does not answer: redis is away" in render_live(status(fault="redis is away"))
 
 
-def test_servers_that_end_again_and_again_are_told_of() -> None:
+def test_servers_that_die_repeatedly_show_on_the_page() -> None:
     assert "parameter servers end" not in render_live(status())
     assert "parameter servers end again and again" in render_live(status(servers=0, server_deaths=3))
 
 
-def test_the_curve_holds_what_cannot_be_drawn_apart() -> None:
+def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
     def epoch(number: int, accuracy: float) -> EpochEnded:
         return EpochEnded(at=NOW, epoch=number, accuracy=accuracy, low=accuracy, high=accuracy)
 
@@ -69,8 +69,8 @@ def test_the_curve_holds_what_cannot_be_drawn_apart() -> None:
 
 
 def test_programs_get_the_same_figures() -> None:
-    told = msgspec.json.decode(msgspec.json.encode(status()))
-    assert told["overview"]["units"]["queued"] == 3 and told["overview"]["epochs"][5]["epoch"] == 6
+    decoded = msgspec.json.decode(msgspec.json.encode(status()))
+    assert decoded["overview"]["units"]["queued"] == 3 and decoded["overview"]["epochs"][5]["epoch"] == 6
     text = render_prometheus(status(name='we"ird'))
     assert re.search(r'^colab_swarm_job_units\{job="we\\"ird",state="training"\} 9\.0$', text, re.MULTILINE)
     assert 'quantile="0.95"} 0.09' in text and "colab_swarm_job_assimilated_units_total" in text

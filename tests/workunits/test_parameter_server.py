@@ -16,9 +16,9 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.assimilation import LEASE_S, ParameterServer
+from colab_swarm.workunits.job import Evaluator
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
-from colab_swarm.workunits.store import MemoryStore, ParameterStore, SqliteStore, Update
-from colab_swarm.workunits.training import Evaluator
+from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
 from tests.workunits.digits import digits_job
 
 CODE = """
@@ -66,7 +66,7 @@ def evaluator() -> Evaluator:
 
 
 def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
-    store, numel = MemoryStore("digits"), evaluator.schema.numel
+    store, numel = SqliteStore(MEMORY, "digits"), evaluator.schema.numel
     fill(store, numel, 0, 1)
     server = ParameterServer(store, evaluator, "server-1")
     assert server.run_once(10.0)
@@ -79,7 +79,7 @@ def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
 
 
 def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> None:
-    store = MemoryStore("digits")
+    store = SqliteStore(MEMORY, "digits")
     fill(store, evaluator.schema.numel, 0)
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
     assert slow is not None
@@ -89,11 +89,11 @@ def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> N
     assert len(entries(store, Assimilated)) == 1
 
 
-class Shaky(MemoryStore):
+class Shaky(SqliteStore):
     """Fails each kind of call once; claims are for no time, so that none has to run out."""
 
-    def __init__(self, job: str) -> None:
-        super().__init__(job)
+    def __init__(self, path: str, job: str) -> None:
+        super().__init__(path, job)
         self.faults = {"claim", "assimilate", "append"}
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
@@ -117,7 +117,7 @@ class Shaky(MemoryStore):
 
 @pytest.mark.slow
 def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
-    store, stop = Shaky("digits"), threading.Event()
+    store, stop = Shaky(MEMORY, "digits"), threading.Event()
     fill(store, evaluator.schema.numel, 0, 1, 2)
     thread = threading.Thread(target=ParameterServer(store, evaluator, "server-1").run, args=(stop,))
     thread.start()
@@ -140,22 +140,22 @@ def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_process_serves_until_it_is_told_to_stop_or_its_owner_is_gone(tmp_path: Path) -> None:
+def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
     path, code = tmp_path / "tiny.db", tmp_path / "job.py"
     code.write_text(CODE)
     store = SqliteStore(path, "tiny")
     fill(store, 10, 0)
-    told, orphan = start(path, code), start(path, code)
+    stopped, orphan = start(path, code), start(path, code)
     try:
         wait_until(lambda: len(entries(store, Measured)) == 1)
         orphan.communicate()  # closes its input
         assert orphan.returncode == 1
         fill(store, 10, 1)
         wait_until(lambda: len(entries(store, Measured)) == 2)
-        told.terminate()
-        assert told.wait(60) == 0
+        stopped.terminate()
+        assert stopped.wait(60) == 0
     finally:
-        for process in (told, orphan):
+        for process in (stopped, orphan):
             process.kill()
             process.communicate()
         store.close()

@@ -1,4 +1,4 @@
-"""A volunteer that is paused trains and asks for nothing, and goes on where it was."""
+"""A paused volunteer trains nothing, requests nothing, and resumes where it was."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.runtime import LOOK_S, PauseGate
-from colab_swarm.workunits.work_loop import Volunteering
+from colab_swarm.workunits.volunteering import Volunteer
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import StandIn
 from tests.workunits.test_volunteering import Valve, play
 
 
 @pytest.mark.slow
-def test_a_paused_volunteer_stands_still_and_goes_on(tmp_path: Path) -> None:
+def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
     gate, valve = PauseGate(), Valve(before=2)
     job = replace(digits_job(), loss=valve)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         gate.hold()
         valve.go_on.set()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.workunits.uploads import piece_of, range_of
+from colab_swarm.workunits.web import piece_of, range_of
 
 
 def test_parts_of_a_file() -> None:

@@ -36,7 +36,7 @@ def test_losing_every_third_unit_is_no_reason_to_ban() -> None:
 @pytest.mark.parametrize(
     ("good_between", "banned"), [(0, True), (1, True), (3, True), (5, False), (20, False)]
 )
-def test_whoever_sends_more_than_every_fourth_result_bad_is_banned(good_between: int, banned: bool) -> None:
+def test_more_than_every_fourth_bad_result_leads_to_a_ban(good_between: int, banned: bool) -> None:
     standing = Reliability()
     for _ in range(50):
         for _ in range(good_between):
@@ -45,7 +45,7 @@ def test_whoever_sends_more_than_every_fourth_result_bad_is_banned(good_between:
     assert (standing.bans > 0) == banned
 
 
-def test_bans_begin_with_the_third_bad_result_and_double_up_to_a_day() -> None:
+def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
     standing, lengths = Reliability(), []
     for _ in range(14):
         standing.on_rejected(1000.0)

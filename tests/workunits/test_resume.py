@@ -48,7 +48,7 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
     assert saves(tmp_path).left_behind(now=99.0) == []
 
 
-def test_a_unit_whose_deadline_has_passed_is_forgotten(tmp_path: Path) -> None:
+def test_a_saved_unit_past_its_deadline_is_deleted(tmp_path: Path) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0))
     assert saves(tmp_path).left_behind(now=100.0) == []
     assert not list(tmp_path.glob("*.unit"))
@@ -76,7 +76,9 @@ def test_a_garbled_file_is_forgotten(tmp_path_factory: pytest.TempPathFactory, d
         assert found.unit == UNIT
 
 
-def test_what_cannot_be_saved_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_unit_that_cannot_be_saved_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0, {"optimizer": object()}))
     (tmp_path / "file").write_text("")
     saves(tmp_path / "file").save(UnitInHand(UNIT, 100.0))

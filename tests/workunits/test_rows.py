@@ -38,7 +38,7 @@ class Named(torch.utils.data.Dataset[dict[str, Any]]):
     ],
     ids=["arrays", "tensors", "dataset", "columns", "named", "hub", "loader"],
 )
-def test_whatever_a_user_has_becomes_the_same_rows(data: Any) -> None:
+def test_every_kind_of_data_becomes_the_same_rows(data: Any) -> None:
     rows = rows_of(data)
     assert len(rows) == 6
     images, labels = rows.columns.values()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits.uploads import Gap, UploadBuffer
+from colab_swarm.workunits.coordination import Refused
+from colab_swarm.workunits.web import UploadBuffer
 
 ONE, OTHER = "0" * 32, "f" * 32
 
@@ -22,7 +23,7 @@ def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> 
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abc")
     for start in (0, 2, 4):
-        with pytest.raises(Gap) as caught:
+        with pytest.raises(Refused) as caught:
             spool.add(ONE, start, b"x")
         assert caught.value.received == 3
     with pytest.raises(ValueError, match="a result has 6"):
@@ -30,7 +31,7 @@ def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> 
     assert spool.read(ONE) == b"abc"
 
 
-def test_a_restart_keeps_parts_but_not_a_whole_that_was_being_looked_at(tmp_path: Path) -> None:
+def test_a_restart_keeps_partial_uploads_and_deletes_complete_ones(tmp_path: Path) -> None:
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abcdef")
     spool.add(OTHER, 0, b"abc")
@@ -38,7 +39,7 @@ def test_a_restart_keeps_parts_but_not_a_whole_that_was_being_looked_at(tmp_path
     assert (again.received(ONE), again.received(OTHER)) == (0, 3)
 
 
-def test_what_nobody_awaits_is_swept_away(tmp_path: Path) -> None:
+def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
     spool = UploadBuffer(tmp_path, size_bytes=6)
     spool.add(ONE, 0, b"abc")
     spool.add(OTHER, 0, b"abc")

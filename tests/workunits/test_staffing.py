@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from colab_swarm.workunits.assimilation import Staffing, StaffingSettings
+from colab_swarm.workunits.assimilation import Staffing
 
-SETTINGS = StaffingSettings(most=4, crowd=2.0, grow_s=2.0, shrink_s=30.0)
+
+def staffing_of_four() -> Staffing:
+    return Staffing(most=4, crowd=2.0, grow_s=2.0, shrink_s=30.0)
 
 
 def follow(waiting: dict[range, int]) -> list[int]:
     """Servers by second, if so many results wait in these seconds."""
-    staffing, servers = Staffing(SETTINGS), [1]
+    staffing, servers = staffing_of_four(), [1]
     for seconds, backlog in waiting.items():
         for second in seconds:
             servers.append(staffing.on_backlog(backlog, servers[-1], now=float(second)))
@@ -38,5 +40,5 @@ def test_a_backlog_that_comes_and_goes_keeps_them() -> None:
     assert follow({range(0, 20): 50, **waves})[-1] == 4
 
 
-def test_there_is_a_server_from_the_beginning() -> None:
-    assert Staffing(SETTINGS).on_backlog(0, 0, now=0.0) == 1
+def test_there_is_a_server_from_the_start() -> None:
+    assert staffing_of_four().on_backlog(0, 0, now=0.0) == 1

@@ -44,7 +44,7 @@ def test_a_job_of_another_size_is_refused(store: ParameterStore) -> None:
         store.begin(np.zeros(4, np.float32))
 
 
-def test_parameters_that_nobody_put_in_are_an_error_that_says_what_to_do(url: str) -> None:
+def test_missing_parameters_are_an_error_that_says_what_to_do(url: str) -> None:
     store = open_store(url, new_job())
     with pytest.raises(StoreError, match="start its coordinator first"):
         store.parameters()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.store import MemoryStore, SqliteStore, open_store
+from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 
 UNREACHABLE = (
     "redis://:topsecret@127.0.0.1:1/0",
@@ -28,7 +28,7 @@ def test_files_are_sqlite_and_memory_is_memory(tmp_path: Path, monkeypatch: pyte
         store.close()
     assert {"job.db", "other", "relative", "absolute"} <= set(os.listdir(tmp_path))
     memory = open_store("memory", "job")
-    assert isinstance(memory, MemoryStore) and not memory.shared
+    assert isinstance(memory, SqliteStore) and memory.url == MEMORY and not memory.shared
 
 
 @pytest.mark.parametrize("address", ["redis", "", "sqlite://", "mongodb://here", "postgresql://here/jobs"])
@@ -38,13 +38,13 @@ def test_an_address_of_no_known_form_is_answered_with_the_forms(address: str) ->
 
 
 @pytest.mark.parametrize("address", UNREACHABLE)
-def test_an_unreachable_server_is_told_with_what_to_do_and_no_password(address: str) -> None:
+def test_the_error_of_an_unreachable_server_says_what_to_do_and_no_password(address: str) -> None:
     with pytest.raises(StoreError, match=r"Check that .*run.* password") as caught:
         open_store(address, "job")
     assert "topsecret" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="The folder must exist"):
         open_store(f"{tmp_path}/missing/job.db", "job")
     (tmp_path / "text.db").write_text("this is no database" * 100)
@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_there_and_a_file_that_is_no_store_are_told(tmp_pat
         open_store(f"{tmp_path}/text.db", "job")
 
 
-def test_a_library_that_is_not_installed_is_told_with_the_command_that_installs_it(
+def test_a_missing_library_is_an_error_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "colab_swarm.workunits.redis_store", None)

@@ -33,7 +33,7 @@ def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_l
     store.close()
 
 
-def test_what_a_server_computed_for_a_unit_that_was_done_meanwhile_is_thrown_away(url: str) -> None:
+def test_an_update_for_a_unit_done_meanwhile_is_discarded(url: str) -> None:
     job = new_job()
     store = begun(url, job, units=1)
 
@@ -50,7 +50,7 @@ def test_what_a_server_computed_for_a_unit_that_was_done_meanwhile_is_thrown_awa
     store.close()
 
 
-def test_a_server_that_keeps_all_in_memory_is_told_of(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_without_persistence_causes_a_warning(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         begun(url, new_job()).close()
     assert "if it stops, job" in caplog.text and "appendonly yes" in caplog.text
@@ -62,7 +62,7 @@ def test_a_server_that_keeps_all_in_memory_is_told_of(url: str, caplog: pytest.L
     assert not caplog.text
 
 
-def test_a_server_that_stops_is_told_at_the_next_call(url: str) -> None:
+def test_a_stopped_server_is_an_error_at_the_next_call(url: str) -> None:
     with redis_server() as other:
         store = begun(other, new_job(), units=1)
     with pytest.raises(StoreError, match="Check that redis-server runs"):

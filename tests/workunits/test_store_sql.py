@@ -16,7 +16,7 @@ from tests.workunits.servers import accepted, begun, check_invariants, new_job, 
 pytestmark = pytest.mark.parametrize("url", ["postgresql", "mariadb"], indirect=True)
 
 
-def test_tables_are_made_by_whoever_comes_first_and_others_at_that_moment_stand_it(url: str) -> None:
+def test_tables_are_created_once_by_stores_that_open_at_the_same_time(url: str) -> None:
     engine = sa.create_engine(url)
     for table in ("jobs", "ends", "log", "queue", "blobs"):
         with engine.begin() as connection:

@@ -13,7 +13,7 @@ from tests.workunits.local import Answer, coordinating, run, tiny_job, until
 from tests.workunits.test_web_bad_input import put
 
 
-def test_nobody_takes_all_the_places_for_uploads(tmp_path: Path) -> None:
+def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
@@ -32,7 +32,7 @@ def test_nobody_takes_all_the_places_for_uploads(tmp_path: Path) -> None:
     run(main)
 
 
-def test_uploads_of_units_that_are_done_without_them_go_from_the_disk(tmp_path: Path) -> None:
+def test_uploads_of_units_accepted_without_them_are_deleted(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(subsets=2, deadline_s=0.05), tmp_path) as scene:
             late = (await scene.alice.ask())[0]
@@ -49,7 +49,7 @@ def test_uploads_of_units_that_are_done_without_them_go_from_the_disk(tmp_path: 
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_a_connection_that_does_not_say_what_it_wants_is_closed(
+def test_a_connection_without_a_request_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(web, "IDLE_S", 0.05)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from colab_swarm.workunits.coordination import lay_out
 from colab_swarm.workunits.job import Rows
-from colab_swarm.workunits.training import lay_out
 from tests.workunits.local import tiny_job
 
 
@@ -19,7 +19,7 @@ def test_each_subset_lies_under_its_digest_and_all_samples_are_there(tmp_path: P
         assert len(Rows.decode(data)) == subset.rows
 
 
-def test_a_restart_mends_what_a_crash_left_and_clears_what_is_another_jobs(tmp_path: Path) -> None:
+def test_a_restart_repairs_files_of_a_crash_and_deletes_those_of_another_job(tmp_path: Path) -> None:
     first = lay_out(tiny_job(), tmp_path)
     garbled = tmp_path / first[0].sha256
     garbled.write_bytes(bytes(first[0].size_bytes))

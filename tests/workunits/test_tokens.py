@@ -35,14 +35,14 @@ def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
     assert gate().check(Token(organizer).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == organizer.id
 
 
-def test_whoever_was_invited_is_let_in_while_the_authority_sleeps() -> None:
+def test_an_invited_peer_is_admitted_while_the_authority_is_offline() -> None:
     invitation = Identity(os.urandom(32))
     grant = Grant(RUN, Role.WORKER, invitation.public_key, NOW + 60, NOW + 3600).signed(organizer.sign)
     shown = Membership.by_invitation(grant, invitation, key=alice.public_key, now=NOW).encode()
     assert gate().check(Token(alice, shown).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
 
 
-def test_an_open_run_lets_in_everybody_who_signs() -> None:
+def test_an_open_run_admits_every_peer_that_signs() -> None:
     assert (
         RequestGate(None).check(Token(alice).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
     )

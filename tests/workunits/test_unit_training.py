@@ -1,4 +1,4 @@
-"""One unit's training: repeatable, and it goes on where it was saved."""
+"""One unit's training: repeatable, and resumed where it was saved."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.training import UnitConfig, UnitTraining, unit_seed
+from colab_swarm.workunits.job import Job, UnitTraining, unit_seed
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 
-LESSON = UnitConfig(local_epochs=2, batch_size=32, seed=7)
 
-
-def training(job: Job, lesson: UnitConfig = LESSON) -> UnitTraining:
-    return UnitTraining(job, job.rows(), lesson, model=job.first_model())
+def training(job: Job, seed: int = 7) -> UnitTraining:
+    return UnitTraining(job, job.rows(), local_epochs=2, batch_size=32, seed=seed, model=job.first_model())
 
 
 def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers_alone() -> None:
@@ -52,7 +49,7 @@ def test_a_unit_saved_between_two_batches_ends_as_if_it_had_not_stopped() -> Non
 def test_the_save_of_another_unit_is_refused() -> None:
     job = digits_job()
     with pytest.raises(ValueError, match="another unit"):
-        training(job).load_state_dict(training(job, UnitConfig(2, 32, seed=8)).state_dict())
+        training(job).load_state_dict(training(job, seed=8).state_dict())
 
 
 def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
@@ -64,8 +61,8 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     for epoch in (1, 2, 3):
         schema.load(model, values)
         rows = job.rows().cut(1, seed=job.plan.seed)[0]
-        lesson = UnitConfig(1, 32, unit_seed(job.plan.seed, epoch, 0))
-        unit = UnitTraining(job, rows, lesson, model=model)
+        seed = unit_seed(job.plan.seed, epoch, 0)
+        unit = UnitTraining(job, rows, local_epochs=1, batch_size=32, seed=seed, model=model)
         while unit.done < unit.batches:
             unit.step()
         values = schema.flatten(model)

@@ -1,4 +1,4 @@
-"""Results that are no use are told apart, with figures."""
+"""Invalid results are refused, with figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_another_number_of_values_is_refused() -> None:
     assert Validator(WorkPlan()).judge(BASE[:5000], BASE) == "5,000 values, 5,418 expected"
 
 
-def test_a_result_that_moved_much_farther_than_usual_is_refused_once_it_is_known_what_is_usual() -> None:
+def test_a_result_that_moved_much_farther_than_usual_is_refused_after_the_first_ones() -> None:
     validator, values = Validator(WorkPlan(max_change=10)), BASE.copy()
     values[0] = 31.0
     for _ in range(KNOWN):

@@ -16,18 +16,17 @@ import pytest
 from torch import Tensor, nn
 
 from colab_swarm.net.identity import Identity
-from colab_swarm.workunits import work_loop as module
-from colab_swarm.workunits.job import Job, Rows, cross_entropy
+from colab_swarm.workunits import volunteering as module
+from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.training import UnitConfig, UnitTraining
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from colab_swarm.workunits.weights import Floats
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 
 TIME_LIMIT_S = 30.0
-Scene = Callable[[StandIn, Volunteering], Awaitable[None]]
+Scene = Callable[[StandIn, Volunteer], Awaitable[None]]
 
 
 def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, **settings: Any) -> StandIn:
@@ -37,14 +36,14 @@ def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, *
         async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
             await stack.enter_async_context(standin.serving())
             client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
-            alice = Volunteering(
+            alice = Volunteer(
                 client,
                 job or standin.job,
                 await client.card(),
                 VolunteerSettings(folder, **{"name": "alice", **settings}),
                 rng=random.Random(0),
             )
-            alice.start()
+            await alice.begin()
             await scene(standin, alice)
 
     asyncio.run(main())
@@ -55,8 +54,14 @@ def trained(standin: StandIn, unit: GivenUnit) -> Floats:
     """What a unit's result has to be."""
     model = standin.job.first_model()
     plan = standin.job.plan
-    lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit.seed)
-    training = UnitTraining(standin.job, Rows.decode(standin.files[unit.subset]), lesson, model=model)
+    training = UnitTraining(
+        standin.job,
+        Rows.decode(standin.files[unit.subset]),
+        local_epochs=plan.local_epochs,
+        batch_size=plan.batch_size,
+        seed=unit.seed,
+        model=model,
+    )
     while training.done < training.batches:
         training.step()
     return standin.schema.flatten(model)
@@ -79,7 +84,7 @@ class Valve:
 
 @pytest.mark.parametrize("units", [1, 3])
 def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path, units: int) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert (snapshot.state, snapshot.over, snapshot.fault) == ("the job is finished", True, "")
@@ -93,8 +98,8 @@ def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path,
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
 
     standin = play(scene, StandIn(digits_job(), epochs=3), tmp_path)
@@ -103,8 +108,8 @@ def test_data_are_fetched_once_and_told_to_be_held(tmp_path: Path) -> None:
     assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
 
-def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().accepted == 2
 
@@ -114,8 +119,8 @@ def test_a_bad_line_costs_time_only(tmp_path: Path) -> None:
     assert len(play(scene, standin, tmp_path).fired) == 8
 
 
-def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: "unreachable" in alice.snapshot().state)
         assert alice.snapshot().state.endswith("trying again in 77 s")
         await alice.leave()
@@ -126,10 +131,10 @@ def test_a_coordinator_that_is_away_is_told_of_and_holds_up_no_farewell(tmp_path
     assert play(scene, standin, tmp_path).fired
 
 
-def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
+def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
     valve = Valve(before=2)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         unit = alice.snapshot().units[0]
         assert (unit.unit, unit.phase, unit.done, unit.batches) == ("epoch 1, subset 0", "training", 2, 4)
@@ -144,10 +149,10 @@ def test_who_leaves_finishes_what_is_in_hand(tmp_path: Path) -> None:
     assert len(standin.given) == len(standin.results) == 1 and not standin.returned
 
 
-def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
+def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Path) -> None:
     valve = Valve(before=1)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await asyncio.to_thread(valve.reached.wait)
         leaving = asyncio.create_task(alice.leave(finish_s=0.0))
         await asyncio.sleep(0)
@@ -161,11 +166,11 @@ def test_who_leaves_at_once_gives_back_what_is_in_hand(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_path: Path) -> None:
+def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise ZeroDivisionError("no such thing")
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert snapshot.state == "the job's code failed: ZeroDivisionError: no such thing"
@@ -176,12 +181,10 @@ def test_a_fault_in_the_jobs_own_code_is_told_once_and_the_unit_given_back(tmp_p
     assert sorted(standin.returned) == sorted(standin.given)
 
 
-def test_refused_results_are_counted_and_the_reason_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "AFTER_REFUSAL", QUICK)
+def test_refused_results_are_counted_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
 
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: alice.snapshot().refused == 2)
         assert (alice.snapshot().accepted, alice.snapshot().refusal) == (0, "too far off")
         await alice.leave()
@@ -192,8 +195,8 @@ def test_refused_results_are_counted_and_the_reason_kept(
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_a_banned_volunteer_waits_and_says_why(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
         await alice.leave()
 
@@ -202,8 +205,8 @@ def test_who_is_banned_waits_and_says_why(tmp_path: Path) -> None:
     assert play(scene, standin, tmp_path).fired
 
 
-def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_a_volunteer_that_is_not_admitted_any_more_ends_and_says_why(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         await alice.wait_over()
         assert alice.snapshot().state == "the coordinator refuses: revoked"
 
@@ -213,7 +216,7 @@ def test_who_is_not_let_in_any_more_ends_and_says_why(tmp_path: Path) -> None:
 
 
 def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         waits = Waits()
         standin.meets("POST /api/units", waits)
         await waits.reached.wait()
@@ -226,8 +229,8 @@ def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
     assert len(standin.returned) == 1
 
 
-def test_another_model_than_the_coordinators_is_told_at_once(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteering) -> None:
+def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path) -> None:
+    async def scene(standin: StandIn, alice: Volunteer) -> None:
         raise AssertionError("it must not start")
 
     other = replace(digits_job(), model=lambda: nn.Linear(64, 10))

@@ -17,7 +17,7 @@ from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.resume import _load
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, run
 from tests.workunits.stand_in import QUICK, StandIn, client_of
@@ -38,14 +38,14 @@ def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication: int)
             volunteers = []
             for name in ("alice", "bob"):
                 client = CoordinatorClient(
-                    scene.server.url, Token(Identity()), run_id=RUN, authority=None, backoff=QUICK
+                    scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
                 )
                 await stack.enter_async_context(client)
                 settings = VolunteerSettings(tmp_path / name, units=2, name=name)
                 card = await client.card()
-                volunteers.append(Volunteering(client, job, card, settings, rng=random.Random(0)))
+                volunteers.append(Volunteer(client, job, card, settings, rng=random.Random(0)))
             for volunteer in volunteers:
-                volunteer.start()
+                await volunteer.begin()
             await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
             assert {volunteer.snapshot().state for volunteer in volunteers} == {"the job is finished"}
             accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
@@ -73,7 +73,7 @@ def batches_saved(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     standin = StandIn(digits_job(local_epochs=BATCHES // 4))
 
     async def main() -> None:
@@ -86,10 +86,10 @@ def test_a_volunteer_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> Non
             assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
             fetched = standin.seen.count("GET /api/parameters")
             async with client_of(standin, token=Token(Identity(SEED))) as client:
-                volunteering = Volunteering(
+                volunteering = Volunteer(
                     client, standin.job, await client.card(), VolunteerSettings(tmp_path)
                 )
-                volunteering.start()
+                await volunteering.begin()
                 await volunteering.wait_over()
             assert volunteering.snapshot().accepted == 2
             assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit

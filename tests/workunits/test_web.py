@@ -19,12 +19,12 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry
-from colab_swarm.workunits.store import MemoryStore
+from colab_swarm.workunits.store import MEMORY, SqliteStore
 from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS
 from tests.workunits.local import RUN, coordinating, run, tiny_job, until
 
 
-def test_the_card_tells_what_there_is_to_train(tmp_path: Path) -> None:
+def test_the_card_describes_the_job(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             card = (await scene.alice.send("GET", "/api/job")).message(JobCard)
@@ -91,7 +91,7 @@ def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
     run(main)
 
 
-def test_an_upload_goes_on_where_it_broke_off(tmp_path: Path) -> None:
+def test_an_upload_resumes_where_it_broke_off(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
@@ -109,7 +109,7 @@ def test_an_upload_goes_on_where_it_broke_off(tmp_path: Path) -> None:
     run(main)
 
 
-def test_units_that_are_given_back_go_to_somebody_else(tmp_path: Path) -> None:
+def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(subsets=1), tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
@@ -121,7 +121,7 @@ def test_units_that_are_given_back_go_to_somebody_else(tmp_path: Path) -> None:
     run(main)
 
 
-class Failing(MemoryStore):
+class Failing(SqliteStore):
     """A store that can be out of order."""
 
     broken = False
@@ -134,11 +134,11 @@ class Failing(MemoryStore):
         return super().entries(after)
 
 
-def test_while_the_store_is_away_volunteers_are_told_to_come_again_and_nothing_is_lost(
+def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        store = Failing("tiny")
+        store = Failing(MEMORY, "tiny")
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
             name = (await scene.alice.ask())[0].assignment
             file = scene.coordination.schema.encode(scene.values())
@@ -159,7 +159,7 @@ def test_while_the_store_is_away_volunteers_are_told_to_come_again_and_nothing_i
 
 
 @pytest.mark.parametrize("path", ["/", "/live", "/status.json", "/metrics"])
-def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> None:
+def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             assert scene.session is not None
@@ -175,11 +175,11 @@ def test_everybody_may_look_and_nobody_may_write(tmp_path: Path, path: str) -> N
     run(main)
 
 
-class Slow(MemoryStore):
-    """A store that keeps a result when it is told to."""
+class Slow(SqliteStore):
+    """A store whose `append` waits until a test lets it continue."""
 
     def __init__(self) -> None:
-        super().__init__("tiny")
+        super().__init__(MEMORY, "tiny")
         self.reached, self.go_on = threading.Event(), threading.Event()
 
     def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
@@ -189,7 +189,7 @@ class Slow(MemoryStore):
         super().append(entries, **blobs)
 
 
-def test_while_a_result_is_looked_at_the_same_one_has_to_wait(tmp_path: Path) -> None:
+def test_while_a_result_is_checked_the_same_one_has_to_wait(tmp_path: Path) -> None:
     async def main() -> None:
         store = Slow()
         async with coordinating(tiny_job(), tmp_path, store=store) as scene:
@@ -208,7 +208,7 @@ def test_while_a_result_is_looked_at_the_same_one_has_to_wait(tmp_path: Path) ->
     run(main)
 
 
-def test_too_many_downloads_at_once_are_told_to_come_again(tmp_path: Path) -> None:
+def test_too_many_downloads_at_once_must_retry(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             scene.server.running["download"] = MAX_DOWNLOADS
@@ -236,7 +236,7 @@ def test_a_download_that_is_given_up_is_no_fault(tmp_path: Path, caplog: pytest.
     assert caplog.records == []
 
 
-def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> None:
+def test_too_many_page_requests_must_retry(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
             answers = await asyncio.gather(
@@ -248,7 +248,7 @@ def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> No
     run(main)
 
 
-def test_a_visitor_who_asks_without_end_shuts_out_nobody_else(
+def test_a_visitor_that_floods_the_page_shuts_out_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one

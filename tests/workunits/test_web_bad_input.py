@@ -147,14 +147,14 @@ def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> Non
     async def main() -> None:
         async with coordinating(job, tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
-            scene.uploads.size_bytes = 1 << 23
+            scene.server.uploads.size_bytes = 1 << 23
             method, target, headers = put(name, size=1 << 23, whole=1 << 23)
             await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
 
     run(main)
 
 
-def test_the_assignment_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_the_assignment_of_another_volunteer_is_refused(tmp_path: Path) -> None:
     refuses(tmp_path, lambda scene, name, file: scene.bob.upload(name, file), 404, "not yours")
 
 
@@ -234,7 +234,7 @@ def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: P
 
 
 @pytest.mark.parametrize("fault", ["shape", "nan", "far"])
-def test_a_result_that_is_no_use_is_logged_against_its_volunteer_and_goes_to_somebody_else(
+def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_volunteer(
     tmp_path: Path, fault: str
 ) -> None:
     async def main() -> None:
@@ -279,7 +279,7 @@ def test_a_result_that_was_taken_is_not_taken_again(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_result_whose_unit_was_given_to_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_result_whose_unit_went_to_another_volunteer_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(subsets=1, deadline_s=0.05), tmp_path) as scene:
             name = (await scene.alice.ask())[0].assignment
@@ -289,13 +289,13 @@ def test_a_result_whose_unit_was_given_to_somebody_else_is_refused(tmp_path: Pat
                 await asyncio.sleep(0.02)
             assert "Expired" in scene.kinds()
             answer = await scene.alice.upload(name, file[50:], start=50)
-            assert answer.status == 410 and "somebody else has it" in answer.problem.text
+            assert answer.status == 410 and "another volunteer has it" in answer.problem.text
             assert "Accepted" not in scene.kinds()
 
     run(main)
 
 
-def test_whoever_sends_bad_results_again_and_again_is_banned(tmp_path: Path) -> None:
+def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
     async def main() -> None:
         async with coordinating(tiny_job(subsets=16), tmp_path) as scene:
             await scene.bob.ask()

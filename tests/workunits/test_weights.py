@@ -108,7 +108,7 @@ def test_values_that_are_not_finite_are_refused_with_advice() -> None:
 
 
 @pytest.mark.parametrize("name", ["\\ud800", "x" * 100_000])
-def test_what_a_stranger_calls_tensors_is_told_in_few_plain_letters(name: str) -> None:
+def test_a_strangers_tensor_names_are_reported_short_and_printable(name: str) -> None:
     schema = Schema((("weight", (2,)),))
     head = f'{{"weight":{{"shape":[2]}},"{name}":{{"shape":[]}}}}'
     with pytest.raises(ValueError) as caught:

@@ -14,7 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import cross_entropy
 from colab_swarm.workunits.tokens import Token
-from colab_swarm.workunits.work_loop import Volunteering, VolunteerSettings
+from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import RUN
 
@@ -22,15 +22,15 @@ SEED = b"a" * 32
 
 
 def _slow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    time.sleep(0.1)  # not a wait for anything: whoever kills this needs time for it
+    time.sleep(0.1)  # gives the test time to kill this process
     return cross_entropy(model, batch)
 
 
 async def _main(url: str, folder: Path) -> None:
     async with CoordinatorClient(url, Token(Identity(SEED)), run_id=RUN, authority=None) as client:
         job = replace(digits_job(), loss=_slow)
-        volunteering = Volunteering(client, job, await client.card(), VolunteerSettings(folder, save_s=0.0))
-        volunteering.start()
+        volunteering = Volunteer(client, job, await client.card(), VolunteerSettings(folder, save_s=0.0))
+        await volunteering.begin()
         await volunteering.wait_over()
 
 
