@@ -21,7 +21,7 @@ from colab_swarm.notebook.lessons import (
     fault_words,
     simulation_html,
 )
-from colab_swarm.sim.faults import ComingFault, FiredFault
+from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
@@ -330,7 +330,7 @@ class Simulation:
         )
 
 
-def _told(fault: FiredFault | ComingFault) -> str:
+def _told(fault: ScriptedFault) -> str:
     return f"{fault.at:.0f} s: {fault_words(fault.name, fault.arguments)}"
 
 
