@@ -90,8 +90,15 @@ class NotAdmitted(PeerError):
     Cause: the run takes members only, and the membership of one of the two peers is missing, over or withdrawn; a
     wrong clock makes a good one look like that.
 
-    Fix: join again by a new invitation from the run's authority, and check this machine's date and time.
+    Fix: join again with a new invitation from the run's authority, and check this machine's date and time.
+
+    Attributes:
+        reason: ``membership`` (none is valid), ``revoked`` (the authority removed it) or ``busy`` (try again later).
     """
+
+    def __init__(self, text: str, *, reason: str = "membership") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class CallRefused(PeerError):

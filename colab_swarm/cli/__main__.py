@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -339,7 +339,7 @@ def _experts(options: argparse.Namespace) -> None:
 
     from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 
-    make: partial[torch.nn.Module] = partial(FeedForward, options.dim, options.hidden)
+    make: Callable[[], torch.nn.Module] = partial(FeedForward, options.dim, options.hidden)
     if options.heads is not None:
         make = partial(TransformerBlock, options.dim, options.heads, options.hidden)
     rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)

@@ -40,7 +40,7 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 | `dedloc16` | 30 ms | 4 x 200, 8 x 100, 4 x 50 Mbit/s, as in DeDLOC's ALBERT experiment |
 | `paper_cloud` | 92.5 ms | 100 Mbit/s, as in Learning@home |
 
-## Scripted faults
+## What goes wrong, by script
 
 `network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third matching message is
 delivered) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`, `bandwidth`. Each fault

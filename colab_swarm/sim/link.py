@@ -127,7 +127,7 @@ class _Lane:
     sent_bytes: int = 0
 
 
-class PendingCall:
+class UnansweredCall:
     """A call that waits for its reply."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class SimLink:
     ) -> None:
         self.ends, self.latency_s, self.alive = ends, latency_s, True
         # a set would fail them in an order that no seed decides
-        self.waiting: dict[PendingCall | SimStream, None] = {}
+        self.waiting: dict[UnansweredCall | SimStream, None] = {}
         self._conditions, self._loop = conditions, asyncio.get_running_loop()
         self._lanes = {end: _Lane(end, other) for end, other in (ends, ends[::-1])}
 

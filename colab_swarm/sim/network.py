@@ -34,7 +34,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import ServiceTable, Unserved
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
 from colab_swarm.sim.faults import Script, ScriptedFault, Trap
-from colab_swarm.sim.link import Conditions, Connection, PendingCall, SimLink, SimStream, decode, encode
+from colab_swarm.sim.link import Conditions, Connection, SimLink, SimStream, UnansweredCall, decode, encode
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
 logger = logging.getLogger(__name__)
@@ -381,7 +381,7 @@ class SimPeers:
             raise PeerTimeout(text) from error
 
     async def _call(self, link: SimLink, peer: PeerId, message: Message) -> bytes:
-        body, call, end = encode(message), PendingCall(), self._end_of(link)
+        body, call, end = encode(message), UnansweredCall(), self._end_of(link)
         other = self._network.peer_of(peer)
         deliver = partial(other._on_call, self.id, link, call, type(message).__name__, body)
         link.waiting[call] = None
@@ -395,10 +395,12 @@ class SimPeers:
         finally:
             link.waiting.pop(call, None)
 
-    def _on_call(self, caller: PeerId, link: SimLink, call: PendingCall, name: str, body: bytes) -> None:
+    def _on_call(self, caller: PeerId, link: SimLink, call: UnansweredCall, name: str, body: bytes) -> None:
         call.handler = self._spawn(self._answer(caller, link, call, name, body))
 
-    async def _answer(self, caller: PeerId, link: SimLink, call: PendingCall, name: str, body: bytes) -> None:
+    async def _answer(
+        self, caller: PeerId, link: SimLink, call: UnansweredCall, name: str, body: bytes
+    ) -> None:
         end = link.other(self._network.peer_of(caller)._end_of(link))
         try:
             handler, message = self._calls.find_named(name, body, self.role_of(caller))

@@ -221,7 +221,7 @@ def _host(swarm: Swarm) -> str:
 
 
 def _listen(board: Board, port: int) -> ThreadingHTTPServer:
-    class Answer(BaseHTTPRequestHandler):
+    class BoardHandler(BaseHTTPRequestHandler):
         timeout = TIMEOUT_S
 
         def do_GET(self) -> None:
@@ -240,9 +240,9 @@ def _listen(board: Board, port: int) -> ThreadingHTTPServer:
             """Do not print into the notebook."""
 
     try:
-        return ThreadingHTTPServer(("", port), Answer)
+        return ThreadingHTTPServer(("", port), BoardHandler)
     except OSError:
-        return ThreadingHTTPServer(("", 0), Answer)
+        return ThreadingHTTPServer(("", 0), BoardHandler)
 
 
 def summary(snapshot: BoardSnapshot) -> str:

@@ -90,10 +90,6 @@ class Token:
         return f"Token({self.identity.id.hex()[:8]})"
 
 
-class Crowded(NotAdmitted):
-    """Nobody is let in for a while."""
-
-
 class RequestGate:
     """Lets requests in.
 
@@ -134,7 +130,7 @@ class RequestGate:
         if nonce in self._seen:
             raise NotAdmitted("this request was sent before: sign each anew")
         if len(self._seen) >= MAX_NONCES:
-            raise Crowded("too many requests in a minute: try again later")
+            raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
         self._seen[nonce] = now
 
 
