@@ -94,7 +94,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(command=_doctor)
 
-    peer = commands.add_parser("peer", help="join a run and train, or only reduce for the trainers")
+    for command in (backbone, relay, _add_peer(commands), _add_experts(commands)):
+        _add_network(command)
+    _add_work(commands)
+    bench = commands.add_parser(
+        "bench", help="run benchmarks: link, dht, averaging, overhead …", add_help=False
+    )
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _add_peer(commands: Any) -> argparse.ArgumentParser:
+    peer: argparse.ArgumentParser = commands.add_parser(
+        "peer", help="join a run and train, or only reduce for the trainers"
+    )
     peer.add_argument("invite", help=INVITE)
     peer.add_argument(
         "--reduce-only", action="store_true", help="help the trainers; needs no GPU, data or torch"
@@ -118,8 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     peer.add_argument("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
     peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
     peer.set_defaults(command=_peer)
+    return peer
 
-    experts = commands.add_parser("experts", help="join a run and host experts for the trainers")
+
+def _add_experts(commands: Any) -> argparse.ArgumentParser:
+    experts: argparse.ArgumentParser = commands.add_parser(
+        "experts", help="join a run and host experts for the trainers"
+    )
     experts.add_argument("invite", help=INVITE)
     experts.add_argument("prefix", help="name of the kind of experts, such as ffn")
     experts.add_argument("--grid", type=_grid, required=True, help="such as 16x16, the same for all peers")
@@ -131,16 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     experts.add_argument("--lr", type=float, default=1e-3, help="Adam learning rate")
     experts.add_argument("--hours", type=_hours, default=None, help="leave after this many hours")
     experts.set_defaults(command=_experts)
-
-    _add_work(commands)
-    for command in (backbone, relay, peer, experts):
-        _add_network(command)
-    bench = commands.add_parser(
-        "bench", help="run benchmarks: link, dht, averaging, overhead …", add_help=False
-    )
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(command=_bench)
-    return parser
+    return experts
 
 
 def _add_work(commands: Any) -> None:
