@@ -1,7 +1,7 @@
-"""Where tokens and passwords come from: never from a notebook's text, never shown.
+"""Tokens and passwords: never read from a notebook's text, never shown.
 
-In this order: given, environment, Colab's secrets, Kaggle's secrets, and typed in where somebody can. Call
-from the user's thread: Colab answers through the cell that asks.
+Places, in this order: the argument, the environment, Colab's secrets, Kaggle's secrets, and typing where possible.
+Call it from the user's thread: Colab answers through the calling cell.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from colab_swarm.errors import SecretError
 _COLAB = {
     "SecretNotFoundError": "Colab has no secret {name}: add it (key icon on the left) and allow this notebook",
     "NotebookAccessError": "Colab has {name}, but not for this notebook: allow it (key icon on the left)",
-    "TimeoutException": "Colab's secrets do not answer outside of its own page: set the variable {name} instead",
+    "TimeoutException": "Colab's secrets work only in its own page: set the environment variable {name} instead",
 }
 _KAGGLE = {
     "CredentialError": "Kaggle gives no secrets to this session: open the notebook in Kaggle's editor",
@@ -27,32 +27,32 @@ _KAGGLE = {
 
 
 class Secret(str):
-    """A secret; a cell that ends with one does not show it."""
+    """A secret text; a cell that ends with one does not show it."""
 
     def __repr__(self) -> str:
         return "Secret(hidden)"
 
 
 def find_secret(name: str, given: str | None = None) -> Secret | None:
-    """The secret, or None if it is nowhere; nobody is asked to type it.
+    """Return the secret, or None if it is not found; never asks to type it.
 
     Args:
         name: of the environment variable, and of the secret on Colab and Kaggle.
-        given: what the caller was given; taken if it is not empty.
+        given: used if it is not empty.
     """
     found, _ = _search(name, given)
     return found
 
 
 def require_secret(name: str, given: str | None = None, *, help: str) -> Secret:
-    """The secret; asks for it where somebody can type.
+    """Return the secret; asks to type it where that is possible.
 
     Args:
         name, given: as in `find_secret`.
         help: where to get such a secret, in one sentence.
 
     Raises:
-        SecretError: it is nowhere; the text says where it was sought and how to set it.
+        SecretError: it is not found; the text says where it was looked for and how to set it.
     """
     found, reasons = _search(name, given)
     found = found or _ask(f"{name} ({help}): ")
@@ -63,7 +63,7 @@ def require_secret(name: str, given: str | None = None, *, help: str) -> Secret:
 
 
 def _search(name: str, given: str | None) -> tuple[Secret | None, list[str]]:
-    """The secret, and why the platforms did not give it."""
+    """The secret, and why the platforms did not return it."""
     reasons: list[str] = []
     at_hand = given or os.environ.get(name)
     if at_hand:
@@ -73,7 +73,7 @@ def _search(name: str, given: str | None) -> tuple[Secret | None, list[str]]:
             value = open_store()(name)
         except ImportError:
             continue  # another platform
-        except Exception as error:  # each store has errors of its own, whose classes exist only there
+        except Exception as error:  # each store has its own errors, whose classes exist only there
             known = advice.get(type(error).__name__)
             reasons.append(known.format(name=name) if known else f"{name} could not be read: {error!r}")
             continue
@@ -95,11 +95,11 @@ def _open_kaggle() -> Callable[[str], str]:
 
 
 def _ask(prompt: str) -> Secret | None:
-    """Typed unseen; None where nobody can type."""
+    """Read it without echo; None where typing is impossible."""
     in_kernel = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
     if not in_kernel and not (sys.stdin is not None and sys.stdin.isatty()):
         return None
     try:
         return Secret(getpass.getpass(prompt).strip()) or None
-    except (EOFError, NotImplementedError):  # a notebook that is executed with nobody before it
+    except (EOFError, NotImplementedError):  # a notebook that is executed without a user
         return None

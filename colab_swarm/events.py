@@ -1,4 +1,4 @@
-"""What happened, as frozen records. Dashboards, panels and tests read these; log lines are for people."""
+"""Events of a peer, as frozen records. Dashboards, panels and tests read these; log lines are for people."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class PeerSilent(Event):
-    """A round waits for ``peer``, of which nothing was heard for ``seconds``; it may still come."""
+    """A round waits for ``peer``, which has been silent for ``seconds``; it may still answer."""
 
     peer: str
     seconds: float
@@ -43,23 +43,23 @@ class PeerSilent(Event):
 
 @dataclass(frozen=True)
 class ReachabilityChanged(Event):
-    """Others reach this peer in another way now: ``direct``, ``relayed by …`` and so on."""
+    """The way others reach this peer changed: ``direct``, ``relayed by …`` and so on."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberTrace:
-    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: it never happened.
+    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: never.
 
     Attributes:
         peer: hex id.
-        weight: samples that it brought.
-        share: part of the vector that it was to reduce, 0 to 1.
-        sent: from when until when this peer sent it the span that it reduces.
-        received: from when until when its contribution to this peer's own span came.
-        means: from when until when its means came.
-        dropped: why its contribution or its means are missing, in words; empty if nothing is.
+        weight: its samples.
+        share: part of the vector assigned to it as reducer, 0 to 1.
+        sent: begin and end of this peer's sending to it.
+        received: begin and end of receiving its contribution to this peer's own span.
+        means: begin and end of receiving its average.
+        dropped: why its contribution or its average is missing; empty if both arrived.
     """
 
     peer: str
@@ -77,18 +77,18 @@ class RoundFinished(Event):
 
     Attributes:
         step: global step the round belongs to.
-        group_size: members the round began with.
+        group_size: members at the start of the round.
         contributors: hex ids whose values are in this peer's result.
         samples: sum of the contributors' weights.
         spans_lost: spans whose reducer vanished (re-planned or not).
-        kept_local: values (count) for which no mean arrived.
+        kept_local: number of values for which no average arrived.
         sent_bytes, received_bytes: payload of this round at this peer.
         seconds: wall seconds from begin to result.
         compression_error: relative, of this peer's contribution.
-        averaging_s: the averaging's part of ``seconds``, which also hold the forming of the group.
-        predicted_s: what the organizer's strategy expected of it; None if it knew no bandwidths.
-        explanation: why the shares were what they were, in a sentence; empty if nothing was known.
-        members: what each member did when, this peer among them.
+        averaging_s: the part of ``seconds`` after the group was formed.
+        predicted_s: ``averaging_s`` as predicted by the organizer's strategy; None if it knew no bandwidths.
+        explanation: the reason for the shares, in a sentence; empty if unknown.
+        members: the trace of each member, this peer included.
     """
 
     step: int
@@ -109,7 +109,7 @@ class RoundFinished(Event):
 
 @dataclass(frozen=True)
 class BudgetChosen(Event):
-    """How this peer keeps within its traffic budget from now on; not ``within`` it if nothing is left to save."""
+    """This peer changed how it saves traffic; ``within`` is False if the budget cannot be met."""
 
     choice: str
     within: bool
@@ -117,7 +117,7 @@ class BudgetChosen(Event):
 
 @dataclass(frozen=True)
 class StepFinished(Event):
-    """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if it told."""
+    """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if known."""
 
     step: int
     samples: float
@@ -136,7 +136,7 @@ class StateReceived(Event):
 
 @dataclass(frozen=True)
 class BatchDropped(Event):
-    """A micro-batch or contribution was left out; ``reason`` says why (for example a NaN gradient)."""
+    """A micro-batch or contribution was left out for ``reason``, for example a NaN gradient."""
 
     reason: str
 
@@ -151,7 +151,7 @@ class TunnelChanged(Event):
 
 @dataclass(frozen=True)
 class QuotaWarning(Event):
-    """``used_bytes`` went out since the tunnel opened, of the ``quota_bytes`` that its plan carries a month."""
+    """``used_bytes`` were sent since the tunnel opened, of ``quota_bytes`` a month in its plan."""
 
     used_bytes: float
     quota_bytes: float
@@ -159,14 +159,14 @@ class QuotaWarning(Event):
 
 @dataclass(frozen=True)
 class MembershipRenewed(Event):
-    """This peer may stay for ``seconds`` more."""
+    """This peer's membership now lasts for another ``seconds``."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class MembershipEnding(Event):
-    """This peer's membership ends in ``seconds`` and could not be renewed; ``reason`` says why, and what to do."""
+    """This peer's membership ends in ``seconds`` and could not be renewed; ``reason`` says why and what to do."""
 
     seconds: float
     reason: str
@@ -182,14 +182,14 @@ class ClockSkewed(Event):
 
 @dataclass(frozen=True)
 class PeersRevoked(Event):
-    """The authority has revoked ``count`` peers or invitations since this peer last heard of it."""
+    """This peer learned that the authority has revoked ``count`` peers or invitations."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class SessionEnding(Event):
-    """The platform ends this session in ``seconds``, and this peer leaves before; ``reason`` says why."""
+    """The platform ends this session in ``seconds`` for ``reason``; this peer leaves before."""
 
     seconds: float
     reason: str
@@ -197,7 +197,7 @@ class SessionEnding(Event):
 
 @dataclass(frozen=True)
 class ExpertHosted(Event):
-    """This peer hosts ``uid`` from now on, at ``step``; ``taken_over``: from a checkpoint that its dead host left."""
+    """This peer now hosts ``uid``, at ``step``; ``taken_over``: from a checkpoint of its dead host."""
 
     uid: str
     step: int
@@ -214,7 +214,7 @@ class ExpertLost(Event):
 
 @dataclass(frozen=True)
 class ExpertBanned(Event):
-    """An expert failed this trainer, which leaves it out for ``seconds``."""
+    """An expert failed, and this trainer leaves it out for ``seconds``."""
 
     uid: str
     reason: str
@@ -223,19 +223,19 @@ class ExpertBanned(Event):
 
 @dataclass(frozen=True)
 class Fault(Event):
-    """Something of ours failed and was contained: ``where`` names the door, ``text`` the error."""
+    """A fault in our own code was contained: ``where`` names the task, ``text`` the error."""
 
     where: str
     text: str
 
     @classmethod
     def of(cls, at: float, where: str, error: BaseException) -> Fault:
-        """The fault that ``error`` is, in words."""
+        """Describe ``error`` as a fault."""
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 
 class EventLog:
-    """The last events of one peer, and who wants to hear of new ones. Safe from any thread."""
+    """The last events of one peer, and the listeners for new ones. Thread-safe."""
 
     def __init__(self, *, capacity: int = 1000) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
@@ -243,7 +243,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Record ``event`` and tell the listeners; a listener's fault is logged and contained."""
+        """Record ``event`` and call the listeners; a listener's fault is logged and contained."""
         with self._lock:
             self._events.append(event)
             listeners = tuple(self._listeners)
@@ -254,7 +254,7 @@ class EventLog:
                 logger.exception("event listener failed on %s", event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``listener(event)`` on every new event, on the emitting thread; returns a function that ends it."""
+        """Call ``listener(event)`` on every new event, on the emitting thread; return a function that ends it."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -266,6 +266,6 @@ class EventLog:
         return stop
 
     def recent(self, kind: type[Event] = Event) -> list[Event]:
-        """The events of ``kind`` still held, oldest first."""
+        """Return the recorded events of ``kind``, oldest first."""
         with self._lock:
             return [event for event in self._events if isinstance(event, kind)]

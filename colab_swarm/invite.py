@@ -1,11 +1,11 @@
-"""Invitations: one line of text that holds what a newcomer needs to find the swarm and to be let in.
+"""Invitations: one line of text with everything a new peer needs to find the swarm and to be admitted.
 
     https://OWNER.github.io/colab_swarm/join#NAME.PAYLOAD
 
-What stands behind the ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a version
-byte, msgpack and a checksum. Unless the run is open to everybody, an invitation has a key pair of its own: the
-authority signs its public key and what it allows (`Grant`), the secret key is in the invitation and signs the rest,
-so that whoever was invited can pass the invitation on with other entries, but not with more rights.
+The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a version byte, msgpack and
+a checksum. Unless the run is open, an invitation has its own key pair. The authority signs its public key and what it
+allows (`Grant`). The secret key is in the invitation and signs the rest, so that an invited peer can pass the
+invitation on with other entries, but not with more rights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -34,9 +34,9 @@ MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
 LOCAL_ONLY = (
-    "Only peers in the same local network can use this invitation, because all its addresses are private: to let in "
-    "others, open a tunnel (cs.NetworkOptions(tunnel='ngrok')), begin the run on a machine with a public address "
-    "(colab-swarm backbone), or let a peer of this network that has one relay (colab-swarm relay)."
+    "Only peers in the same local network can use this invitation, because all its addresses are private: to invite "
+    "others, open a tunnel (cs.NetworkOptions(tunnel='ngrok')), create the run on a machine with a public address "
+    "(colab-swarm backbone), or start a relay on a machine that has one (colab-swarm relay)."
 )
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -48,20 +48,20 @@ Settings: TypeAlias = Annotated[
 
 
 class Invite(Signed, frozen=True):
-    """What an invitation says. Its text holds a secret; its repr does not.
+    """The contents of an invitation. Its text holds a secret; its repr does not.
 
     Attributes:
-        run_id: the run's unique name; its part before the last ``-`` is the name people gave it.
+        run_id: the run's unique name; the part before the last ``-`` is its name for people.
         entries: peers that can be dialled; any one suffices.
-        expires_at: seconds since the epoch; joining ends.
-        access: who may join: everybody, whoever has this, or whoever the authority knows besides.
-        authority: its public key; this and all below but ``settings`` are left out where access is open.
+        expires_at: when joining ends, seconds since the epoch.
+        access: who may join: everyone, those with an invitation, or those on the authority's list.
+        authority: its public key; empty in an open run, as are all fields below except ``settings``.
         secret: of this invitation's own key.
-        role: what those who join become.
-        member_until: their memberships end at the latest, until the authority renews them.
-        uses: how many may join by it, 0 for any number.
+        role: of those who join.
+        member_until: when their memberships end, unless the authority renews them.
+        uses: how many peers can join with it; 0: any number.
         grant_signature: by the authority.
-        settings: suggestions for training, such as ``target_batch_size``.
+        settings: settings for training, such as ``target_batch_size``.
     """
 
     run_id: RunId
@@ -80,7 +80,7 @@ class Invite(Signed, frozen=True):
     def issue(
         cls, grant: Grant, secret: bytes, entries: Iterable[Contact], *, access: Access, authority: bytes
     ) -> Invite:
-        """An invitation to use ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
+        """Make an invitation from ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
         unsigned = cls(
             grant.run_id,
             tuple(entries),
@@ -102,17 +102,17 @@ class Invite(Signed, frozen=True):
 
     @property
     def warning(self) -> str:
-        """One sentence if only some peers can use the invitation, with the ways out; else empty."""
+        """What to do if only peers of the local network can use the invitation; else empty."""
         return LOCAL_ONLY if only_local(self.entries) else ""
 
     @property
     def key(self) -> Identity:
-        """The invitation's own key pair; not where access is open."""
+        """The invitation's own key pair; none in an open run."""
         return Identity(self.secret)
 
     @property
     def grant(self) -> Grant | None:
-        """What the authority allows whoever has the invitation; None where access is open."""
+        """What the authority allows with this invitation; None in an open run."""
         if self.access == "open":
             return None
         return Grant(
@@ -127,25 +127,26 @@ class Invite(Signed, frozen=True):
         )
 
     def with_entries(self, entries: Iterable[Contact]) -> Invite:
-        """The same invitation by other ways in; anybody who has it can make it."""
-        return self._signed_again(msgspec.structs.replace(self, entries=tuple(entries)))
+        """Return the same invitation with other entries; every peer that has it can do this."""
+        return self._replaced(entries=tuple(entries))
 
     def with_settings(self, settings: Mapping[str, Setting]) -> Invite:
-        """The same invitation with these suggestions for training.
+        """Return the same invitation with these settings for training.
 
         Raises:
-            ValueError: nobody could read the invitation: too many settings, too long, or not numbers or texts.
+            ValueError: too many settings, too long, or not numbers or texts.
         """
         try:
             checked = msgspec.convert(dict(settings), Settings)
         except msgspec.ValidationError as error:
             raise ValueError(
-                f"an invitation carries 16 settings at most, named in 32 characters, with numbers or 64 "
-                f"characters as values: {error}"
+                "an invitation carries at most 16 settings with names of up to 32 characters; values are numbers or "
+                f"texts of up to 64 characters: {error}"
             ) from None
-        return self._signed_again(msgspec.structs.replace(self, settings=checked))
+        return self._replaced(settings=checked)
 
-    def _signed_again(self, changed: Invite) -> Invite:
+    def _replaced(self, **fields: Any) -> Invite:
+        changed = msgspec.structs.replace(self, **fields)
         return changed if self.access == "open" else changed.signed(self.key.sign)
 
     def __str__(self) -> str:
@@ -158,18 +159,23 @@ class Invite(Signed, frozen=True):
 
     @classmethod
     def parse(cls, text: str, *, now: float | None = None) -> Invite:
-        """Read an invitation; quotes, spaces and line breaks that a chat program put in do not matter.
+        """Read an invitation. Quotes, spaces and line breaks from a chat program do not matter.
 
         Raises:
-            InviteError: it is mistyped, tampered with, expired or of another version; the text says which and what
-                to do.
+            InviteError: it is mistyped, tampered with, expired or of another version; the text says what to do.
         """
         if len(text) > MAX_CHARACTERS:
             raise InviteError(
-                f"this is no invitation: {len(text):,} characters; paste the https://…#… line alone"
+                f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
             )
         payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
-        body = _body(payload)
+        try:
+            data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            data = b""
+        body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+        if not body or check != _check(body):
+            raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
         if body[0] != VERSION:
             raise InviteError(
                 f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: "
@@ -179,7 +185,8 @@ class Invite(Signed, frozen=True):
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
-        invite._require_genuine()
+        if not invite._is_genuine():
+            raise InviteError("this invitation was tampered with: ask for a new one")
         late_s = (time.time() if now is None else now) - invite.expires_at
         if late_s > 0:
             raise InviteError(
@@ -188,39 +195,23 @@ class Invite(Signed, frozen=True):
             )
         return invite
 
-    def _require_genuine(self) -> None:
+    def _is_genuine(self) -> bool:
+        if self.access == "open":
+            return self.secret == self.authority == b""
         grant = self.grant if len(self.secret) == 32 else None
-        genuine = (
-            self.secret == self.authority == b""
-            if self.access == "open"
-            else grant is not None
-            and grant.is_signed_by(self.authority)
-            and self.is_signed_by(self.key.public_key)
-        )
-        if not genuine:
-            raise InviteError("this invitation was tampered with: ask whoever invited you for a new one")
+        signed = grant is not None and grant.is_signed_by(self.authority)
+        return signed and self.is_signed_by(self.key.public_key)
 
 
 def role_named(name: str) -> Role:
-    """The role that people call ``worker``, ``reducer`` or ``viewer``.
+    """Return the role called ``worker``, ``reducer`` or ``viewer``.
 
     Raises:
-        ValueError: there is no such role.
+        ValueError: the name is unknown.
     """
     if name not in ROLES:
         raise ValueError(f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
     return ROLES[name]
-
-
-def _body(payload: str) -> bytes:
-    try:
-        data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        data = b""
-    body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-    if not body or check != _check(body):
-        raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
-    return body
 
 
 def _check(body: bytes) -> bytes:

@@ -1,14 +1,9 @@
-"""The one background thread and its event loop; blocking calls into it.
+"""The one background thread and its event loop, blocking calls into it, and the gate that pauses background work.
 
-A task on Jupyter's own loop gets no time while a cell is busy, so every coroutine of the package runs on a thread
-of its own. Rules: all threads are daemons (a non-daemon thread makes a kernel restart skip atexit);
-the host's signal handlers and its loop are never touched; blocking calls are short waits, so that an interrupt is
-seen at once on every platform, and an interrupt cancels the coroutine.
-
-A gate before the work that goes on in the background: closed while the user wants the machine for something else.
-
-There are two ways to close it: for a block of code (``with swarm.paused():``), which nests, and until further notice,
-as a panel's button does. It is open when no block is under way and nobody holds it.
+A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run on a thread of
+their own. Rules: all threads are daemons, because a non-daemon thread makes a kernel restart skip atexit. The host's
+signal handlers and its loop are never touched. Blocking calls wait in short steps, so that an interrupt is seen at
+once on every platform; an interrupt cancels the coroutine.
 """
 
 from __future__ import annotations
@@ -23,13 +18,19 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 LOOK_S = 0.2
-
-"""How often who waits at the gate looks whether it is open."""
+"""How often a task that waits at the gate checks whether it is open."""
+POLL_S = 0.2
 
 
 class PauseGate:
-    """Any thread may close it, open it, or ask."""
+    """Closed while background work pauses. Thread-safe.
+
+    It is closed inside blocks of code (``with swarm.paused():``), which nest, and from `hold` to `release`, as by a
+    panel's button.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,12 +39,12 @@ class PauseGate:
 
     @property
     def closed(self) -> bool:
-        """Whether background work is to stand still."""
+        """Whether background work must pause."""
         return self._held or bool(self._blocks)
 
     @property
     def closed_by_this_thread(self) -> bool:
-        """Whether the calling thread is inside a block: waiting for the end of it would never end."""
+        """Whether the calling thread is inside a block: it must not wait for the block's end."""
         return threading.get_ident() in self._blocks
 
     def hold(self) -> None:
@@ -51,12 +52,12 @@ class PauseGate:
         self._held = True
 
     def release(self) -> None:
-        """Take a `hold` back; blocks that are under way keep it closed. Idempotent."""
+        """End a `hold`; active blocks keep it closed. Idempotent."""
         self._held = False
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Closed inside the block; blocks may be nested."""
+        """Close it inside the block; blocks may be nested."""
         thread = threading.get_ident()
         with self._lock:
             self._blocks[thread] += 1
@@ -65,7 +66,7 @@ class PauseGate:
         finally:
             with self._lock:
                 self._blocks[thread] -= 1
-                self._blocks += Counter()  # drops what is zero
+                self._blocks += Counter()  # drops zeros
 
     async def wait_open(self) -> None:
         """Return as soon as it is open."""
@@ -73,39 +74,31 @@ class PauseGate:
             await asyncio.sleep(LOOK_S)
 
     def __repr__(self) -> str:
-        return f"Gate({'closed' if self.closed else 'open'})"
-
-
-P = ParamSpec("P")
-
-T = TypeVar("T")
-
-POLL_S = 0.2
+        return f"PauseGate({'closed' if self.closed else 'open'})"
 
 
 class Runner(Protocol):
-    """Whoever runs our coroutines: the background thread, or a simulation on virtual time."""
+    """Runs coroutines: the background thread, or a simulation on virtual time."""
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine``, wait for its result; an interrupt cancels it and is raised."""
+        """Run ``coroutine`` and wait for its result; an interrupt cancels it and is raised."""
 
     def time(self) -> float:
-        """What the clock of the loop shows, seconds; any thread."""
+        """Return the loop's clock, seconds. Thread-safe."""
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Let the thread that says so call ``work`` now and then while it waits in `call`, and nothing else any more.
+        """Call ``work`` now and then while the calling thread waits in `call`; it replaces the thread's former work.
 
         Args:
-            work: a method, which is forgotten when its object is; quick, and raises nothing.
+            work: a method, held weakly; quick, and raises nothing.
         """
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads for what blocks. At the end of the process, when Python takes no more work for threads and peers are
-    leaving, it is done at once."""
+    """Threads for blocking work. At the end of the process Python starts no more threads: then it works at once."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        """See `ThreadPoolExecutor.submit`."""
+        """Run ``work`` on a thread, or at once."""
         try:
             return super().submit(work, *args, **named)
         except RuntimeError:
@@ -124,7 +117,7 @@ class Runtime:
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        # never asyncio.run or get_event_loop: somebody may have applied nest_asyncio in this kernel
+        # never asyncio.run or get_event_loop: this kernel may have applied nest_asyncio
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Pool(thread_name_prefix="colab-swarm-pool"))
         self._meanwhile = threading.local()  # .work of each thread
@@ -133,7 +126,7 @@ class Runtime:
 
     @classmethod
     def shared(cls) -> Runtime:
-        """The runtime of this process, started on first use."""
+        """Return the runtime of this process, started on first use."""
         with cls._shared_lock:
             if cls._shared is None or not cls._shared._thread.is_alive():
                 cls._shared = cls()
@@ -150,14 +143,14 @@ class Runtime:
             RuntimeError: called from the runtime thread itself, where waiting would never end.
             KeyboardInterrupt: the user interrupted; the coroutine is being cancelled.
         """
+        problem = ""
         if threading.current_thread() is self._thread:
+            problem = "a blocking call from the runtime thread would never end: `await` the coroutine instead"
+        elif not self._thread.is_alive():
+            problem = "the runtime thread has stopped (a fork of the process?): restart the kernel"
+        if problem:
             coroutine.close()
-            raise RuntimeError(
-                "a blocking call from the runtime thread would never end: `await` the coroutine instead"
-            )
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise RuntimeError("the runtime thread has stopped (a fork of the process?): restart the kernel")
+            raise RuntimeError(problem)
         future: Future[T] | None = None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -168,11 +161,11 @@ class Runtime:
             raise
 
     def time(self) -> float:
-        """See `Runner`."""
+        """Return the loop's clock, seconds."""
         return self._loop.time()
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """See `Runner`."""
+        """Call ``work`` while this thread waits, see `Runner.while_waiting`."""
         self._meanwhile.work = weakref.WeakMethod(work)
 
     def close(self) -> None:
@@ -186,10 +179,10 @@ class Runtime:
 def wait_interruptibly(
     future: Future[T], meanwhile: Callable[[], Callable[[], None] | None] | None = None
 ) -> T:
-    """The future's result, waited for in short steps: one long wait cannot be interrupted on Windows.
+    """Wait for the future's result in short steps: one long wait cannot be interrupted on Windows.
 
     Args:
-        meanwhile: gives what is to be done after each of them, or None.
+        meanwhile: returns the work to do after each step, or None.
     """
     while True:
         try:

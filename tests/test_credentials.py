@@ -86,7 +86,7 @@ def test_the_order_is_given_environment_colab_kaggle(monkeypatch: pytest.MonkeyP
     [
         (colab, SecretNotFoundError(), f"no secret {NAME}: add it"),
         (colab, NotebookAccessError(), "not for this notebook: allow it"),
-        (colab, TimeoutException(), f"set the variable {NAME} instead"),
+        (colab, TimeoutException(), f"set the environment variable {NAME} instead"),
         (colab, ValueError("{spaces}"), r"could not be read: ValueError\('{spaces}'\)"),
         (kaggle, CredentialError(), "open the notebook in Kaggle's editor"),
         (kaggle, BackendError(), "tick it under Add-ons, Secrets"),

@@ -126,7 +126,7 @@ RIGHTS: dict[str, Any] = {
 @pytest.mark.parametrize("field", RIGHTS)
 def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> None:
     changed = msgspec.structs.replace(INVITE, **{field: RIGHTS[field]})
-    with pytest.raises(InviteError, match="tampered with: ask whoever invited you"):
+    with pytest.raises(InviteError, match="tampered with: ask for a new one"):
         Invite.parse(str(changed.signed(changed.key.sign)), now=0.0)
 
 
@@ -134,7 +134,7 @@ def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> Non
     "settings", [{"text": "x" * 65}, {"n" * 33: 1}, dict.fromkeys("abcdefghijklmnopq", 1), {"lr": [1]}]
 )
 def test_settings_that_nobody_could_read_are_refused_at_once(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="16 settings at most"):
+    with pytest.raises(ValueError, match="at most 16 settings"):
         INVITE.with_settings(settings)
 
 
@@ -190,7 +190,7 @@ def test_any_text_gives_an_invitation_or_one_clear_sentence(text: str) -> None:
 
 
 def test_a_whole_page_pasted_is_refused() -> None:
-    with pytest.raises(InviteError, match="no invitation"):
+    with pytest.raises(InviteError, match="not an invitation"):
         Invite.parse("x" * 100_000)
 
 

@@ -57,15 +57,15 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     )
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [
-        (cs.NetworkOptions(), "PeerOptions()"),
+        (cs.NetworkOptions(), "NetworkOptions()"),
         (
             cs.NetworkOptions(port=4500, identity="my.key", announce=["ws://203.0.113.7:1"], tunnel=tunnel),
-            "PeerOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
+            "NetworkOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
             "check_s=1.0, probe_s=180.0))",
         ),
         (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
-        (cs.TrafficBudget(gb_per_hour=1.0), "Budget(gb_per_hour=1.0, mbit_s=None)"),
+        (cs.TrafficBudget(gb_per_hour=1.0), "TrafficBudget(gb_per_hour=1.0, mbit_s=None)"),
         (
             cs.moe.ExpertRule(adam, max_grad_norm=1.0),
             "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)",
@@ -95,7 +95,7 @@ def html_of(one: Any) -> str:
 
 
 def test_an_empty_leaderboard_says_so() -> None:
-    assert "nothing yet" in html_of(Leaderboard((), {}, ALICE)) and "nothing yet" not in html_of(GIVEN)
+    assert "none yet" in html_of(Leaderboard((), {}, ALICE)) and "none yet" not in html_of(GIVEN)
 
 
 def test_html_is_sound_and_says_more(tmp_path: Path) -> None:

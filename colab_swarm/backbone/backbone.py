@@ -223,14 +223,14 @@ def serve(file: RunFile, *, accept_terms: bool = False) -> Iterator[Served]:
 
 
 async def _start(swarm: Swarm, file: RunFile, hub_token: str | None) -> Backbone:
-    presence = swarm.network
-    assert presence is not None  # a run that was created is no simulation
+    network = swarm.network
+    assert network is not None  # a run that was created is no simulation
     backbone = Backbone(
         swarm.services,
         swarm.run_id,
         file,
-        reached=lambda: str(presence.reachability.current),
-        contributions=presence.trust.contributions.read,
+        reached=lambda: str(network.reachability.current),
+        contributions=network.trust.contributions.read,
         hub_token=hub_token,
     )
     try:

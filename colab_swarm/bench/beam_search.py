@@ -40,10 +40,10 @@ class CountingNetwork(SimNetwork):
 
     queries = 0
 
-    def delivering(self, message: Message, sender: str, receiver: str) -> None:
-        """Count, then deliver."""
+    def on_message(self, message: Message, sender: str, receiver: str) -> None:
+        """Count, then go on as ever."""
         self.queries += isinstance(message, Fetch | FindValue)
-        super().delivering(message, sender, receiver)
+        super().on_message(message, sender, receiver)
 
 
 class WatchedDHT(DHT):

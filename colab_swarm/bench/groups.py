@@ -27,7 +27,7 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.peers import Message
-from colab_swarm.sim import LAN, FiredFault, NetworkProfile, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, NetworkProfile, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats
 
 
@@ -89,7 +89,7 @@ class GroupRun:
     history: list[dict[str, Floats]] = field(default_factory=list)
     results: dict[str, MoshpitResult] = field(default_factory=dict)
     votes: dict[str, int] = field(default_factory=dict)
-    fired: list[FiredFault] = field(default_factory=list)
+    fired: list[ScriptedFault] = field(default_factory=list)
     seconds: float = 0.0
 
     @property

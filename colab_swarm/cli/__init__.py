@@ -1,1 +1,1 @@
-"""The command line: ``colab-swarm demo | peer | backbone | experts | coordinate | volunteer | doctor | relay``."""
+"""Command line: ``colab-swarm demo | backbone | relay | peer | experts | coordinate | volunteer | doctor | bench``."""

@@ -24,7 +24,7 @@ SURVIVORS = ("alice", "bob", "dave")
 
 @dataclass
 class _Child:
-    """One process and what it told."""
+    """One process and the events it reported."""
 
     name: str
     process: subprocess.Popen[str]
@@ -33,35 +33,45 @@ class _Child:
 
 
 class _Children:
-    """Processes that tell JSON lines, in the order in which they come."""
+    """Processes that report JSON lines."""
 
     def __init__(self) -> None:
         self.all: dict[str, _Child] = {}
-        self.told: queue.Queue[tuple[_Child, dict[str, Any]]] = queue.Queue()
+        self._events: queue.Queue[tuple[_Child, dict[str, Any]]] = queue.Queue()
+        self._deadline = time.monotonic() + TIME_LIMIT_S
 
-    def start(self, name: str, *arguments: str) -> _Child:
-        command = [
-            sys.executable,
-            "-m",
-            "colab_swarm.cli",
-            *arguments,
-            "--json-lines",
-            "--peer-name",
-            name,
-        ]
+    def start(self, name: str, *arguments: str) -> None:
+        options = ["--json-lines", "--peer-name", name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-m", "colab_swarm.cli", *arguments, *options],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         child = self.all[name] = _Child(name, process)
         threading.Thread(target=self._read, args=(child,), daemon=True).start()
-        return child
 
     def _read(self, child: _Child) -> None:
         assert child.process.stdout is not None
         for line in child.process.stdout:
-            self.told.put((child, json.loads(line)))
-        self.told.put((child, {"event": "ended"}))
+            self._events.put((child, json.loads(line)))
+        self._events.put((child, {"event": "ended"}))
+
+    def next_event(self, *, may_end: str = "") -> tuple[_Child, dict[str, Any]]:
+        """Return the next event; only the child ``may_end`` may end before it has finished."""
+        try:
+            child, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
+        except queue.Empty:
+            raise SwarmError(f"the demo did not finish within {TIME_LIMIT_S:.0f} s") from None
+        if event["event"] == "step":
+            child.steps.append(event)
+        elif event["event"] == "finished":
+            child.finished = event
+        elif event["event"] == "ended" and child.name != may_end:
+            raise SwarmError(f"{child.name} ended early with status {child.process.wait()}")
+        return child, event
 
     def stop(self) -> None:
         for child in self.all.values():
@@ -74,64 +84,38 @@ class _Children:
 
 
 def demo(*, steps: int = 60) -> None:
-    """Run the demo; prints what happens.
+    """Run the demo and print what happens.
 
     Raises:
-        SwarmError: the trainers ended with different parameters, or something did not finish.
+        SwarmError: the trainers ended with different parameters, or a process did not finish.
     """
-    children = _Children()
+    children, began = _Children(), time.monotonic()
     try:
-        _run(children, steps)
+        children.start("backbone", "backbone", "demo")
+        event: dict[str, Any] = {}
+        while "invite" not in event:
+            _, event = children.next_event()
+        print(f"invitation  {event['invite'][:60]}…\n", flush=True)
+        batch = ["--target-batch-size", str(TARGET_BATCH_SIZE)]
+        trainer = ["peer", event["invite"], "--steps", str(steps), *batch]
+        for name in ("alice", "bob", "carol"):
+            children.start(name, *trainer)
+        with _Screen(steps) as screen:
+            _watch(children, steps, trainer, screen)
+        _conclude(children, time.monotonic() - began)
     finally:
         children.stop()
 
 
-def _run(children: _Children, steps: int) -> None:
-    began = time.monotonic()
-    children.start("backbone", "backbone", "demo")
-    invite = _wait(children, "invite", began)["invite"]
-    print(f"invitation  {invite[:60]}…\n", flush=True)
-    trainer = ["peer", invite, "--steps", str(steps), "--target-batch-size", str(TARGET_BATCH_SIZE)]
-    for name in ("alice", "bob", "carol"):
-        children.start(name, *trainer)
-    with _Screen(steps) as screen:
-        _watch(children, steps, trainer, screen, began)
-    trainers = [children.all[name] for name in SURVIVORS]
-    _conclude(children, trainers, time.monotonic() - began)
-
-
-def _watch(children: _Children, steps: int, trainer: list[str], screen: _Screen, began: float) -> None:
-    """Until everybody who is to survive has finished; half-way, carol is killed and dave joins."""
+def _watch(children: _Children, steps: int, trainer: list[str], screen: _Screen) -> None:
+    """Show events until all survivors have finished; half-way, carol is killed and dave joins."""
     while not all(name in children.all and children.all[name].finished for name in SURVIVORS):
-        child, told = _next(children, began)
-        screen.show(child, told)
-        if told["event"] == "ended" and child.name != "carol":
-            raise SwarmError(f"{child.name} ended early with status {child.process.wait()}")
-        if told["event"] == "step" and told["step"] >= steps // 2 and "dave" not in children.all:
+        child, event = children.next_event(may_end="carol")
+        screen.show(child, event)
+        if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.all:
             children.all["carol"].process.kill()
             children.start("dave", *trainer)
-            screen.say("    --- carol is killed, dave joins ---")
-
-
-def _wait(children: _Children, event: str, began: float) -> dict[str, Any]:
-    while True:
-        child, told = _next(children, began)
-        if told["event"] == event:
-            return told
-        if told["event"] == "ended":
-            raise SwarmError(f"{child.name} ended early with status {child.process.wait()}")
-
-
-def _next(children: _Children, began: float) -> tuple[_Child, dict[str, Any]]:
-    try:
-        child, told = children.told.get(timeout=max(0.1, began + TIME_LIMIT_S - time.monotonic()))
-    except queue.Empty:
-        raise SwarmError(f"the demo did not finish within {TIME_LIMIT_S:.0f} s") from None
-    if told["event"] == "step":
-        child.steps.append(told)
-    elif told["event"] == "finished":
-        child.finished = told
-    return child, told
+            print("    --- carol is killed, dave joins ---", flush=True)
 
 
 class _Screen:
@@ -155,55 +139,50 @@ class _Screen:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        print(text, flush=True)
-
-    def show(self, child: _Child, told: dict[str, Any]) -> None:
-        """What a peer told."""
-        text = _described(told)
+    def show(self, child: _Child, event: dict[str, Any]) -> None:
+        text = _describe(event)
         if text is None:
             return
         if self._live is None:
-            self.say(f"{child.name:>9}  {text}")
+            print(f"{child.name:>9}  {text}", flush=True)
             return
-        self._rows[child.name] = text
-        self._live.update(self._table(child.steps[-1]["step"] if child.steps else 0))
-
-    def _table(self, step: int) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        table = Table("peer", "what it does", box=None)
-        for name, text in self._rows.items():
-            table.add_row(name, text)
-        return Group(table, "", ProgressBar(self._steps, step, width=60))
+        self._rows[child.name] = text
+        table = Table("peer", "status", box=None)
+        for row in self._rows.items():
+            table.add_row(*row)
+        step = child.steps[-1]["step"] if child.steps else 0
+        self._live.update(Group(table, "", ProgressBar(self._steps, step, width=60)))
 
 
-def _described(told: dict[str, Any]) -> str | None:
-    match told["event"]:
+def _describe(event: dict[str, Any]) -> str | None:
+    match event["event"]:
         case "step":
-            loss = "" if told["loss"] is None else f"loss {told['loss']:.3f}"
-            speed = f"{told['samples']:.0f} samples, swarm {told['swarm_samples_per_s']:.0f}/s"
-            return f"step {told['step']:>3}  {loss}  {speed}"
+            loss = "" if event["loss"] is None else f"loss {event['loss']:.3f}"
+            speed = f"{event['samples']:.0f} samples, swarm {event['swarm_samples_per_s']:.0f}/s"
+            return f"step {event['step']:>3}  {loss}  {speed}"
         case "state":
-            return f"got the state of step {told['step']}: {told['bytes'] / 1e6:.1f} MB from {told['donors']} donors"
-        case "round" if told["spans_lost"] or told["kept_local"]:
+            size_mb = event["bytes"] / 1e6
             return (
-                f"a reducer vanished: {told['spans_lost']} spans lost, {told['kept_local']} values kept local"
+                f"received the state of step {event['step']}: {size_mb:.1f} MB from {event['donors']} donors"
             )
-        case "training" | "finished" | "ended" as event:
-            return str(event)
+        case "round" if event["spans_lost"] or event["kept_local"]:
+            lost, local = event["spans_lost"], event["kept_local"]
+            return f"a reducer vanished: {lost} spans lost, {local} values stay local"
+        case "training" | "finished" | "ended" as kind:
+            return str(kind)
         case _:
             return None
 
 
-def _conclude(children: _Children, trainers: list[_Child], seconds: float) -> None:
-    everybody = children.all.values()
-    by_step = {told["step"]: told for child in everybody for told in child.steps}
-    losses = [told["loss"] for _, told in sorted(by_step.items()) if told["loss"] is not None]
-    samples = sum(told["samples"] for told in by_step.values())
+def _conclude(children: _Children, seconds: float) -> None:
+    by_step = {event["step"]: event for child in children.all.values() for event in child.steps}
+    losses = [event["loss"] for _, event in sorted(by_step.items()) if event["loss"] is not None]
+    samples = sum(event["samples"] for event in by_step.values())
+    trainers = [children.all[name] for name in SURVIVORS]
     sent = sum(child.finished["sent"] for child in trainers if child.finished)
     print(
         f"\n{max(by_step)} steps, {samples:.0f} samples, {seconds:.0f} s with start-up "

@@ -196,10 +196,6 @@ _membership_decoder = msgspec.msgpack.Decoder(Membership)
 _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
-class _Revoked(NotAdmitted):
-    """Nothing to ask the authority for."""
-
-
 class MembershipAdmission:
     """Admits peers with a membership; an `Admission`. The authority itself shows nothing but its key.
 
@@ -228,7 +224,7 @@ class MembershipAdmission:
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
-            if self.own != self.authority or isinstance(error, _Revoked):
+            if self.own != self.authority or error.reason == "revoked":
                 raise
             return self._welcome(public_key, now)
         self._guests.pop(public_key, None)
@@ -243,7 +239,8 @@ class MembershipAdmission:
         if public_key == self.authority:
             return Role.AUTHORITY
         if id_of(public_key) in self._out:
-            raise _Revoked("the authority of this run has revoked your membership: ask its organizer")
+            text = "the authority of this run has revoked your membership: ask its organizer"
+            raise NotAdmitted(text, reason="revoked")
         return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
@@ -276,7 +273,8 @@ class MembershipAdmission:
             self._verified.move_to_end(digest)
         keys = (public_key,) if found.grant is None else (public_key, found.grant.key)
         if any(id_of(key) in self._out for key in keys):
-            raise _Revoked("the authority of this run has revoked this: ask its organizer")
+            text = "the authority of this run has revoked this: ask its organizer"
+            raise NotAdmitted(text, reason="revoked")
         return found
 
     def learn(self, revocations: bytes) -> bool:

@@ -2,14 +2,14 @@
 
 ## What problem it solves
 
-What happens when the third peer dies in the middle of a round, on a line with 2 % loss? On real machines one
-cannot say, for it never happens twice. Here it is a script with a seed, and hours take seconds. It is also
-the way to learn on platforms whose terms forbid distributed workers: it opens no connection.
+What happens if the third peer dies in the middle of a round, on a connection with 2 % loss? On real machines this
+never happens twice. Here it is a script with a seed, and hours take seconds. It opens no connection, so you can
+also use it on platforms whose terms forbid distributed workers.
 
 ## The idea
 
-Everything above `colab_swarm.net` sees the network only through the interface `colab_swarm.net.peers.Peers`,
-and time only through its event loop. Both have a second implementation:
+Everything above `colab_swarm.net` sees the network through the interface `colab_swarm.net.peers.Peers`, and time
+through its event loop. Both have a second implementation:
 
     your training function, one thread for each peer, strictly in turns
               |
@@ -18,22 +18,22 @@ and time only through its event loop. Both have a second implementation:
     Peers --------- real: colab_swarm.net.node       WebSocket, Noise, routers
               '---- simulated: SimPeers              pipes with rate, latency, loss; faults by script
               |
-    time ---------- real: the clock                  or: jumps to the next timer as soon as nobody has anything to do
+    time ---------- real: the clock                  or: jumps to the next timer as soon as all threads wait
 
-At any moment exactly one thread runs: the loop's, or one peer's. So a run depends on its seeds alone.
+Exactly one thread runs at any moment: the loop's, or one peer's. So a run depends on its seeds alone.
 
 ## What is simulated, and what is not
 
 | simulated | not |
 |---|---|
 | each peer's upload and download, first in, first out | the bytes of frames, handshakes, encryption |
-| latency of each pair, jitter, loss as retransmission | routers, relays, tunnels (`tests/netlab` has these, for real) |
+| latency of each pair, jitter, loss as retransmission | routers, relays, tunnels (`tests/netlab` runs real ones) |
 | wall clocks that are off | other processes on the machine |
-| roles: a peer made with ``role=`` is refused what a link refuses it | admission: nobody is turned away |
-| compute time: ``samples_per_s`` of each peer | the speed of your machine: gradients are real, their time is made up |
-| crash, partition, slow line, churn | Byzantine peers: script them in your training function |
+| roles: calls above a peer's ``role=`` are refused | admission: every peer is admitted |
+| compute time: ``samples_per_s`` of each peer | the speed of your machine: gradients are real, not their time |
+| crash, partition, slow connection, churn | Byzantine peers: script them in your training function |
 
-| profile | one-way latency | lines |
+| profile | one-way latency | bandwidth |
 |---|---|---|
 | `lan` | 0.3 ms | 1 Gbit/s |
 | `home` | 30 ms, spread 0.5, 0.5 % loss | 20 Mbit/s up, 100 down |
@@ -42,12 +42,12 @@ At any moment exactly one thread runs: the loop's, or one peer's. So a run depen
 
 ## What goes wrong, by script
 
-`network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third message of a
-kind is handed over) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`. Each that happened
-is in `network.fired`: a test of a fault asserts that it did.
+`network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third matching message is
+delivered) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`, `bandwidth`. Each fault
+that happened is in `network.fired`: a test of a fault asserts that it fired.
 
-A crashed peer's links break, others learn of it after a moment. A partition leaves links silent, as a cut
-cable does; they break after 30 s, which is what keep-alive would find. A lost message costs 0.2 s, or a round
+A crashed peer's links break, and other peers notice after a moment. A partition leaves links silent, as a cut
+cable does; they break after 30 s, when keep-alive would notice. A lost message costs 0.2 s, or a round
 trip if that is longer.
 
 ## How to use it
@@ -57,8 +57,8 @@ trip if that is longer.
         simulation.join("grace", at=90)
         simulation.run(train)                    # train(swarm) is an ordinary function, run for each peer
 
-Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. `churn=ChurnProfile(mean_session_s,
-mean_absence_s)` lets them come and go. Tests use `SimNetwork` and `run_virtual` below the face:
+Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. With `churn=ChurnProfile(mean_session_s,
+mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` directly:
 
     async def main() -> None:
         network = SimNetwork(HOME, seed=1)
@@ -72,24 +72,22 @@ mean_absence_s)` lets them come and go. Tests use `SimNetwork` and `run_virtual`
 
 | what | module |
 |---|---|
-| virtual time | `colab_swarm.sim.runtime` |
-| threads in turns | `colab_swarm.sim.runtime` |
-| the network, its peers, links, streams | `colab_swarm.sim.network`, `peer`, `link`, `stream` |
-| faults by script | `colab_swarm.sim.faults` |
-| profiles of lines and of churn | `colab_swarm.sim.profiles` |
+| virtual time, threads that take turns | `colab_swarm.sim.runtime` |
+| the network and its peers; links and streams | `colab_swarm.sim.network`, `link` |
+| scripted faults | `colab_swarm.sim.faults` |
+| profiles of networks and of churn | `colab_swarm.sim.profiles` |
 | preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |
-| the face | `colab_swarm.swarm.simulation` |
+| `cs.simulate`, interactive runs | `colab_swarm.swarm.simulation`, `lesson` |
 
 ## Limits
 
 A simulated peer has one thread, so `swarm.trainer` (many batches in flight), invitations, work units and
-tunnels need real peers. Numbers of a simulation are predictions: adaptive shares, for example, gain 1.81
-times in simulation where the linear program says 1.92.
+tunnels need real peers. Figures of a simulation are predictions: adaptive shares, for example, gain 1.81
+times in simulation where the linear program predicts 1.92.
 """
 
-from colab_swarm.sim.faults import ComingFault, FiredFault
-from colab_swarm.sim.network import SimNetwork
-from colab_swarm.sim.peer import SimPeers
+from colab_swarm.sim.faults import ScriptedFault
+from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import (
     DEDLOC16,
     HOME,
@@ -111,10 +109,9 @@ __all__ = [
     "PROFILES",
     "ChurnEvent",
     "ChurnProfile",
-    "ComingFault",
-    "FiredFault",
     "HostProfile",
     "NetworkProfile",
+    "ScriptedFault",
     "SimNetwork",
     "SimPeers",
     "VirtualTimeLoop",

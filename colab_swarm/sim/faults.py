@@ -1,92 +1,69 @@
-"""Scripted faults: what goes wrong, when, and the record that it did."""
+"""Scripted faults: what fails, when, and the record that it did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from colab_swarm.net.peers import Message
 
 
 @dataclass(frozen=True)
-class FiredFault:
-    """A scripted fault happened at ``at`` (virtual seconds): ``name`` is the method of `Faults`."""
+class ScriptedFault:
+    """A fault that happened, or is scheduled, at ``at`` (virtual seconds). ``name`` is a method of `Script`."""
 
     at: float
     name: str
     arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class ComingFault:
-    """A fault is to happen at ``at`` (virtual seconds)."""
-
-    at: float
-    name: str
-    arguments: tuple[Any, ...]
-
-
-Schedule: TypeAlias = Callable[[str, tuple[Any, ...], Callable[[], None]], object]
-"""Called with a fault's name, its arguments, and what lets it happen."""
-
-
-class Faults(Protocol):
-    """What can go wrong in a simulated network."""
-
-    def fire(self, name: str, *arguments: Any) -> None:
-        """Let the fault ``name`` happen now and record it."""
 
 
 class Script:
-    """The faults, each to be fired later: ``schedule`` decides when."""
+    """The faults that can be scripted; ``schedule(name, arguments)`` decides when each one happens."""
 
-    def __init__(self, faults: Faults, schedule: Schedule) -> None:
-        self._faults, self._schedule = faults, schedule
-
-    def _later(self, name: str, *arguments: Any) -> None:
-        self._schedule(name, arguments, lambda: self._faults.fire(name, *arguments))
+    def __init__(self, schedule: Callable[[str, tuple[Any, ...]], object]) -> None:
+        self._schedule = schedule
 
     def crash(self, peer: str) -> None:
-        """The peer's process dies: its links break, which others learn after a moment; nobody can dial it."""
-        self._later("crash", peer)
+        """Kill the peer's process: its links break, other peers notice after a moment, and nobody can dial it."""
+        self._schedule("crash", (peer,))
 
     def restart(self, peer: str) -> None:
-        """The crashed peer can be dialled again, with the handlers it had and no link."""
-        self._later("restart", peer)
+        """Make a crashed peer dialable again, with the handlers it had and no link."""
+        self._schedule("restart", (peer,))
 
     def partition(self, *groups: set[str]) -> None:
-        """Nothing passes between peers of different groups; peers in no group reach everybody."""
-        self._later("partition", *groups)
+        """Let nothing pass between peers of different groups; peers in no group reach everyone."""
+        self._schedule("partition", groups)
 
     def heal(self) -> None:
-        """The partition ends."""
-        self._later("heal")
+        """End the partition."""
+        self._schedule("heal", ())
 
     def slow(self, peer: str, factor: float) -> None:
-        """The peer's connection gets ``factor`` times slower than its profile, in rate and latency."""
-        self._later("slow", peer, factor)
+        """Make the peer's connection ``factor`` times slower than its profile, in rate and latency."""
+        self._schedule("slow", (peer, factor))
 
     def skew(self, peer: str, seconds: float) -> None:
-        """The peer's wall clock is ``seconds`` ahead."""
-        self._later("skew", peer, seconds)
+        """Set the peer's wall clock ``seconds`` ahead."""
+        self._schedule("skew", (peer, seconds))
 
     def lose(self, rate: float) -> None:
-        """This share of all messages needs a retransmission."""
-        self._later("lose", rate)
+        """Let this share of all messages need a retransmission."""
+        self._schedule("lose", (rate,))
 
     def latency(self, factor: float) -> None:
-        """Every message travels ``factor`` times as long as the network's profile says."""
-        self._later("latency", factor)
+        """Multiply the latency of the network's profile."""
+        self._schedule("latency", (factor,))
 
     def bandwidth(self, factor: float) -> None:
-        """Every connection carries ``factor`` times what the network's profile says."""
-        self._later("bandwidth", factor)
+        """Multiply the bandwidths of the network's profile."""
+        self._schedule("bandwidth", (factor,))
 
 
 @dataclass
 class Trap:
-    """A fault waiting for its ``nth`` matching message."""
+    """A fault that waits for its ``nth`` matching message."""
 
     predicate: Callable[[Message], bool]
     sender: str | None
@@ -95,7 +72,7 @@ class Trap:
     fire: Callable[[], None]
 
     def matches(self, message: Message, sender: str, receiver: str) -> bool:
-        """Whether this message is the one waited for; counts it if it is of the kind."""
+        """Count the message if it matches; return True if it is the ``nth``."""
         if self.sender not in (None, sender) or self.receiver not in (None, receiver):
             return False
         if not self.predicate(message):

@@ -1,4 +1,4 @@
-"""What networks look like: latency, bandwidth and loss by name, and how peers come and go."""
+"""Network profiles (latency, bandwidth, loss) by name, and churn profiles."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class NetworkProfile:
     """A kind of network.
 
     Attributes:
-        name: what people call it.
+        name: for people.
         latency_s: mean one-way delay over all pairs of peers.
         spread: relative spread of a pair's own delay around that mean (sigma of a log-normal).
         jitter_s: mean of the exponential part of the delay, drawn for each message; part of ``latency_s``.
-        loss: share of messages that need a retransmission: a reliable carrier turns loss into delay.
-        hosts: bandwidths, given to the peers in the order they are made, over and over.
+        loss: share of messages that need a retransmission: TCP turns loss into delay.
+        hosts: bandwidths, given to the peers in the order they are made, repeated.
     """
 
     name: str
@@ -64,7 +64,7 @@ PROFILES = {profile.name: profile for profile in (LAN, HOME, DEDLOC16, PAPER_CLO
 
 @dataclass(frozen=True)
 class ChurnEvent:
-    """``peer`` comes (``online``) or vanishes at ``at`` seconds."""
+    """``peer`` appears (``online``) or vanishes at ``at`` seconds."""
 
     at: float
     peer: str
@@ -73,13 +73,13 @@ class ChurnEvent:
 
 @dataclass(frozen=True)
 class ChurnProfile:
-    """Peers stay and stay away for exponentially distributed times with these means."""
+    """Peers stay, and stay away, for exponentially distributed times with these means."""
 
     mean_session_s: float
     mean_absence_s: float
 
     def events(self, peers: Iterable[str], *, until_s: float, rng: random.Random) -> list[ChurnEvent]:
-        """All comings and goings before ``until_s``, in order of time; every peer begins online."""
+        """Return all arrivals and departures before ``until_s``, in order of time; every peer starts online."""
         events: list[ChurnEvent] = []
         for peer in peers:
             at, online = 0.0, True

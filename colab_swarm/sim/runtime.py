@@ -1,13 +1,11 @@
-"""Peers' ordinary, blocking code on virtual time: threads that take strict turns with one virtual event loop.
+"""Virtual time, and peers' ordinary blocking code on it.
 
-Each simulated peer runs the user's training function in a thread of its own. At any moment exactly one of all threads
-runs: the loop's, or one peer's. A peer's thread runs from the answer to its last blocking call until its next one,
-while virtual time stands still; so a run depends on its seeds alone, as if there were no threads.
+The clock of a `VirtualTimeLoop` jumps to the next timer as soon as nothing else is ready. It stands still while
+callbacks are ready, so a simulated day takes as long as its computations, and a run depends on its seeds alone.
 
-Virtual time: an event loop whose clock jumps to the next timer as soon as nobody has anything to do.
-
-A simulated day takes as long as its computations. The clock stands still while callbacks are ready, so that a
-run depends on its seeds alone; for the same reason functions given to an executor run at once, in its thread.
+In a `SimRuntime` each simulated peer runs the user's training function in a thread of its own. Exactly one thread runs
+at any moment: the loop's, or one peer's. A peer's thread runs until its next blocking call, while virtual time stands
+still. So there is no race between threads.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ from typing import Any, TypeVar, TypeVarTuple
 from colab_swarm.runtime import wait_interruptibly
 
 T = TypeVar("T")
-
 Ts = TypeVarTuple("Ts")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting ``timeout`` seconds, moves the loop's clock on by as much."""
+    """Instead of waiting ``timeout`` seconds, advances the loop's clock by as much."""
 
     loop: VirtualTimeLoop
 
@@ -37,92 +34,77 @@ class _JumpingSelector(selectors.DefaultSelector):
             return ready
         if timeout is None:
             raise RuntimeError("deadlock: every task is waiting and no timer is set")
-        self.loop.advance(timeout)
+        self.loop.now += timeout
         return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio event loop on virtual time, which begins at 0."""
+    """An asyncio event loop on virtual time, which starts at 0."""
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self.now = 0.0
         selector = _JumpingSelector()
         selector.loop = self
         super().__init__(selector)
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Move the clock on."""
-        self._now += seconds
+        """Return the virtual seconds since the loop was made."""
+        return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call ``func`` at once: a pool thread would finish at a moment that no seed decides."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # not contained: whoever awaits gets it
+        except Exception as error:  # not contained: raised where the future is awaited
             done.set_exception(error)
         return done
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on a fresh virtual clock; cancel what it leaves behind and close the loop.
+    """Run ``main`` on a fresh virtual clock; cancel the tasks it leaves behind and close the loop.
 
     Raises:
-        RuntimeError: deadlock: everything waits and no timer is set.
+        RuntimeError: deadlock: every task waits and no timer is set.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
 
 def virtual_time() -> float:
-    """Seconds on the clock of the running loop."""
+    """Return the clock of the running loop, seconds."""
     return asyncio.get_running_loop().time()
 
 
 class SimulationStopped(BaseException):
-    """Raised in a peer's thread when the simulation is closed under it; not an Exception, so that it unwinds."""
+    """Raised in a peer's thread when the simulation is closed; not an Exception, so that the thread unwinds."""
 
 
 class _Turn:
-    """Whose turn it is between the loop and one peer's thread."""
+    """Hands control back and forth between the loop and one peer's thread."""
 
     def __init__(self) -> None:
-        self._answer = threading.Semaphore(0)
-        self._parked = threading.Semaphore(0)
+        self.answered, self.parked = threading.Semaphore(0), threading.Semaphore(0)
         self.wanted: Coroutine[Any, Any, Any] | None = None
-        self.future: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self.stopped = False
 
-    def ask(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """On the peer's thread: hand ``coroutine`` to the loop and wait until it is done."""
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """On the peer's thread: let the loop run ``coroutine``; return when it is done."""
         if self.stopped:
             coroutine.close()
             raise SimulationStopped
         self.wanted = coroutine
-        self._parked.release()
-        self._answer.acquire()
-        if self.stopped or self.future is None:
+        self.parked.release()
+        self.answered.acquire()
+        if self.stopped or self.task is None:
             raise SimulationStopped
-        return self.future
+        return self.task
 
-    def finish(self) -> None:
-        """On the peer's thread: it ends."""
-        self.wanted = None
-        self._parked.release()
-
-    def give(self) -> Coroutine[Any, Any, Any] | None:
-        """On the loop's thread: let the peer run; returns what it wants next, None if it ended."""
-        self._answer.release()
-        return self.next_wish()
-
-    def next_wish(self) -> Coroutine[Any, Any, Any] | None:
-        """On the loop's thread: wait until the peer asks or ends."""
-        self._parked.acquire()
+    def next_call(self) -> Coroutine[Any, Any, Any] | None:
+        """On the loop's thread: wait for the peer's next call; None if its thread ended."""
+        self.parked.acquire()
         return self.wanted
 
 
@@ -138,18 +120,18 @@ class SimRuntime:
         turn = self._turns.get(threading.get_ident())
         if turn is None:
             return self._drive(coroutine)
-        result: T = turn.ask(coroutine).result()
+        result: T = turn.run(coroutine).result()
         return result
 
     def time(self) -> float:
-        """Virtual seconds."""
-        return self.loop.time()
+        """Return the virtual time, seconds."""
+        return self.loop.now
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Nothing to do: nobody waits on virtual time."""
+        """Do nothing: no thread waits on virtual time."""
 
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the loop until ``coroutine`` is done, in a thread: in a notebook this one has a loop running already."""
+        """Run the loop until ``coroutine`` is done, in a thread: a notebook's own thread has a loop running already."""
         task = self.loop.create_task(coroutine)
         task.add_done_callback(lambda _: self.loop.stop())
         done: Future[None] = Future()
@@ -172,44 +154,41 @@ class SimRuntime:
 
     async def run_thread(self, work: Callable[[], T], name: str) -> T:
         """Run blocking ``work`` in a thread that takes turns with the loop; its error is raised here."""
-        turn = _Turn()
-        results: list[T] = []
-        errors: list[BaseException] = []
+        turn, finished = _Turn(), Future[T]()
 
         def body() -> None:
             self._turns[threading.get_ident()] = turn
             try:
-                results.append(work())
-            except BaseException as error:  # carried over to the awaiting task, SimulationStopped included
-                errors.append(error)
+                finished.set_result(work())
+            except BaseException as error:  # raised in the awaiting task, SimulationStopped included
+                finished.set_exception(error)
             finally:
                 del self._turns[threading.get_ident()]
-                turn.finish()
+                turn.wanted = None
+                turn.parked.release()
 
         threading.Thread(target=body, name=name, daemon=True).start()
-        await self._take_turns(turn)
-        if errors and isinstance(errors[0], SystemExit | KeyboardInterrupt):  # these would end the loop
-            raise RuntimeError(f"{name} called for the end of the whole process") from errors[0]
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    async def _take_turns(self, turn: _Turn) -> None:
-        wish = turn.next_wish()
+        call = turn.next_call()
         try:
-            while wish is not None:
-                turn.future = asyncio.ensure_future(wish)
-                await asyncio.wait([turn.future])
-                wish = turn.give()
+            while call is not None:
+                turn.task = asyncio.ensure_future(call)
+                await asyncio.wait([turn.task])
+                turn.answered.release()
+                call = turn.next_call()
         except asyncio.CancelledError:
-            if turn.future is not None:
-                turn.future.cancel()
+            if turn.task is not None:
+                turn.task.cancel()
             turn.stopped = True
-            turn.give()  # whatever the peer asks from now on, it gets SimulationStopped
+            turn.answered.release()
+            turn.next_call()  # every later call of the peer raises SimulationStopped
             raise
+        error = finished.exception()
+        if isinstance(error, SystemExit | KeyboardInterrupt):  # these would end the loop
+            raise RuntimeError(f"{name} called for the end of the whole process") from error
+        return finished.result()
 
     def close(self) -> None:
-        """Cancel what still runs, let the peers' threads unwind and close the loop. Idempotent."""
+        """Cancel all tasks, let the peers' threads unwind and close the loop. Idempotent."""
         if not self.loop.is_closed():
             self._drive(self._cancel_all())
             self.loop.close()

@@ -3,10 +3,11 @@
 | what | module |
 |---|---|
 | `Swarm`, one peer's membership in a run | `colab_swarm.swarm.swarm` |
-| its parts: training, rights, session, network, work units | `trained`, `membership`, `session`, `network`, `work` |
-| `create`, `join`, `resume` | `colab_swarm.swarm.joining` |
-| the folder that saves a peer between sessions | `colab_swarm.swarm.saved` |
+| its training, pausing, and the end of a platform's session | `colab_swarm.swarm.session` |
+| its part in the real network | `colab_swarm.swarm.network` |
+| `create`, `join`, `resume`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | what panels show of it | `colab_swarm.swarm.overview` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation`, `lesson` |
+| work units within a swarm | `colab_swarm.swarm.work` |
 | the doctor; a class in one room | `colab_swarm.swarm.doctor`, `classroom` |
 """

@@ -1,12 +1,13 @@
-"""A class trains together in one room, without the internet: the teacher's board, and how pupils come in.
+"""A class trains together in one room, without the internet: the teacher's board and how pupils join.
 
-The teacher's notebook has a `Board`: a line that is short enough to be written on a real one, such as
-``192.168.1.10:8421``. Whoever asks there by `join` is told the run's invitation and gets an animal for a name, so that
-nobody has to give a real one. The board is plain HTTP: it is for an open run in a room where all may take part.
+The teacher's notebook opens a `Board` at an address short enough to write on a real board, such as
+``192.168.1.10:8421``. `join` calls that address and gets the run's invitation and an animal as the pupil's name, so
+that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room where all may take part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import threading
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
 
 PORT = 8421
-MOST_PUPILS = 200
-MOST_BYTES = 16_384
-ANSWER_S = 5.0
+MAX_PUPILS = 200
+MAX_BYTES = 16_384
+TIMEOUT_S = 5.0
 _ANIMALS = (
     "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver "
     "penguin gecko moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret "
@@ -46,7 +47,7 @@ _boards: dict[str, Board] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """What the board answers: the run's invitation, and the asker's name."""
+    """The board's answer: the run's invitation, and the pupil's name."""
 
     invitation: str
     name: str
@@ -54,12 +55,12 @@ class Welcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Pupil:
-    """A line of the roster.
+    """A row of the roster.
 
     Attributes:
         name: the animal.
         here: whether a peer of this name trains now.
-        step: the global step it is at.
+        step: its global step.
         samples_per_s: its speed.
     """
 
@@ -71,61 +72,61 @@ class Pupil:
 
 @dataclass(frozen=True)
 class BoardSnapshot:
-    """What the board shows: the line to write down, and the roster in the order of coming."""
+    """What the board shows: the address to write down, and the roster in order of arrival."""
 
-    line: str
+    address: str
     pupils: tuple[Pupil, ...]
     closed: bool
 
 
 class Board:
-    """Hands out the run's invitation and animal names in the local network, until `close`."""
+    """Gives the run's invitation and animal names to pupils in the local network, until `close`."""
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
         """Open the board.
 
         Args:
-            swarm: of the teacher; its run must be open, for the board tells everybody how to join.
-            port: to listen at; if another program has it, any free one.
+            swarm: of the teacher; its run must be open, because the board invites everyone in the room.
+            port: to listen on; a free one if another program uses it.
 
         Raises:
             PermissionError: the run is not open.
         """
         self._invitation = str(swarm.invite())
         if Invite.parse(self._invitation).access != "open":
-            raise PermissionError("a board lets everybody in: create the run with access='open'")
+            raise PermissionError("a board invites everyone in the room: create the run with access='open'")
         self.swarm = swarm
-        self._names: dict[str, str] = {}  # by who asked
+        self._names: dict[str, str] = {}  # by pupil's process
         self._lock = threading.Lock()
         self.closed = False
         self._server = _listen(self, port)
-        self.line = f"{_host(swarm)}:{self._server.server_port}"
+        self.address = f"{_host(swarm)}:{self._server.server_port}"
         serve = partial(self._server.serve_forever, poll_interval=0.05)
         threading.Thread(target=serve, name="colab-swarm-board", daemon=True).start()
 
     def welcome(self, who: str) -> Welcome | None:
-        """The invitation and a name for whoever asks; the same for who asks again, None when the room is full."""
+        """Return the invitation and a name, the same for each call of a process; None when the room is full."""
         with self._lock:
-            if who not in self._names and len(self._names) < MOST_PUPILS:
+            if who not in self._names and len(self._names) < MAX_PUPILS:
                 self._names[who] = animal(len(self._names))
             name = self._names.get(who)
         return None if name is None else Welcome(self._invitation, name)
 
     def snapshot(self) -> BoardSnapshot:
-        """The roster as it stands; safe from any thread."""
+        """Return the roster. Thread-safe."""
         with self._lock:
             names = list(self._names.values())
         training = {row.name: row for row in self.swarm.snapshot().peers}
-        pupils = (
-            Pupil(name, True, training[name].step, training[name].samples_per_s)
-            if name in training
-            else Pupil(name, False, 0, 0.0)
-            for name in names
-        )
-        return BoardSnapshot(self.line, tuple(pupils), self.closed)
+        pupils = []
+        for name in names:
+            row = training.get(name)
+            pupils.append(
+                Pupil(name, row is not None, row.step if row else 0, row.samples_per_s if row else 0.0)
+            )
+        return BoardSnapshot(self.address, tuple(pupils), self.closed)
 
     def panel(self) -> Panel[BoardSnapshot]:
-        """A live view of the board."""
+        """Return a live view of the board."""
         from colab_swarm.notebook.panel import Panel, Views
 
         texts = (render_html, render_text, summary)
@@ -135,7 +136,7 @@ class Board:
         return Panel(self.snapshot, self.close, views=views)
 
     def close(self) -> None:
-        """Let nobody in any more; who is in stays. Idempotent."""
+        """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
             self._server.shutdown()
@@ -149,7 +150,7 @@ class Board:
 
 
 def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
-    """The board of the teacher's run: the one that is open, or a new one (re-run cells freely); see `Board`."""
+    """Return the open board of the teacher's run, or open a new one; you can re-run the cell. See `Board`."""
     board = _boards.get(swarm.run_id)
     if board is None or board.closed or board.swarm is not swarm:
         board = _boards[swarm.run_id] = Board(swarm, port=port)
@@ -157,80 +158,71 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
 
 
 def animal(place: int) -> str:
-    """The name of who comes as number ``place``, counted from 0; no two are alike."""
+    """Return the name of pupil number ``place``, counted from 0; no two are equal."""
     again, index = divmod(place, len(ANIMALS))
     return ANIMALS[index] + (f"-{again + 1}" if again else "")
 
 
-def join(line: str = "") -> Swarm:
-    """Join the teacher's run under the animal that the board gives. Joining again gives the same swarm.
+def join(address: str = "") -> Swarm:
+    """Join the teacher's run under the animal that the board gives. Joining again returns the same swarm.
 
     Args:
-        line: what is written on the board; empty: look for a board in the local network.
+        address: written on the board; empty: look for a board in the local network.
 
     Raises:
-        ValueError: the line is mistyped.
+        ValueError: the address is mistyped.
         JoinError: no board answers there.
     """
-    welcome = ask(line or _find())
+    welcome = call_board(address or _find())
     return joining.join(welcome.invitation, peer_name=welcome.name)
 
 
-def ask(line: str) -> Welcome:
-    """What the board answers this process.
+def call_board(address: str) -> Welcome:
+    """Return what the board answers this process.
 
     Raises:
-        ValueError: the line is mistyped.
+        ValueError: the address is mistyped.
         JoinError: no board answers there.
     """
-    where = urlsplit(f"http://{line.strip()}")
+    where = urlsplit(f"http://{address.strip()}")
     if not (where.hostname and where.path in ("", "/")):
-        raise ValueError(f"{line!r} is no line of a board: it looks like 192.168.1.10:{PORT}")
+        raise ValueError(f"{address!r} is not the address of a board: it looks like 192.168.1.10:{PORT}")
     who = f"{uuid.getnode():x}-{os.getpid()}"
     try:
-        with urlopen(f"http://{where.netloc}/{quote(who)}", timeout=ANSWER_S) as answer:
-            return msgspec.json.decode(answer.read(MOST_BYTES), type=Welcome)
+        with urlopen(f"http://{where.netloc}/{quote(who)}", timeout=TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(MAX_BYTES), type=Welcome)
     except (OSError, ValueError) as error:
         raise JoinError(
-            f"no board answers at {line}: {error}. Look at the line again, and whether you are in the same "
-            "Wi-Fi as the teacher; some keep their guests apart"
+            f"no board answers at {address}: {error}. Check the address, and that you are in the same "
+            "Wi-Fi as the teacher; some networks isolate their guests"
         ) from error
 
 
 def _find() -> str:
-    """The line of a board in the local network: at the usual port, where a run is announced."""
-    hosts = [
-        urlsplit(address).hostname or ""
-        for swarm in joining.join()
-        for contact in swarm.contacts
-        for address in contact.addresses
-    ]
+    """Find a board in the local network: at the usual port, where a run is announced."""
+    contacts = [contact for swarm in joining.join() for contact in swarm.contacts]
+    hosts = [urlsplit(address).hostname for contact in contacts for address in contact.addresses]
     for host in dict.fromkeys(filter(None, hosts)):
-        line = f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
-        try:
-            ask(line)
-        except JoinError:
-            continue
-        return line
-    raise JoinError("no board was found in this network: type the line that the teacher has written down")
+        address = f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
+        with contextlib.suppress(JoinError):
+            call_board(address)
+            return address
+    raise JoinError("no board was found in this network: type the address that the teacher wrote down")
 
 
 def _host(swarm: Swarm) -> str:
     """The IPv4 address at which others in the room reach this machine; loopback if there is none."""
-    hosts = [urlsplit(address).hostname or "" for address in swarm.contact.addresses]
-    return next((host for host in hosts if _is_ipv4(host) and not is_loopback(host)), "127.0.0.1")
-
-
-def _is_ipv4(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 4
-    except ValueError:
-        return False
+    for address in swarm.contact.addresses:
+        host = urlsplit(address).hostname or ""
+        with contextlib.suppress(ValueError):  # a name, not an IP address
+            if ipaddress.ip_address(host).version == 4 and not is_loopback(host):
+                return host
+    return "127.0.0.1"
 
 
 def _listen(board: Board, port: int) -> ThreadingHTTPServer:
-    class Asked(BaseHTTPRequestHandler):
-        timeout = ANSWER_S
+    class BoardHandler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT_S
 
         def do_GET(self) -> None:
             who = unquote(self.path.strip("/"))
@@ -245,21 +237,18 @@ def _listen(board: Board, port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """The notebook is no log."""
+            """Do not print into the notebook."""
 
     try:
-        return ThreadingHTTPServer(("", port), Asked)
+        return ThreadingHTTPServer(("", port), BoardHandler)
     except OSError:
-        return ThreadingHTTPServer(("", 0), Asked)
-
-
-# --- how it looks -----------------------------------------------------------------------------------------------------
+        return ThreadingHTTPServer(("", 0), BoardHandler)
 
 
 def summary(snapshot: BoardSnapshot) -> str:
-    """The board in a line."""
+    """Return the board in one line."""
     here = sum(pupil.here for pupil in snapshot.pupils)
-    state = "closed" if snapshot.closed else f"join at {snapshot.line}"
+    state = "closed" if snapshot.closed else f"join at {snapshot.address}"
     return f"{state}; {here} of {markup.count(len(snapshot.pupils), 'animal')} training"
 
 
@@ -268,16 +257,16 @@ def _doing(pupil: Pupil) -> str:
 
 
 def render_text(snapshot: BoardSnapshot) -> str:
-    """The board as text."""
+    """Return the board as text."""
     rows = [f"  {pupil.name:<12}{_doing(pupil)}" for pupil in snapshot.pupils]
     return "\n".join([summary(snapshot), *rows])
 
 
 def render_html(snapshot: BoardSnapshot) -> str:
-    """The board as HTML, large enough for the last row of the room."""
+    """Return the board as HTML, large enough for the last row of the room."""
     rows = ((markup.text(pupil.name), _doing(pupil)) for pupil in snapshot.pupils)
-    line = f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.line)}</p>'
+    address = f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.address)}</p>'
     roster = theme.table(("animal", "does"), rows, label="roster")
     return theme.wrap(
-        theme.heading("Board", markup.text(summary(snapshot))) + line + roster, "classroom board"
+        theme.heading("Board", markup.text(summary(snapshot))) + address + roster, "classroom board"
     )

@@ -1,4 +1,4 @@
-"""One peer on the real network: how it gets in, how others reach it, whether it relays, who finds it in the LAN."""
+"""A peer on the real network: joining a run, reachability, relaying, and its announcement in the local network."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerLeft
-from colab_swarm.invite import LOCAL_ONLY
+from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.lan import Announcement, LanAnnouncer
@@ -26,19 +26,17 @@ from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.contributions import newest
 from colab_swarm.trust.member import ClockWatch
-from colab_swarm.trust.service import LinkControl, Trust
-
-if TYPE_CHECKING:
-    from colab_swarm.swarm.saved import PeerStore
+from colab_swarm.trust.service import Trust
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
-KEEP_S, LOOK_S = 60.0, 2.0
+SAVE_EVERY_S, LOOK_S = 60.0, 2.0
 RELAY_TTL_S = 180.0
 MAX_RELAYS = 64
 
@@ -50,16 +48,16 @@ class NetworkOptions:
     Attributes:
         listen: accept connections; without it this peer only dials out (client mode).
         port: TCP port to listen on; 0 takes a free one.
-        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; found out if empty.
-        identity: file that keeps this peer's key, so that it is the same peer after a restart; new key if None.
+        announce: addresses to give to others, such as ``ws://203.0.113.7:4500``; detected if empty.
+        identity: file with this peer's key, so that it is the same peer after a restart; new key if None.
         upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
         relay: relay for peers that cannot be dialled: True, or a quota.
-        use_relays: be reached through relays where nothing better works.
+        use_relays: let relays reach this peer where nothing better works.
         punch: try to turn relayed links into direct ones.
-        tunnel: ``ngrok`` or ``cloudflared``; a tunnel's public address leads to this peer.
+        tunnel: ``ngrok`` or ``cloudflared``: open a tunnel whose public address leads to this peer.
         lan: let peers in the local network find this run.
-        session_hours: how long this machine may be used from now on: this peer leaves a few minutes before. Left out:
-            as long as the platform (Colab, Kaggle, Binder) lets a session live.
+        session_hours: how long this machine may be used from now on; this peer leaves a few minutes before. None: as
+            long as the platform (Colab, Kaggle, Binder) lets a session live.
     """
 
     listen: bool = True
@@ -79,7 +77,7 @@ class NetworkOptions:
         return settings(self)
 
     def node_settings(self, run_id: str) -> NodeSettings:
-        """The part that concerns the links."""
+        """Return the settings of the links."""
         return NodeSettings(
             run_id=run_id,
             listen=self.listen,
@@ -89,43 +87,53 @@ class NetworkOptions:
             download_bps=None if self.download_mbit_s is None else self.download_mbit_s * 1e6,
         )
 
+    def to_saved(self) -> dict[str, Any]:
+        """Return what a folder saves: no key file, because the folder has its own, and no tunnel token."""
+        tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
+        return asdict(replace(self, tunnel=tunnel, identity=None))
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> NetworkOptions:
+        """Read what `to_saved` returned.
+
+        Raises:
+            TypeError: an option is unknown.
+        """
+        relay = saved.get("relay")
+        quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
+        return cls(**{**saved, **quota})
+
 
 DEFAULT_OPTIONS = NetworkOptions()
 
 
 class NetworkSession:
-    """A peer's place in the network, from `open` to `leave`.
+    """A peer's part in the real network, from `open` to `leave`.
 
     Attributes:
         node: the peer itself.
-        trust: who it is to the others, and they to it.
+        access: how it joined the run.
+        trust: its membership, revocations and the contribution ledger.
         reachability: how others reach it.
-        relay: what it relays; None if it does not.
-        keeping: the folder that keeps it; None if it is kept nowhere.
+        relay: its relay; None if it does not relay.
+        store: the folder that saves it; None without one.
     """
 
     def __init__(
-        self, node: Node, entrance: RunAccess, options: NetworkOptions, services: PeerServices
+        self, node: Node, access: RunAccess, options: NetworkOptions, services: PeerServices
     ) -> None:
-        self.node, self.entrance, self._options, self._services = node, entrance, options, services
-        self.trust = Trust(
-            node,
-            services.dht,
-            services.events,
-            services.rng,
-            entrance.run_id,
-            entrance.closed,
-            LinkControl.of(node),
-        )
-        self.trust.contributions.kept = entrance.given
-        self.keeping: PeerStore | None = None
-        self._kept: set[PeerId] = set()  # linked when the folder was written
+        self.node, self.access, self._options, self._services = node, access, options, services
+        dht, events, rng = services.dht, services.events, services.rng
+        self.trust = Trust(node, dht, events, rng, access.run_id, access.closed)
+        self.trust.contributions.saved = access.tally
+        self.store: PeerStore | None = None
+        self._saved: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
             self.relays,
-            services.events,
-            services.rng,
+            events,
+            rng,
             trusted=tuple(options.announce),
             use_relays=options.use_relays,
             punch=options.punch,
@@ -133,43 +141,46 @@ class NetworkSession:
         )
         quota = options.relay if isinstance(options.relay, RelayQuota) else RelayQuota()
         self.relay = Relay(node, quota) if options.relay else None
+        self._relays_key = f"{access.run_id}/relays"
         self._announcer: LanAnnouncer | None = None
 
     @classmethod
     async def open(
         cls,
         node: Node,
-        entrance: RunAccess,
+        access: RunAccess,
         options: NetworkOptions,
         services: PeerServices,
-        keeping: PeerStore | None = None,
+        store: PeerStore | None = None,
     ) -> NetworkSession:
-        """Get into the run through any of the entries, find out how others reach this peer, and keep it in a folder.
+        """Join the run through any of its entries, detect how others reach this peer, and save it in a folder.
 
         Raises:
             StateError: the folder cannot be written.
-            JoinError: there are entries, and none of them could be reached, or this peer is not let in.
-            TunnelError: the tunnel that was asked for cannot be opened.
+            JoinError: there are entries, and none of them could be reached, or this peer is not admitted.
+            TunnelError: the tunnel cannot be opened.
         """
-        presence = cls(node, entrance, options, services)
+        session = cls(node, access, options, services)
         try:
-            await presence._enter()
-            if keeping is not None:
-                await presence._begin_to_keep(keeping)
+            await session._enter()
+            if store is not None:
+                await session._save(store)
+                session.store = store
+                node.linker.spawn(session._keep_saving(store))
         except BaseException:  # an interrupt included: a tunnel would stay open
-            await presence.leave()
+            await session.leave()
             raise
-        return presence
+        return session
 
     async def _enter(self) -> None:
-        node, entries = self.node, self.entrance.entries
+        node, entries = self.node, self.access.entries
         if entries and not self._options.announce:
-            node.announce(())  # until somebody has dialled back: nobody shall try addresses behind a NAT
+            node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
         for contact in entries:
             node.learn(contact)
         await self.trust.join()
         if entries:
-            entries = await self._reach(entries)
+            entries = await self._link(entries)
         try:
             await find_others(self._services, entries)
         except JoinError as error:
@@ -180,78 +191,74 @@ class NetworkSession:
         if self.relay is not None:
             node.linker.spawn(self._publish_relay())
 
-    async def _reach(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
-        """Link to who is there; whoever began the run and came back goes on alone if nobody is."""
+    async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
+        """Link to an entry; a returning owner whose entries are all gone continues alone."""
         try:
             await enter(self.node, entries)
         except JoinError:
-            if self.entrance.invitation is not None:
+            if self.access.invitation is not None:
                 raise
             self.node.announce(tuple(self._options.announce) or self.node.listening())
             return ()
         await self.reachability.verify()
         return entries
 
-    async def _begin_to_keep(self, keeping: PeerStore) -> None:
-        """Write into the folder what this peer needs to come back: now, each minute, when somebody new is linked, and
-        when it leaves."""
-        await self._keep_in(keeping)
-        self.keeping = keeping
-        self.node.linker.spawn(self._go_on_keeping(keeping))
-
-    async def _go_on_keeping(self, keeping: PeerStore) -> None:
-        while True:
-            await self._wait_news()
-            try:
-                await self._keep_in(keeping)
-            except StateError as error:
-                logger.warning("this peer could not be kept: %s", error)
-                now = asyncio.get_running_loop().time()
-                self._services.events.emit(Fault(now, "keeping this peer", str(error)))
-
-    async def _wait_news(self) -> None:
-        """Return after a minute, or soon after somebody was linked: by whom this peer finds back if it is killed."""
+    async def _keep_saving(self, store: PeerStore) -> None:
+        """Save each minute, and soon after a new peer is linked: a killed peer finds back through these peers."""
         time = asyncio.get_running_loop().time
-        end = time() + KEEP_S
-        while time() < end and self._dialable() <= self._kept:
-            await asyncio.sleep(LOOK_S)
+        while True:
+            end = time() + SAVE_EVERY_S
+            while time() < end and self._dialable() <= self._saved:
+                await asyncio.sleep(LOOK_S)
+            try:
+                await self._save(store)
+            except StateError as error:
+                logger.warning("this peer could not be saved: %s", error)
+                self._services.events.emit(Fault(time(), "saving this peer", str(error)))
 
     def _dialable(self) -> set[PeerId]:
         return {peer for peer in self.node.linked() if self.node.contact_of(peer).addresses}
 
-    async def _keep_in(self, keeping: PeerStore) -> None:
-        admission = self.entrance.admission
+    async def _save(self, store: PeerStore) -> None:
+        admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
-        tally = self.trust.contributions
-        given = newest(tally.kept, tally.ledger.rows())  # the first are not in the second yet
-        self._kept = self._dialable()
-        contacts = [self.node.contact_of(peer) for peer in sorted(self._kept)]
+        tally = newest(
+            contributions.saved, contributions.ledger.rows()
+        )  # the former may not be in the latter yet
+        self._saved = self._dialable()
+        contacts = [self.node.contact_of(peer) for peer in sorted(self._saved)]
         contacts.sort(key=lambda contact: not contact.direct)
-        await asyncio.to_thread(keeping.write, contacts, membership, given)
+        await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
-        """Be found and reached no more, and end all services; the node's links stay."""
-        async with (
-            contextlib.AsyncExitStack() as ends
-        ):  # the last first; no failure or interrupt skips another
+        """Stop all services and announcements; the node's links stay open."""
+        async with contextlib.AsyncExitStack() as ends:  # last first; no failure or interrupt skips another
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
                 ends.callback(self.relay.close)
             if self._announcer is not None:
                 ends.push_async_callback(self._announcer.close)
             ends.push_async_callback(self._services.averager.close)
-            if self.keeping is not None:
-                ends.callback(self.keeping.close)
+            if self.store is not None:
+                ends.callback(self.store.close)
             ends.push_async_callback(_stop, self._services.dht.stop)
             ends.push_async_callback(_stop, self.trust.stop)
-            if self.keeping is not None:
+            if self.store is not None:
                 with contextlib.suppress(StateError):
-                    await self._keep_in(self.keeping)
+                    await self._save(self.store)
 
     def _on_round(self, result: RoundResult) -> None:
-        ledger = self.trust.contributions.ledger
         samples = "/average/" not in result.group.prefix  # weights of arrays are no samples
-        ledger.on_round(result.group, result.contributors if samples else (), result.spans_lost)
+        contributors = result.contributors if samples else ()
+        self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
+
+    async def invite(self, role: str | None, hours: float | None, uses: int | None) -> Invite:
+        """Make an invitation; see `RunAccess.invite`."""
+        return self.access.invite(self.node, self.trust.authority, role=role, hours=hours, uses=uses)
+
+    async def remove_peer(self, peer: PeerId) -> None:
+        """Remove a peer, or the key of an invitation; see `Trust.revoke`."""
+        self.trust.revoke(peer)
 
     def announce_in_lan(self, name: str) -> None:
         """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""
@@ -260,7 +267,7 @@ class NetworkSession:
 
     async def _announce(self, name: str) -> None:
         contact = Contact(self.node.id, self.node.listening())
-        announcement = Announcement(self.entrance.run_id, self.entrance.access, name, contact)
+        announcement = Announcement(self.access.run_id, self.access.access, name, contact)
         try:
             self._announcer = await LanAnnouncer.start(announcement)
         except OSError as error:
@@ -272,14 +279,8 @@ class NetworkSession:
                 contact = Contact(self.node.id, self.node.listening())
                 await self._announcer.update(contact)
 
-    # --- relays -------------------------------------------------------------------------------------------------
-
-    @property
-    def _relays_key(self) -> str:
-        return f"{self.entrance.run_id}/relays"
-
     async def relays(self) -> list[Contact]:
-        """Relays of the run, as they say themselves."""
+        """Return the run's relays, as they announce themselves in the DHT."""
         found = await self._services.dht.get(self._relays_key)
         contacts = []
         for subkey, record in list(found.items())[:MAX_RELAYS]:
@@ -301,7 +302,7 @@ class NetworkSession:
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
-    """Stop a service that may say farewell to peers which are gone."""
+    """Stop a service; peers that it says farewell to may be gone."""
     with contextlib.suppress(PeerError):
         await stop()
 
@@ -325,9 +326,9 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
         for one in tries:
             one.cancel()
         await asyncio.gather(*tries, return_exceptions=True)
-    told, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
+    tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
     raise JoinError(
-        f"no peer of this invitation could be reached: {told}.{hint} Are they still running? "
+        f"no peer of this invitation could be reached: {tried}.{hint} Are they still running? "
         "Ask for a new invitation"
     )
 
@@ -338,20 +339,34 @@ def assemble(
     rng: random.Random,
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
-    """A peer's services on a network, real or simulated."""
+    """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
     dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
     return PeerServices(peers, PrefixRouter(peers), dht, averager, events, rng, pace)
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
-    """Get to know the swarm through the entries, and be known from then on.
+    """Join the DHT through the entries.
 
     Raises:
         JoinError: there are entries, and none of them answered.
     """
     if entries and await services.dht.bootstrap(entries) == 0:
-        told = {event.reason for event in services.events.recent(PeerLeft) if isinstance(event, PeerLeft)}
-        why = "; ".join(sorted(told)) or "they do not answer"
-        raise JoinError(f"the peers of this invitation let this peer not in: {why}. Ask for a new invitation")
+        reasons = {one.reason for one in services.events.recent(PeerLeft) if isinstance(one, PeerLeft)}
+        why = "; ".join(sorted(reasons)) or "they do not answer"
+        raise JoinError(
+            f"the peers of this invitation do not admit this peer: {why}. Ask for a new invitation"
+        )
     services.dht.start()
+
+
+async def close(services: PeerServices, network: NetworkSession | None) -> None:
+    """Stop a peer's services and close its links."""
+    try:
+        if network is not None:
+            await network.leave()
+        else:
+            await _stop(services.dht.stop)
+            await services.averager.close()
+    finally:  # an interrupt leaves no link open
+        await services.peers.close()

@@ -1,19 +1,17 @@
-"""One process at a time in a peer's folder: two peers with one key would push each other out of the swarm.
+"""The folder that saves a peer, so that it comes back as the same peer in a later session or on another machine.
 
-The folder may lie on a network drive, where file locks mean nothing to other machines. So a file says which process of
-which machine has it, and when it last gave a sign of life. A process that was killed leaves the file behind: on its
-own machine that is seen at once, elsewhere once the signs have stopped for a while.
-
-A peer's folder: what it needs to come back as the same peer, in a later session or on another machine.
-
-    identity.key             its key: whoever has it is this peer
-    identity.key.authority   at the peer that began the run: whom it admitted and put out
-    peer.json                run, way in, membership, options, and what it saw others give; written each minute
+    identity.key             its key: a process that has the key is this peer
+    identity.key.authority   only at the peer that created the run: whom it admitted and removed
+    peer.json                run, invitation, membership, options, and the contributions it saw; written each minute
     checkpoints/NAME/        what each optimizer has trained
-    in-use.json              which process has the folder now
+    in-use.json              which process uses the folder now
 
-All of it but the checkpoints is secret, readable by its owner only, and never part of a text. Every file is written
-aside and then put in its place, so a process may be killed at any moment.
+All of it except the checkpoints is secret: only the owner can read it, and no repr shows it. Every file is written
+aside and then renamed, so a process may be killed at any moment.
+
+Two processes with one key would push each other out of the swarm, so one process at a time uses the folder. File
+locks mean nothing to other machines on a network drive. `in-use.json` names the process and its last heartbeat
+instead. A killed process leaves that file behind: its own machine notices at once, others once the heartbeats stop.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -34,30 +31,25 @@ import msgspec
 from colab_swarm.errors import StateError
 from colab_swarm.invite import Access
 from colab_swarm.net.peers import Contact
-from colab_swarm.net.relay import RelayQuota
-from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import Platform
-from colab_swarm.swarm.network import NetworkOptions
-from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.authority import Allowlist
+from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0
-
-"""Three missed signs of life."""
-
+"""Three missed heartbeats."""
 SETTLE_S = 0.1
-
-"""How long several processes that find the folder left behind at the same moment may take to settle who has it."""
+"""How long processes that find an abandoned folder at the same moment may take to settle which one gets it."""
+VERSION = 1
+MAX_CONTACTS = 16
 
 
 class Occupant(msgspec.Struct, frozen=True):
-    """A process that has the folder.
+    """A process that uses the folder.
 
     Attributes:
-        host, pid: which one.
-        began: when, in the machine's own count; tells it from a later process with its number.
-        at: its last sign of life, seconds since the epoch.
+        host, pid: its machine and process id.
+        began: when it started, in the machine's own count; distinguishes it from a later process with the same id.
+        at: its last heartbeat, seconds since the epoch.
     """
 
     host: str
@@ -68,19 +60,19 @@ class Occupant(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls) -> Occupant:
         """This process, now."""
-        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()), time.time())
+        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), time.time())
 
     def holds_against(self, other: Occupant) -> bool:
-        """Whether it lives and is not ``other``, as far as can be told from where ``other`` runs."""
+        """Return True if it is alive and not ``other``, as far as ``other`` can know."""
         if (self.host, self.pid, self.began) == (other.host, other.pid, other.began):
             return False
         if self.host == other.host and self.began:
-            return _began(self.pid) == self.began
+            return _start_of(self.pid) == self.began
         return other.at - self.at < STALE_S
 
 
 class FolderLock:
-    """Taken by `take`, until `release`; `refresh` gives a sign of life."""
+    """Reserves a folder for this process, from `take` until `release`."""
 
     _here: ClassVar[set[Path]] = set()  # those of this process
 
@@ -88,42 +80,37 @@ class FolderLock:
         self._path = folder / "in-use.json"
 
     def take(self) -> None:
-        """Have the folder for this process.
+        """Reserve the folder.
 
         Raises:
-            StateError: another process has it.
+            StateError: another process uses it.
         """
         if self._path in self._here:
             raise StateError(f"{self._path.parent} is in use by a swarm of this process: leave it first")
-        while not self._create():
+        while True:
+            with contextlib.suppress(FileExistsError):
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                break
             self._require_free()
             self._path.unlink(missing_ok=True)
-        time.sleep(
-            SETTLE_S
-        )  # others may have found it left behind too, and taken this one's away: the last one stands
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(Occupant.here()))
+        # other processes may have found it abandoned too, and deleted our file: the last one wins
+        time.sleep(SETTLE_S)
         self._require_free()
         self._here.add(self._path)
 
-    def _create(self) -> bool:
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return False
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(Occupant.here()))
-        return True
-
     def refresh(self) -> None:
-        """Give a sign of life.
+        """Write a heartbeat.
 
         Raises:
-            StateError: another process took the folder, for this one gave none for too long.
+            StateError: another process took the folder, because this one wrote none for too long.
         """
         self._require_free()
-        write_aside(self._path, msgspec.json.encode(Occupant.here()))
+        write_private(self._path, msgspec.json.encode(Occupant.here()))
 
     def release(self) -> None:
-        """Leave the folder to others. Idempotent."""
+        """Free the folder. Idempotent."""
         self._here.discard(self._path)
         with contextlib.suppress(OSError, StateError):
             self._require_free()
@@ -132,60 +119,44 @@ class FolderLock:
     def _require_free(self) -> None:
         try:
             other = msgspec.json.decode(self._path.read_bytes(), type=Occupant)
-        except (FileNotFoundError, msgspec.MsgspecError):  # garbled: killed while it wrote
+        except (FileNotFoundError, msgspec.MsgspecError):  # garbled: its process was killed while it wrote
             return
         here = Occupant.here()
         if other.holds_against(here):
             raise StateError(
-                f"{self._path.parent} is in use by process {other.pid} on {other.host}, whose last sign of life is "
-                f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it is "
-                f"gone already, try again in {STALE_S / 60:.0f} minutes, or delete {self._path.name} there"
+                f"{self._path.parent} is in use by process {other.pid} on {other.host}, whose last heartbeat is "
+                f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it has "
+                f"ended already, try again in {STALE_S / 60:.0f} minutes, or delete {self._path.name} there"
             )
 
 
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file for its owner's eyes, whole or not at all."""
-    aside = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def _began(pid: int) -> str:
-    """When a living process of this machine began, or that it lives at all; empty if not, or no telling (Windows)."""
-    try:
+def _start_of(pid: int) -> str:
+    """When a process of this machine started, "lives" where that is unknown; empty if it is dead, or on Windows."""
+    with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        if os.name != "posix" or Path("/proc/self/stat").exists():
-            return ""
+    if os.name != "posix" or Path("/proc/self/stat").exists():
+        return ""
     try:
-        os.kill(pid, 0)  # macOS: asks whether it is there
+        os.kill(pid, 0)  # macOS: signal 0 only checks that the process exists
     except ProcessLookupError:
         return ""
-    except PermissionError:  # it is, and somebody else's
+    except PermissionError:  # it exists, and belongs to another user
         pass
     return "lives"
 
 
-VERSION = 1
-
-MAX_CONTACTS = 16
-
-
 class SavedPeer(msgspec.Struct, frozen=True):
-    """What ``peer.json`` says.
+    """The contents of ``peer.json``.
 
     Attributes:
-        run_id, access, name: of the run, who may join it, and what others call this peer.
-        invitation: by which it came; empty if it began the run.
-        allow: whom the run admits by name, at the peer that began it.
-        options: how it takes part in the network, without its secrets; see `kept_options`.
-        contacts: peers that could be dialled when this was written, or a while before.
-        membership: that it held.
-        given: what it saw others give.
-        port: on which it listened; its invitations name it. 0 if it did not.
+        run_id, access, name: the run, who may join it, and this peer's name for people.
+        invitation: the one it joined with; empty if it created the run.
+        allow: the run's allowlist, at the peer that created it.
+        options: its `NetworkOptions`, without secrets.
+        contacts: peers that could be dialled when this was written, or before.
+        membership: its membership.
+        tally: the contributions it saw.
+        port: where it listened, because its invitations name the port; 0 if it did not.
     """
 
     version: int
@@ -197,24 +168,8 @@ class SavedPeer(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     contacts: tuple[Contact, ...] = ()
     membership: bytes = b""
-    given: tuple[TallyRow, ...] = ()
+    tally: tuple[TallyRow, ...] = ()
     port: int = 0
-
-    @classmethod
-    def new(cls, entrance: RunAccess, name: str, options: NetworkOptions) -> SavedPeer:
-        """A peer that comes in by this entrance."""
-        invitation = "" if entrance.invitation is None else str(entrance.invitation)
-        settings = None if entrance.closed is None else entrance.closed.settings
-        allow = None if settings is None else settings.allowlist
-        kept = kept_options(options)
-        return cls(VERSION, entrance.run_id, entrance.access, name, invitation, allow, kept)
-
-    @property
-    def peer_options(self) -> NetworkOptions:
-        """How it is to take part in the network again."""
-        relay = self.options.get("relay")
-        quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
-        return NetworkOptions(**{**self.options, **quota})
 
     @property
     def run(self) -> str:
@@ -222,15 +177,15 @@ class SavedPeer(msgspec.Struct, frozen=True):
         return self.run_id.rpartition("-")[0]
 
     def __repr__(self) -> str:
-        return f"KeptPeer({self.name} of {self.run})"  # and no secret
+        return f"SavedPeer({self.name} of {self.run})"  # and no secret
 
 
 class _Version(msgspec.Struct):
     version: int
 
 
-def read_kept(folder: Path) -> SavedPeer | None:
-    """The peer that a folder keeps; None if it keeps none.
+def read_saved(folder: Path) -> SavedPeer | None:
+    """Read the peer that a folder saves; None if there is none.
 
     Raises:
         StateError: it cannot be read, is damaged, or was written by a newer version.
@@ -238,144 +193,131 @@ def read_kept(folder: Path) -> SavedPeer | None:
     path = folder / "peer.json"
     try:
         data = path.read_bytes()
+        if msgspec.json.decode(data, type=_Version).version > VERSION:
+            raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
+        saved = msgspec.json.decode(data, type=SavedPeer)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(folder, error) from error
-    try:
-        if msgspec.json.decode(data, type=_Version).version > VERSION:
-            raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
-        kept = msgspec.json.decode(data, type=SavedPeer)
-        kept.peer_options  # noqa: B018 - raises for options that are none
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise StateError(
-            f"{path} is damaged: move the folder away and join with an invitation; {folder / 'identity.key'} is "
-            "still good as PeerOptions(identity=…)"
-        ) from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise damaged(folder) from error
     if not (folder / "identity.key").exists():
-        raise StateError(f"{folder} has lost its identity.key: nobody can come back as this peer; join anew")
-    return kept
+        raise StateError(
+            f"{folder} has lost its identity.key, so no process can come back as this peer: "
+            "join again with an invitation"
+        )
+    return saved
+
+
+def damaged(folder: Path) -> StateError:
+    """The error to raise if ``peer.json`` of a folder makes no sense."""
+    return StateError(
+        f"{folder / 'peer.json'} is damaged: move the folder away and join with an invitation; "
+        f"{folder / 'identity.key'} still works as NetworkOptions(identity=…)"
+    )
 
 
 def folder_of(path: str | Path) -> Path:
-    """One path for one folder."""
+    """Return the one absolute path of a folder."""
     return Path(path).expanduser().resolve()
 
 
-def lasts(folder: Path, here: Platform) -> str:
-    """A warning if the folder vanishes with the session; else empty."""
+def loss_warning(folder: Path, here: Platform) -> str:
+    """Return a warning if the folder vanishes with the session, else an empty text."""
     if not here.lasting or folder.is_relative_to(here.lasting):
         return ""
-    how = "from google.colab import drive; drive.mount('/content/drive')" if "drive" in here.lasting else ""
-    first = f"Mount your Drive first ({how}), and" if how else "To come back later,"
-    return f"{folder} vanishes with this session of {here.name}. {first} keep in {here.lasting}/…"
+    first = "To come back later,"
+    if "drive" in here.lasting:
+        first = "Mount your Drive first (from google.colab import drive; drive.mount('/content/drive')), and"
+    return f"{folder} vanishes with this session of {here.name}. {first} save to {here.lasting}/…"
 
 
 class PeerStore:
-    """A folder that this process has.
+    """A peer's folder, reserved for this process.
 
     Attributes:
         folder: the folder.
-        found: the peer that it kept before; None if it is new.
+        saved: the peer that an earlier session saved; None if the folder is new.
         key_file: the peer's key.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, found: SavedPeer | None) -> None:
-        self.folder, self.found, self.key_file = folder, found, folder / "identity.key"
-        self._lock, self._peer, self._written = lock, found, b""
-        self._writing = threading.Lock()  # one write at a time, and none after the end
-        self._closed = False
-
-    @classmethod
-    def open(cls, folder: Path) -> PeerStore:
-        """Take a folder; it is made if need be.
+    def __init__(self, folder: Path) -> None:
+        """Reserve a folder; create it if it does not exist.
 
         Raises:
-            StateError: another process has it, or it cannot be used.
+            StateError: another process uses it, or it cannot be used.
         """
-        lock = FolderLock(folder)
+        self.folder, self.key_file = folder, folder / "identity.key"
+        self._lock, self._written = FolderLock(folder), b""
+        self._writing, self._closed = threading.Lock(), False  # one write at a time, and none after the end
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.take()
+            self._lock.take()
         except OSError as error:
             raise _unusable(folder, error) from error
         try:
-            return cls(folder, lock, read_kept(folder))
+            self.saved = self.peer = read_saved(folder)
         except BaseException:
-            lock.release()
+            self._lock.release()
             raise
 
     def checkpoints(self, name: str) -> Path:
-        """Where the optimizer called ``name`` is kept."""
+        """Return the folder for checkpoints of the optimizer called ``name``."""
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
 
     def begin(self, peer: SavedPeer) -> None:
-        """This is the peer to keep; contacts and the like come with `write`."""
-        if self.found is not None:
-            peer = msgspec.structs.replace(peer, contacts=self.found.contacts, port=self.found.port)
-        self._peer = peer
+        """Save this peer from now on; `write` adds contacts, membership and tally."""
+        if self.saved is not None:
+            peer = msgspec.structs.replace(peer, contacts=self.saved.contacts, port=self.saved.port)
+        self.peer = peer
 
-    def on_port(self, port: int) -> None:
-        """It listens there; the next `write` says so."""
-        with self._writing:
-            if self._peer is not None:
-                self._peer = msgspec.structs.replace(self._peer, port=port)
-
-    def write(self, contacts: Sequence[Contact], membership: bytes, given: tuple[TallyRow, ...]) -> None:
-        """Keep these from now on, and give a sign of life.
+    def write(
+        self, contacts: Sequence[Contact], membership: bytes, tally: tuple[TallyRow, ...], port: int = 0
+    ) -> None:
+        """Save the peer's current state and write a heartbeat.
 
         Args:
-            contacts: whom this peer is linked to, the best first; earlier ones come after them.
+            contacts: linked peers, the best first; earlier contacts are saved after them.
             membership: of this peer.
-            given: its tally.
+            tally: the contributions it saw.
+            port: where it listens.
 
         Raises:
             StateError: another process took the folder, or it cannot be written.
         """
         with self._writing:
-            if self._closed or self._peer is None:
+            if self._closed or self.peer is None:
                 return
             linked = {contact.id for contact in contacts}
-            before = (contact for contact in self._peer.contacts if contact.id not in linked)
-            self._peer = msgspec.structs.replace(
-                self._peer,
-                contacts=(*contacts, *before)[:MAX_CONTACTS],
-                membership=membership,
-                given=given,
+            before = (contact for contact in self.peer.contacts if contact.id not in linked)
+            merged = (*contacts, *before)[:MAX_CONTACTS]
+            self.peer = msgspec.structs.replace(
+                self.peer, contacts=merged, membership=membership, tally=tally, port=port
             )
-            self._save(msgspec.json.encode(self._peer))
-
-    def _save(self, data: bytes) -> None:
-        try:
-            if (
-                not self.key_file.exists()
-            ):  # saving a checkpoint makes the folder anew, where nobody looks for it
-                raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
-            self._lock.refresh()
-            if data != self._written:
-                write_aside(self.folder / "peer.json", data)
-                self._written = data
-        except OSError as error:
-            raise _unusable(self.folder, error) from error
+            data = msgspec.json.encode(self.peer)
+            try:
+                if not self.key_file.exists():  # saving a checkpoint may have recreated an unmounted folder
+                    raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
+                self._lock.refresh()
+                if data != self._written:
+                    write_private(self.folder / "peer.json", data)
+                    self._written = data
+            except OSError as error:
+                raise _unusable(self.folder, error) from error
 
     def close(self) -> None:
-        """Leave the folder to others. Idempotent."""
+        """Free the folder. Idempotent."""
         with self._writing:
             if not self._closed:
                 self._closed = True
                 self._lock.release()
 
     def __repr__(self) -> str:
-        return f"Keeping({str(self.folder)!r})"
-
-
-def kept_options(options: NetworkOptions) -> dict[str, Any]:
-    """Options as they are kept: the key is the folder's, and a tunnel's token is asked for again."""
-    tunnel = options.tunnel.kind if isinstance(options.tunnel, TunnelSettings) else options.tunnel
-    return asdict(replace(options, tunnel=tunnel, identity=None))
+        return f"PeerStore({str(self.folder)!r})"
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
     return StateError(
-        f"{folder} cannot be used to keep a peer: {error.strerror or error}; take another folder"
+        f"{folder} cannot be used to save a peer: {error.strerror or error}; take another folder"
     )

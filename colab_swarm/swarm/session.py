@@ -1,4 +1,4 @@
-"""A peer's session on its platform: pausing while the user needs the machine, and leaving before the session ends."""
+"""What one peer does in a session: its training, pausing, and leaving before the platform ends the session."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from colab_swarm.averaging.moshpit import ArrayAverages
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
+from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import SessionTime
-from colab_swarm.swarm.membership import PeerContext
 from colab_swarm.swarm.network import NetworkSession
-from colab_swarm.swarm.trained import SwarmTraining
+from colab_swarm.training.settings import PeerServices
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from colab_swarm.elastic.optimizer import ElasticOptimizer
+    from colab_swarm.elastic.settings import ElasticSettings
+    from colab_swarm.training.assistant import Assistance
+    from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.replica import UpdateRule
+    from colab_swarm.training.settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 120.0
@@ -23,8 +36,128 @@ HAND_OVER_S = 60.0
 """How long a last round may take then."""
 
 
+@dataclass(frozen=True)
+class PeerContext:
+    """What every part of a `Swarm` uses.
+
+    Attributes:
+        runtime: the background thread, or virtual time.
+        services: this peer's links, DHT, averaging and events.
+        network: its session on the real network; None in a simulation.
+        run_id: the run.
+        name: this peer's name for people.
+    """
+
+    runtime: Runner
+    services: PeerServices
+    network: NetworkSession | None
+    run_id: str
+    name: str
+
+    @property
+    def run(self) -> str:
+        """The run's name for people."""
+        return self.run_id.rpartition("-")[0]
+
+    def require_network(self) -> NetworkSession:
+        """Return the network session.
+
+        Raises:
+            PermissionError: this peer is simulated.
+        """
+        if self.network is None:
+            raise PermissionError("a simulated run has no invitations, memberships or contributions")
+        return self.network
+
+
+class SwarmTraining:
+    """The models that one peer trains with others.
+
+    Attributes:
+        optimizers, elastic: by the model's name.
+        averages: averages of arrays.
+        latest: the newest optimizer, which the panel shows; None if this peer trains nothing.
+        assistance: this peer's help to others as a reducer; None without.
+    """
+
+    def __init__(self, context: PeerContext) -> None:
+        self._context, services = context, context.services
+        self.averages = ArrayAverages(services.rooms, services.dht, services.averager, context.run_id)
+        self.latest: SwarmOptimizer | None = None
+        self.optimizers: dict[str, SwarmOptimizer] = {}
+        self.elastic: dict[str, ElasticOptimizer] = {}
+        self.assistance: Assistance | None = None
+
+    def optimizer(self, name: str, settings: TrainingSettings, rule: UpdateRule) -> SwarmOptimizer:
+        """Start training a model; a model of the same name is replaced."""
+        from colab_swarm.training.checkpoint import CheckpointFolder
+        from colab_swarm.training.optimizer import SwarmOptimizer
+
+        context = self._context
+        if name in self.optimizers:
+            self.optimizers.pop(name).close()
+        store = None if context.network is None else context.network.store
+        folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
+        optimizer = SwarmOptimizer(context.runtime, context.services, settings, rule, context.name, folder)
+        self.latest = self.optimizers[name] = optimizer
+        return optimizer
+
+    def elastic_optimizer(
+        self, name: str, settings: ElasticSettings, optimizer: Optimizer
+    ) -> ElasticOptimizer:
+        """Join an elastic group; a group of the same name is replaced."""
+        from colab_swarm.elastic.group import enter_group
+        from colab_swarm.elastic.optimizer import ElasticOptimizer
+
+        runtime, services = self._context.runtime, self._context.services
+        if name in self.elastic:
+            self.elastic.pop(name).close()
+        enter, events = partial(enter_group, services), services.events
+        self.elastic[name] = ElasticOptimizer(runtime, optimizer, settings, enter, events, services.pace)
+        return self.elastic[name]
+
+    def serve_as_reducer(self, name: str | None) -> Assistance:
+        """Start helping others; an earlier help ends."""
+        from colab_swarm.training.assistant import Assistance, Assistant
+
+        context = self._context
+        if self.assistance is not None:
+            self.assistance.stop()
+        assistant = Assistant(context.services, context.run_id, name=context.name, collaboration=name)
+        self.assistance = Assistance(context.runtime, assistant)
+        return self.assistance
+
+    def on_pause(self) -> None:
+        """Let every optimizer notice that the pause gate opened or closed. Thread-safe."""
+        for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
+            self._context.runtime.call(optimizer.collaboration.heed_gate())
+
+    def closings(self, hand_over_s: float) -> list[Callable[[], object]]:
+        """Return the calls that hand over and end all training, in order."""
+        closings: list[Callable[[], object]] = []
+        for optimizer in self.optimizers.values():
+            closings.append(partial(optimizer.close, hand_over_s=hand_over_s))
+        closings += [elastic.close for elastic in self.elastic.values()]
+        if self.assistance is not None:
+            closings.append(self.assistance.stop)
+        return closings
+
+    def close(self) -> None:
+        """End the averages of arrays."""
+        self._context.runtime.call(self.averages.close())
+
+    def kill(self) -> None:
+        """End like a killed process. For simulated crashes, on the runtime's loop."""
+        for optimizer in self.optimizers.values():
+            optimizer.collaboration.kill()
+        for elastic in self.elastic.values():
+            elastic.kill()
+        if self.assistance is not None:
+            self.assistance.kill()
+
+
 class SwarmSession:
-    """One peer's session.
+    """One peer's session on its platform.
 
     Args:
         context: of the peer.
@@ -32,7 +165,7 @@ class SwarmSession:
         leave: leaves the swarm.
 
     Attributes:
-        stops: called before the peer leaves because its session ends, so that work others wait for goes back.
+        stops: called before the peer leaves because its session ends: hosts and volunteers give their work back.
     """
 
     def __init__(self, context: PeerContext, training: SwarmTraining, leave: Callable[[], None]) -> None:
@@ -42,11 +175,9 @@ class SwarmSession:
 
     @property
     def folder(self) -> Path | None:
-        """Folder that saves this peer; None if nothing does."""
-        keeping = None if self._context.network is None else self._context.network.keeping
-        return None if keeping is None else keeping.folder
-
-    # --- pausing --------------------------------------------------------------------------------------------------
+        """The folder that saves this peer; None without one."""
+        store = None if self._context.network is None else self._context.network.store
+        return None if store is None else store.folder
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -67,8 +198,6 @@ class SwarmSession:
             gate.release()
         self._training.on_pause()
 
-    # --- the session's end ----------------------------------------------------------------------------------------
-
     def time(self) -> SessionTime | None:
         """Return how long this session may last and when this peer leaves; None if no end is known."""
         return None if self._clock is None else self._clock.read(self._context.runtime.time())
@@ -76,11 +205,12 @@ class SwarmSession:
     def begin(self, clock: SessionClock | None) -> None:
         """Leave by this clock; None: no end is known."""
         self._clock = clock
-        if clock is not None and self._context.network is not None:
-            self._context.runtime.call(self._begin_timer(self._context.network, clock))
+        if clock is not None:
+            self._context.runtime.call(self._start_timer(clock))
 
-    async def _begin_timer(self, network: NetworkSession, clock: SessionClock) -> None:
-        network.node.linker.spawn(self._leave_in_time(clock))  # until the node is closed
+    async def _start_timer(self, clock: SessionClock) -> None:
+        linker = self._context.require_network().node.linker
+        linker.spawn(self._leave_in_time(clock))  # until the node is closed
 
     async def _leave_in_time(self, clock: SessionClock) -> None:
         await wait_for_end(clock, self._context.services.events)
@@ -88,28 +218,26 @@ class SwarmSession:
         threading.Thread(target=self._end, args=(clock,), name="colab-swarm-leave", daemon=True).start()
 
     def _end(self, clock: SessionClock) -> None:
-        """Let the trainer hand over, give work back, leave; a failure skips none of these. On its own thread."""
-        most_s = clock.leave_before_s / 4
-        hand_over: Callable[[], object] = partial(
-            self._hand_over, clock, min(PATIENCE_S, most_s), min(HAND_OVER_S, most_s)
-        )
-        endings: list[Callable[[], object]] = [hand_over, *self.stops, self._leave]
+        """Hand over, give work back, leave; a failure skips none of these. On its own thread."""
+        context = self._context
+        endings: list[Callable[[], None]] = [partial(self._hand_over, clock), *self.stops, self._leave]
         for end in endings:
             try:
                 end()
             except Exception as error:
                 logger.exception("leaving at the session's end failed")
-                fault = Fault.of(self._context.runtime.time(), "leaving at the session's end", error)
-                self._context.services.events.emit(fault)
+                fault = Fault.of(context.runtime.time(), "leaving at the session's end", error)
+                context.services.events.emit(fault)
 
-    def _hand_over(self, clock: SessionClock, patience_s: float, hand_over_s: float) -> None:
+    def _hand_over(self, clock: SessionClock) -> None:
         again = "join again in a new one"
         if self.folder is not None:
-            again = f"go on in a new one with cs.resume({str(self.folder)!r})"
+            again = f"continue in a new one with cs.resume({str(self.folder)!r})"
         why = f"this peer has handed over and left before its session ends ({clock.reason}): {again}"
-        deadline = self._context.runtime.time() + patience_s
+        clock_s, most_s = self._context.runtime.time, clock.leave_before_s / 4
+        deadline = clock_s() + min(PATIENCE_S, most_s)
         optimizers = list(self._training.optimizers.values())
         for optimizer in optimizers:
-            optimizer.turn.end(why, hand_over_s=hand_over_s)
-        for optimizer in optimizers:  # one that nobody calls any more is closed by `leave`
-            optimizer.turn.closed.wait(max(0.0, deadline - self._context.runtime.time()))
+            optimizer.turn.end(why, hand_over_s=min(HAND_OVER_S, most_s))
+        for optimizer in optimizers:  # `leave` closes those that the user no longer steps
+            optimizer.turn.closed.wait(max(0.0, deadline - clock_s()))

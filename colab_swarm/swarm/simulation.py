@@ -1,8 +1,8 @@
 """`simulate`: a swarm of many peers in this process, on virtual time, with a network of your choice.
 
-The peers are ordinary `Swarm` objects and run the same code as on the internet; only the links, the clock and the
-compute time are simulated. It is the way to learn, to try what a slow peer or a crash does, and to plan a run:
-`Simulation.run` works through it at once, `Simulation.play` shows it as it happens and lets you interfere.
+The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the clock and the
+compute time are simulated. Use it to learn, to try what a slow peer or a crash does, and to plan a run:
+`Simulation.run` works through it at once, `Simulation.play` shows it live and lets you interfere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from colab_swarm.events import EventLog
 from colab_swarm.notebook.lessons import (
@@ -21,16 +21,13 @@ from colab_swarm.notebook.lessons import (
     describe_fault,
     simulation_html,
 )
-from colab_swarm.sim.faults import ComingFault, FiredFault
+from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
-
-if TYPE_CHECKING:
-    from colab_swarm.swarm.lesson import InteractiveRun
 
 T = TypeVar("T")
 ENTRIES = 4
@@ -41,17 +38,15 @@ class Simulation:
     """A simulated run. ``network.at(12.0).crash("bob")`` scripts a fault; `run` and `play` let the peers work."""
 
     def __init__(self, profile: NetworkProfile, *, seed: int, samples_per_s: float) -> None:
-        self._runtime = SimRuntime()
-        self._seed = seed
-        self._samples_per_s = samples_per_s
-        self._names: list[str] = []  # of all that ever joined
+        self._runtime, self._seed, self._samples_per_s = SimRuntime(), seed, samples_per_s
+        self._names: list[str] = []  # of all peers that ever joined
         self._speeds: dict[str, float] = {}
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
-        self._crashed: dict[str, SimulatedPeer] = {}  # as they were then
-        self._arriving: dict[str, asyncio.Task[None]] = {}  # of those that should be there by now
-        self._lesson: InteractiveRun | None = None
+        self._crashed: dict[str, SimulatedPeer] = {}  # their last state
+        self._arriving: dict[str, asyncio.Task[None]] = {}  # peers that are joining now
+        self._lesson: Any = None  # an `InteractiveRun`
         self.results: dict[str, object] = {}
         self.network = self._runtime.call(self._make_network(profile))
         self.swarms: dict[str, Swarm] = {}
@@ -64,24 +59,22 @@ class Simulation:
         """Virtual seconds since the simulation began."""
         return self._runtime.loop.time()
 
-    # --- peers ----------------------------------------------------------------------------------------------------
-
     def join(
         self, name: str, *, at: float = 0.0, samples_per_s: float | None = None, listen: bool = True
     ) -> None:
         """Add a peer, now or, once `run` or `play` is under way, at virtual time ``at``.
 
         Args:
-            name: what faults call it; the name of a crashed peer comes back as a fresh one.
+            name: its name in faults; the name of a crashed peer starts a new process of that peer.
             at: virtual seconds since the simulation began.
-            samples_per_s: how fast it trains; as fast as the others if None.
+            samples_per_s: its training speed; as fast as the others if None.
             listen: False for a peer that cannot be dialled.
 
         Raises:
-            ValueError: a peer of this name is there.
+            ValueError: a peer of this name is online.
         """
         if at <= self.time and (name in self.swarms or name in self._arriving):
-            raise ValueError(f"{name} is already there: use another name, or crash it first")
+            raise ValueError(f"{name} is already online: use another name, or crash it first")
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
         if self._train is None and at <= self.time:
@@ -106,11 +99,11 @@ class Simulation:
 
     @property
     def arriving(self) -> tuple[str, ...]:
-        """Names of those that are about to join."""
+        """Names of the peers that are joining."""
         return tuple(self._arriving)
 
     def call_off(self, name: str) -> None:
-        """Who is about to join does not."""
+        """Cancel the joining of a peer."""
         self._arriving.pop(name).cancel()
 
     async def _join(self, name: str, listen: bool) -> None:
@@ -119,9 +112,8 @@ class Simulation:
         self._crashed.pop(name, None)
         if name not in self._names:
             self._names.append(name)
-        entries = [contact for swarm in self.swarms.values() if (contact := swarm.contact).addresses][
-            :ENTRIES
-        ]
+        contacts = [swarm.contact for swarm in self.swarms.values()]
+        entries = [contact for contact in contacts if contact.addresses][:ENTRIES]
         rng = random.Random(f"{name} {self._seed}")
         services = assemble(peers, EventLog(), rng, lambda samples: samples / self.speed_of(name))
         try:
@@ -134,7 +126,7 @@ class Simulation:
         peers.when_down(lambda: self._on_crash(name))
 
     def _on_crash(self, name: str) -> None:
-        """Its process is gone: neither its thread nor its services run on."""
+        """End the thread and the services of a crashed peer."""
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
@@ -143,20 +135,18 @@ class Simulation:
         swarm.kill()
 
     def speed_of(self, name: str) -> float:
-        """How fast the peer trains, samples per virtual second."""
+        """Return the peer's training speed, samples per virtual second."""
         return self._speeds.get(name, self._samples_per_s)
 
     def change_speed(self, name: str, samples_per_s: float) -> None:
-        """Let the peer train so fast from its next batch on.
+        """Set the peer's training speed from its next batch on.
 
         Raises:
-            ValueError: there never was a peer of this name.
+            ValueError: no peer of this name ever joined.
         """
         if name not in self._names:
-            raise ValueError(f"{name} is not there")
+            raise ValueError(f"{name} never joined")
         self._speeds[name] = samples_per_s
-
-    # --- letting them work ----------------------------------------------------------------------------------------
 
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
@@ -165,14 +155,14 @@ class Simulation:
 
         Args:
             train: ordinary blocking code, as in a notebook cell.
-            seconds: stop after so much virtual time; None: when everyone has finished.
-            churn: peers crash and come back as newcomers at random times; needs ``seconds``.
+            seconds: stop after this virtual time; None: when all peers have finished.
+            churn: peers crash and join again at random times; needs ``seconds``.
 
         Returns:
-            What ``train`` returned, by name of peer, for those that came to its end.
+            The return values of ``train`` by name of peer, for those that finished.
         """
         if churn is not None and seconds is None:
-            raise ValueError("churn goes on for ever: say for how many seconds")
+            raise ValueError("churn has no end: pass seconds= as well")
         self._stop_lesson()
         self.begin(train)
         try:
@@ -191,10 +181,10 @@ class Simulation:
         speed: float = 10.0,
         actions: Sequence[Action] = (),
         live: bool | None = None,
-    ) -> InteractiveRun:
+    ) -> Any:
         """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
 
-        Without a front-end it runs to its end at once and prints what happens. See `InteractiveRun`.
+        Without a front-end it runs to its end at once and prints what happens. Returns an `InteractiveRun`.
 
         Args:
             train: as for `run`.
@@ -221,10 +211,10 @@ class Simulation:
             self._start(name)
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Let so much virtual time pass, less if everyone finishes before; returns whether everyone has.
+        """Let this much virtual time pass, or less if all peers finish before; return True if all have finished.
 
         Raises:
-            Exception: whatever a peer's ``train`` raised.
+            Exception: raised by a peer's ``train``.
         """
         return self._runtime.call(self._advance(seconds))
 
@@ -244,20 +234,19 @@ class Simulation:
         return True
 
     def fire(self, name: str, *arguments: object) -> None:
-        """Let a fault happen now, as ``network.now()`` does; safe while no time passes."""
+        """Let a fault happen now, as ``network.now()`` does; call it only while no time passes."""
         self._runtime.call(self._fire(name, *arguments))
 
     async def _fire(self, name: str, *arguments: object) -> None:
         self.network.fire(name, *arguments)
 
     def end(self) -> None:
-        """Stop ``train`` wherever it still runs."""
+        """Stop ``train`` at every peer that still runs it."""
         self._runtime.call(self._stop_all())
         self._train = None
 
     async def _churn(self, churn: ChurnProfile, seconds: float) -> None:
-        begin = self.time
-        rng = random.Random(f"churn {self._seed}")
+        begin, rng = self.time, random.Random(f"churn {self._seed}")
         for event in churn.events(list(self.swarms), until_s=seconds, rng=rng):
             await asyncio.sleep(begin + event.at - self.time)
             if event.online:
@@ -296,17 +285,16 @@ class Simulation:
         self.close()
 
     def snapshot(self) -> SimulationSnapshot:
-        """What there is to see of it; take it while no time passes, of a lesson take `InteractiveRun.snapshot`."""
+        """Return what panels show. Call it only while no time passes; otherwise use `InteractiveRun.snapshot`."""
         swarms = {name: swarm.snapshot() for name, swarm in self.swarms.items()}
         seen = next(iter(swarms.values()), None)
-        peers = (self._peer(name, swarms.get(name)) for name in self._names)
         return SimulationSnapshot(
             at=self.time,
             network=str(self.network),
-            peers=tuple(peers),
+            peers=tuple(self._peer(name, swarms.get(name)) for name in self._names),
             target_batch_size=max((swarm.target_batch_size for swarm in swarms.values()), default=0.0),
-            fired=tuple(map(_told, self.network.fired)),
-            coming=tuple(map(_told, sorted(self.network.coming, key=lambda fault: fault.at))),
+            fired=tuple(map(_describe, self.network.fired)),
+            coming=tuple(map(_describe, sorted(self.network.coming, key=lambda fault: fault.at))),
             seen=seen,
         )
 
@@ -330,26 +318,26 @@ class Simulation:
         )
 
 
-def _told(fault: FiredFault | ComingFault) -> str:
+def _describe(fault: ScriptedFault) -> str:
     return f"{fault.at:.0f} s: {describe_fault(fault.name, fault.arguments)}"
 
 
 def simulate(
     peers: int = 4, *, network: str | NetworkProfile = "home", seed: int = 0, samples_per_s: float = 10.0
 ) -> Simulation:
-    """Begin a simulated run of ``peers`` peers, called alice, bob, carol, ….
+    """Start a simulated run of ``peers`` peers, called alice, bob, carol, ….
 
     Args:
-        peers: how many at the beginning.
-        network: lan, home, dedloc16, paper_cloud, or a profile of your own.
-        seed: everything random comes from it: same seed, same run.
-        samples_per_s: how fast each peer trains, in virtual time.
+        peers: number of peers at the start.
+        network: lan, home, dedloc16, paper_cloud, or your own profile.
+        seed: of all random numbers: same seed, same run.
+        samples_per_s: training speed of each peer, in virtual time.
 
     Raises:
-        ValueError: the network is unknown, or there is no peer.
+        ValueError: the network is unknown, or ``peers`` is below 1.
     """
     if peers < 1:
-        raise ValueError(f"peers={peers}: a swarm has at least one")
+        raise ValueError(f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network
     if profile is None:
         raise ValueError(f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")
@@ -360,5 +348,5 @@ def simulate(
 
 
 def nth_name(index: int) -> str:
-    """What the peers of a simulation are called, in the order in which they come."""
+    """Return the name of the simulation's peer number ``index``."""
     return NAMES[index] if index < len(NAMES) else f"peer{index}"

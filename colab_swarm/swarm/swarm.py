@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,15 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.errors import PeerError
+from colab_swarm.invite import Invite, Setting
+from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.notebook.platforms import has_frontend, in_notebook
+from colab_swarm.notebook.receipt import LocalStats, Receipt
 from colab_swarm.runtime import Runner
-from colab_swarm.swarm.membership import PeerContext, RunMembership
-from colab_swarm.swarm.network import NetworkSession
+from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
-from colab_swarm.swarm.session import SwarmSession
-from colab_swarm.swarm.trained import SwarmTraining
-from colab_swarm.training.settings import AveragingOptions, PeerServices
+from colab_swarm.swarm.session import PeerContext, SwarmSession, SwarmTraining
+from colab_swarm.training.settings import AveragingOptions, PeerServices, TrainingSettings
+from colab_swarm.trust.contributions import Contribution, Leaderboard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,16 +32,12 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
-    from colab_swarm.invite import Setting
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.moe.watch import ExpertsSnapshot
-    from colab_swarm.net.peers import Contact, PeerId
-    from colab_swarm.notebook.invitation import Invitation
     from colab_swarm.notebook.panel import Panel
-    from colab_swarm.notebook.receipt import Receipt
     from colab_swarm.notebook.recorder import Recorder
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
@@ -50,9 +50,14 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.job import Job
     from colab_swarm.workunits.volunteering import Volunteer
 
+logger = logging.getLogger(__name__)
+
 
 class Swarm(AbstractContextManager["Swarm"]):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one.
+
+    Methods that train, host or average raise PermissionError where the peer joined as a viewer or reducer; those for
+    invitations, contributions and work units, in a simulation.
 
     Attributes:
         id: this peer's id, 32 bytes: the hash of its public key.
@@ -62,7 +67,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         settings: training settings that the invitation carries, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
         training: what this peer trains, and its help to others.
-        membership: its rights in the run.
         session: when its platform's session ends, and the folder that saves the peer.
         network: its session on the real network; None in a simulation.
         left: whether it has left.
@@ -77,18 +81,17 @@ class Swarm(AbstractContextManager["Swarm"]):
         name: str,
         network: NetworkSession | None = None,
     ) -> None:
-        context = PeerContext(runtime, services, network, run_id, name)
-        self.context, self.runtime, self.services, self.network = context, runtime, services, network
+        self.context = context = PeerContext(runtime, services, network, run_id, name)
+        self.runtime, self.services, self.network = runtime, services, network
         self.id, self.name, self.run_id, self.run = services.peers.id, name, run_id, context.run
         self.events, self.left = services.events, False
+        invitation = network.access.invitation if network is not None else None
+        self.is_owner = network is not None and invitation is None
+        self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
         self.training = SwarmTraining(context)
-        self.membership = RunMembership(context)
-        self.is_owner, self.settings = self.membership.is_owner, self.membership.settings
         self.session = SwarmSession(context, self.training, self.leave)
-        self.training.on_optimizer = self._on_optimizer
-        self._overview = Overview(
-            runtime, services, network, lambda: self.training.latest, run=self.run, name=name
-        )
+        self._overview = Overview(context, self.training)
+        self._stats = LocalStats(services)
         self._experts: SwarmExperts | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
@@ -133,7 +136,19 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: only the authority can make such an invitation.
             ValueError: the role, hours or uses are out of range.
         """
-        return self.membership.invite(role=role, hours=hours, uses=uses, settings=settings)
+        invite = self.runtime.call(self.context.require_network().invite(role, hours, uses))
+        if settings is not None:
+            invite = invite.with_settings(settings)
+        if invite.warning and not in_notebook():  # notebooks show it with the invitation
+            logger.warning(invite.warning)
+        return Invitation(
+            str(invite),
+            run=self.run,
+            role=invite.role.name.lower(),
+            expires_at=invite.expires_at,
+            uses=invite.uses or None,
+            warning=invite.warning,
+        )
 
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
@@ -146,22 +161,35 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: this peer did not create the run, or the run is open to everybody.
             ValueError: the digits match no known peer, or several.
         """
-        known = {*self.services.peers.linked(), *self.training.known_peers()}
-        self.membership.remove(peer, known)
+        network, latest = self.context.require_network(), self.training.latest
+        if isinstance(peer, str) and "#" in peer:
+            peer = Invite.parse(peer, now=0.0).key.id
+        elif isinstance(peer, str):
+            known = set(self.services.peers.linked())
+            known |= set() if latest is None else latest.collaboration.progress.records.keys()
+            matches = [one for one in known if one.hex().startswith(peer.lower())]
+            if len(matches) != 1:
+                raise ValueError(f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
+            peer = matches[0]
+        self.runtime.call(network.remove_peer(peer))
 
     def contributions(self) -> Leaderboard:
         """Return the leaderboard: each peer's contribution as other peers confirmed it, most samples first."""
-        return self.membership.contributions(self._overview.names())
+        rows: tuple[Contribution, ...] = ()
+        if self.network is not None:
+            rows = self.runtime.call(self.network.trust.contributions.read())
+        return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
 
     def receipt(self) -> Receipt:
         """Return this peer's contribution, signed by the peers that saw it. The receipt can be verified offline.
 
         Peers publish what they saw every 30 s.
-
-        Raises:
-            PermissionError: in a simulation, which keeps no ledger.
         """
-        return self.membership.receipt()
+        network = self.context.require_network()
+        vouchers = self.runtime.call(network.trust.contributions.vouchers())
+        admission = network.access.admission
+        authority = b"" if admission is None else admission.authority
+        return self._stats.receipt(self.run_id, self.name, vouchers, authority=authority)
 
     def optimizer(
         self,
@@ -187,19 +215,18 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             ValueError, TypeError: a setting is not usable.
-            PermissionError: this peer joined as a viewer or reducer.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
-        self._check_worker()
-        return self.training.optimizer(
-            optimizer,
-            target_batch_size=target_batch_size,
-            scheduler=scheduler,
-            max_grad_norm=max_grad_norm,
-            name=name,
-            budget=budget,
-            averaging=averaging,
-        )
+        from colab_swarm.training.replica import UpdateRule
+
+        self._check(worker=True)
+        prefix, target = f"{self.run_id}/{name}", float(target_batch_size)
+        settings = TrainingSettings.of(prefix, target, budget, averaging)
+        overlap, local = averaging.get("overlap", False), settings.local_steps != 1
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, overlap, local)
+        trained = self.training.optimizer(name, settings, rule)
+        self.probe.on_optimizer(name, trained)
+        return trained
 
     def elastic_optimizer(
         self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Unpack[ElasticOptions]
@@ -216,11 +243,13 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             ValueError: a setting is not usable, or differs from the other members'.
-            PermissionError: this peer joined as a viewer or reducer.
             StateError: the group did not form.
         """
-        self._check_worker()
-        return self.training.elastic_optimizer(optimizer, peers=peers, name=name, options=options)
+        from colab_swarm.elastic.settings import ElasticSettings
+
+        self._check(worker=True)
+        settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
+        return self.training.elastic_optimizer(name, settings, optimizer)
 
     def average(
         self,
@@ -242,12 +271,16 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             ValueError: values, weight, group_size or compression are not usable.
-            PermissionError: this peer joined as a viewer or reducer.
         """
-        self._check_worker()
-        return self.training.average(
-            values, weight=weight, group_size=group_size, name=name, compression=compression
+        self._check(worker=True)
+        average = self.training.averages.average(
+            values, weight=weight, group_size=group_size, name=name, codec=compression
         )
+        try:
+            return self.runtime.call(average)
+        except KeyboardInterrupt:
+            print("Interrupted. Others may have counted your values; call average() again for another mean.")
+            raise
 
     def serve_as_reducer(self, name: str | None = None) -> Assistance:
         """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
@@ -257,13 +290,13 @@ class Swarm(AbstractContextManager["Swarm"]):
         Args:
             name: the only model to help with, as given to `optimizer`; None: every model of the run.
         """
-        self._check_here()
+        self._check()
         return self.training.serve_as_reducer(name)
 
     def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
-        """Return a live view of this elastic member's inconsistency, beside the bound that theory gives.
+        """Return a live view of this elastic member's inconsistency, beside the theoretical bound.
 
-        In a training loop, call its ``tick()`` after each step. It warns when the bound is exceeded.
+        Call its ``tick()`` after each training step. It warns when the bound is exceeded.
 
         Raises:
             KeyError: there is no elastic optimizer of this name.
@@ -299,9 +332,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             ValueError: the module cannot be an expert, or an argument is not usable.
-            PermissionError: this peer joined as a viewer or reducer.
         """
-        self._check_worker()
+        self._check(worker=True)
         return self._use_experts().host(
             prefix, grid, make_expert, sample=sample, rule=rule, count=count, options=options
         )
@@ -334,9 +366,6 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Args:
             prefix, grid: as given to `host_experts`.
-
-        Raises:
-            ValueError: an argument is not usable.
         """
         panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
         return panel
@@ -370,7 +399,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.moe.records import ExpertServices
         from colab_swarm.notebook.experts import show_experts
 
-        self._check_here()
+        self._check()
         if self._experts is None:
             mine = self.services
             services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id, mine.gate)
@@ -387,11 +416,10 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             FileNotFoundError, ValueError, TypeError, StoreError, OSError: see `colab_swarm.workunits.coordinate`.
-            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
         from colab_swarm.swarm import work
 
-        self._check_worker()
+        self._check(worker=True)
         coordinator = work.coordinate(self.runtime, self.services, self._access(), job, options)
         self.session.stops.append(coordinator.stop)
         return coordinator
@@ -410,19 +438,18 @@ class Swarm(AbstractContextManager["Swarm"]):
         Raises:
             JoinError: no peer of this swarm coordinates, or it does not answer.
             ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
-            PermissionError: this peer joined as a viewer or reducer, or in a simulation.
         """
         from colab_swarm.swarm import work
 
-        self._check_worker()
+        self._check(worker=True)
         options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
         volunteer = work.volunteer(self.runtime, self.services, self._access(), name=self.name, **options)
         self.session.stops.append(volunteer.stop)
         return volunteer
 
     def _access(self) -> RunAccess:
-        self._check_here()
-        return self.context.require_network().entrance
+        self._check()
+        return self.context.require_network().access
 
     def panel(self) -> Panel[SwarmSnapshot]:
         """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.
@@ -430,7 +457,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         While a cell waits for other peers, as in ``optimizer.step()``, widgets refresh by themselves.
         """
         from colab_swarm.notebook.panel import Panel
-        from colab_swarm.notebook.platforms import has_frontend
 
         live = has_frontend()
         if self._panel is None:
@@ -457,7 +483,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         from colab_swarm.notebook.recorder import Header, Recorder
 
-        self._end_recording()
+        if self._recorder is not None:
+            self._recorder.close()
         header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self.runtime.time())
         self._recorder = Recorder(self.events, path, header, names=self._overview.names)
         return self._recorder
@@ -488,9 +515,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.notebook.try_model import ModelProbe
 
         return ModelProbe()
-
-    def _on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
-        self.probe.on_optimizer(name, optimizer)
 
     def snapshot(self) -> SwarmSnapshot:
         """Return what a panel shows, as one frozen record. Thread-safe."""
@@ -532,56 +556,33 @@ class Swarm(AbstractContextManager["Swarm"]):
         with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
             if self.left:
                 return
-            with contextlib.ExitStack() as parts:  # it closes what came last first
-                parts.callback(self._end_recording)
-                parts.callback(self._close_network)
+            with contextlib.ExitStack() as parts:  # last first
+                if self._recorder is not None:
+                    parts.callback(self._recorder.close)
+                parts.callback(lambda: self.runtime.call(close(self.services, self.network)))
                 parts.callback(self.training.close)
-                if self.training.assistance is not None:
-                    parts.callback(self.training.assistance.stop)
-                parts.callback(self._turn_away)
+                parts.callback(self.services.gate.release)  # a paused trainer would wait forever
+                parts.callback(setattr, self, "left", True)
                 if self._experts is not None:
                     parts.callback(self._experts.close)
-                for close in reversed(self.training.closings(hand_over_s)):
-                    parts.callback(close)
-
-    def _turn_away(self) -> None:
-        self.left = True
-        self.services.gate.release()  # a paused trainer would wait for ever
-
-    def _close_network(self) -> None:
-        self.runtime.call(_close(self.services, self.network))
-
-    def _end_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+                for end in reversed(self.training.closings(hand_over_s)):
+                    parts.callback(end)
 
     def kill(self) -> None:
-        """End like a killed process, without a word to others. For simulated crashes, on the runtime's loop."""
+        """End like a killed process. For simulated crashes, on the runtime's loop."""
         self.left = True
         self.training.kill()
         if self._experts is not None:
             self._experts.kill()
         self.services.dht.kill()
 
-    def _check_here(self) -> None:
+    def _check(self, *, worker: bool = False) -> None:
         if self.left:
             raise RuntimeError("this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back")
-
-    def _check_worker(self) -> None:
-        self._check_here()
-        self.membership.check_role()
+        invitation = self.network.access.invitation if self.network is not None else None
+        if worker and invitation is not None and invitation.role < Role.WORKER:
+            role = invitation.role.name.lower()
+            raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-
-async def _close(services: PeerServices, network: NetworkSession | None) -> None:
-    try:
-        if network is not None:
-            await network.leave()
-        else:
-            with contextlib.suppress(PeerError):
-                await services.dht.stop()
-            await services.averager.close()
-    finally:  # an interrupt leaves no link open
-        await services.peers.close()

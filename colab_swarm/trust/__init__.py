@@ -1,118 +1,113 @@
-"""Who may take part, and who gave how much: the authority, its members, revocation, the contribution ledger.
+"""Who may join a run, and what each peer contributed: authority, members, revocation, the contribution ledger.
 
 ## What problem it solves
 
-A run is open to people who never met, and there is no server that checks passwords. Peers must know *offline*
-whom to let in, put somebody out within a minute, and thank those who helped, without anybody crediting
-itself.
+A run is open to people who never met, and no server checks passwords. Peers must decide *offline* whom to admit,
+remove a peer within a minute, and thank those who helped, without any peer crediting itself.
 
 ## The idea
 
     authority's key --signs--> membership of a peer's key                      (counted invitations, names)
     authority's key --signs--> grant of an invitation's key --signs--> membership of a peer's key
 
-The peer that creates a run is its **authority**. An invitation has a key pair of its own: the authority signs
-what it allows (the *grant*), and its secret is inside the invitation. So a newcomer signs its own membership,
-within the grant's limits, while the authority sleeps. Every peer shows its membership in the handshake
-(`colab_swarm.net`), and every other checks the chain without asking anybody.
+The peer that creates a run is its **authority**. An invitation has its own key pair: the authority signs what it
+allows (the *grant*), and its secret is inside the invitation. So a new peer signs its own membership, within the
+grant's limits, while the authority is offline. Every peer shows its membership in the handshake
+(`colab_swarm.net`), and every other peer checks the chain without any call.
 
 ## What an invitation is
 
-One line, `https://…/join#NAME.PAYLOAD`. What stands behind the ``#`` never reaches a web server. The payload
-is base64url of a version byte, msgpack and a checksum (`colab_swarm.invite.Invite`): the run's id, three
-peers to dial, an end, the access rule, the authority's public key, the invitation's secret, role, number of
-uses, suggestions for training. Its text holds a secret, its ``repr`` does not.
+One line, `https://…/join#NAME.PAYLOAD`. The part after ``#`` never reaches a web server. The payload is base64url
+of a version byte, msgpack and a checksum (`colab_swarm.invite.Invite`): the run's id, three peers to dial, an end,
+the access rule, the authority's public key, the invitation's secret, role, number of uses, settings for training.
+Its text holds a secret, its ``repr`` does not.
 
-| `cs.create(…, access=…)` | whom the run takes |
+| `cs.create(…, access=…)` | who may join |
 |---|---|
-| `"open"` | everybody who knows an address |
-| `"invite"` (default) | whoever has an invitation |
-| `"allowlist"`, `allow=cs.Allowlist(users=[…], organisations=[…])` | and has a Hugging Face account on the list |
+| `"open"` | everyone who knows an address |
+| `"invite"` (default) | everyone with an invitation |
+| `"allowlist"`, `allow=cs.Allowlist(users=[…], organisations=[…])` | invited ones with a listed Hugging Face account |
 
 | role | may |
 |---|---|
-| guest | ask the authority for a membership, for a minute; nothing else |
+| guest | request a membership from the authority, for a minute; nothing else |
 | viewer | look things up, watch, download the model |
-| reducer | store records, take part in rounds without contributing, relay |
+| reducer | store records, join rounds without contributing values, relay |
 | worker | contribute gradients, host experts, volunteer |
 | authority | admit others |
 
 ## Messages
 
-| message | says |
+| message | meaning |
 |---|---|
 | `Membership`, `Grant` | run, role, key, times, signature; shown in the handshake |
-| `RequestMembership` -> `IssuedMembership` | to the authority: a first membership, or a fresh one |
-| `PresentMembership` -> `Presented` | to linked peers: this is mine from now on |
-| `ShareRevoked` | both ways: the newest list of revocations that I know |
+| `RequestMembership` -> `IssuedMembership` | to the authority: request a membership, or renew one |
+| `PresentMembership` -> `Presented` | to linked peers: my renewed membership |
+| `ShareRevoked` | both ways: the newest list of revocations that I have |
 | `Revocations` | signed by the authority; the higher version wins; 900 subjects at most |
-| `Tally` | DHT, signed: what I saw others give |
+| `ContributionTally` | DHT, signed: the contributions that I saw |
 
 ## Times
 
 | what | value |
 |---|---|
-| an invitation is good for | 24 h (`swarm.invite(hours=…)`) |
-| a membership lives | 7 days; 4 hours with an allowlist |
-| it is renewed from | half of its life on, so the authority may be away for the other half |
-| an ended one can be renewed for | 7 days |
+| life of an invitation | 24 h (`swarm.invite(hours=…)`) |
+| life of a membership | 7 days; 4 hours with an allowlist |
+| renewal | from half of its life on, so the authority may be away for the other half |
+| an ended membership can be renewed for | 7 days |
 | clocks may differ by | 600 s |
-| revocations are looked up | every 20 s, and handed on at once |
+| peers look for revocations | every 20 s, and pass new ones on at once |
 
 ## Revocation
 
-`swarm.remove_peer("3fa9")` signs a new list. It lies in the DHT under a subkey that only the authority can write,
-every peer reads it each 20 s and asks one linked peer, and whoever learns something new tells all it is
-linked to. So it reaches everybody within a minute, even where the DHT's key is stuffed. Links to whoever was
-put out are closed.
+`swarm.remove_peer("3fa9")` signs a new list. It is stored in the DHT under a subkey that only the authority can
+write. Every peer reads it each 20 s and also asks one linked peer; a peer that learns of a newer list sends it to all
+its links. So it reaches all peers within a minute, even if the DHT's key is stuffed. Links to removed peers close.
 
 ## The contribution ledger
 
-Each peer counts what it *saw others give*, and publishes the tally signed, with its membership. The
-leaderboard, `swarm.contributions()`, is the sum over all tallies without what each says of its own writer:
+Each peer counts the contributions that it *saw*, and publishes this tally signed, with its membership. The
+leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each says of its own writer:
 
 - *samples*: reducer j credits contributor p with ``weight_p * share_j / (1 - share_p)``, so that all credits
   for p add up to its weight;
-- *bytes reduced*: every other member credits a reducer with the span that it got means of;
-- *bytes relayed*: each end of a circuit credits half; *work units*, *expert calls*: whoever was served.
+- *bytes reduced*: every other member credits a reducer with the span that it received from it;
+- *bytes relayed*: each end of a circuit credits half; *work units*, *expert calls*: the served peer credits them.
 
-A tally lives for a day after its writer has left.
+A tally stays for a day after its writer has left.
 
 ## What goes wrong, and what is not promised
 
-The authority may be away: members go on, and invitations of unlimited use admit newcomers. Only counted
-invitations and allowlists need it. What it must not forget (who used which invitation, whom it revoked)
-stands beside its key file; start it with the same `NetworkOptions(identity=…)` and it is the same run.
+While the authority is away, members continue, and invitations of unlimited use admit new peers. Only counted
+invitations and allowlists need it. Its memory (uses of invitations, revocations) is saved beside its key file:
+start it with the same `NetworkOptions(identity=…)` and it is the same run.
 
-- An invitation of unlimited use lets somebody who was revoked come back under a new key, until it ends. Give
-  counted ones (`uses=1`), use an allowlist, or revoke the invitation itself by passing its text to
-  `swarm.revoke`.
-- Members that credit each other cannot be told from members that worked: the leaderboard gives thanks, not
-  money.
+- A removed peer can come back under a new key with an invitation of unlimited use, until the invitation ends. Use
+  counted ones (`uses=1`) or an allowlist, or revoke the invitation itself: pass its text to `swarm.remove_peer`.
+- Members that credit each other look like members that worked: the leaderboard gives thanks, not money.
 - Peers are protected from outsiders and from broken peers, not from members who send plausible but false
   gradients.
-- An organizer of an allowlist sees the Hugging Face tokens of those who join: make one that may only read.
+- The organizer of an allowlist sees the Hugging Face tokens of those who join: use a read-only token.
 
-Who is not let in gets four lines: what was refused, why, what to do, whom to ask
+A peer that is not admitted gets four lines: what was refused, why, what to do, whom to ask
 (`colab_swarm.errors.NotAdmitted`, `InviteError`, `JoinError`).
 
 ## Modules
 
 | what | module |
 |---|---|
-| invitations as text | `colab_swarm.invite`, `colab_swarm.trust.access` |
+| invitations as text; a peer's way into a run | `colab_swarm.invite`, `colab_swarm.trust.access` |
 | statements, signatures, the check in the handshake | `colab_swarm.net.membership` |
-| the authority and its memory | `colab_swarm.trust.authority`, `book` |
-| a peer's own membership, its renewal | `colab_swarm.trust.member` |
-| revocation | `colab_swarm.trust.service` |
+| the authority and its memory | `colab_swarm.trust.authority` |
+| a peer's own membership and its renewal, reports of a wrong clock | `colab_swarm.trust.member` |
+| revocation, and all of it wired together | `colab_swarm.trust.service` |
 | the ledger | `colab_swarm.trust.contributions` |
-| a clock that is off is told to its user | `colab_swarm.trust.member` |
 
 ## How to use it
 
     swarm = cs.create("class-of-26", options=cs.NetworkOptions(identity="class.key"))
     swarm.invite(role="viewer", hours=2, uses=30)
-    swarm.remove_peer("3fa9")          # the beginning of a peer's id, or an invitation's text
+    swarm.remove_peer("3fa9")          # the first digits of a peer's id, or an invitation's text
     swarm.contributions()
 
 Checking a membership takes up to 0.34 ms, once per peer.

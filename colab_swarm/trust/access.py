@@ -1,4 +1,4 @@
-"""How a peer gets into a run, and lets others in: what `create` and `join` know before the first link is up."""
+"""How a peer gets into a run, and invites others: what `create` and `join` know before the first link is up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colab_swarm.trust.member import Credentials
 from colab_swarm.trust.service import ClosedRun
 
 ENTRIES, ADDRESSES = 3, 4
-"""Peers that an invitation names, and addresses of each: it has to fit in a QR code."""
+"""Peers that an invitation names, and addresses of each: it must fit in a QR code."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class RunAccess:
     Attributes:
         run_id: the run.
         access: who may join.
-        closed: what its trust needs; None in an open run.
-        invitation: by which it came; None if it began the run.
-        known, given: of an earlier session: peers, and what they were seen to give.
+        closed: its rights; None in an open run.
+        invitation: the one it joined with; None if it created the run.
+        known, tally: of an earlier session: peers, and the contributions this peer saw.
     """
 
     run_id: str
@@ -37,7 +37,7 @@ class RunAccess:
     closed: ClosedRun | None
     invitation: Invite | None = None
     known: tuple[Contact, ...] = ()
-    given: tuple[TallyRow, ...] = ()
+    tally: tuple[TallyRow, ...] = ()
 
     @classmethod
     def found(
@@ -49,10 +49,10 @@ class RunAccess:
         allow: Allowlist | None,
         key_file: str | Path | None,
     ) -> RunAccess:
-        """Begin a run, with this peer as its authority; with the key file of an earlier one, go on with that.
+        """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
 
         Raises:
-            ValueError: the name, or what is allowed, is not usable, or the key file is another run's.
+            ValueError: the name or the list is not usable, or the key file belongs to another run.
         """
         if not NAME.fullmatch(name):
             raise ValueError(
@@ -65,14 +65,15 @@ class RunAccess:
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access, None)
-        book = AuthorityBook(run_id) if key_file is None else AuthorityBook.open(key_file, run_id)
+        book = AuthorityBook(run_id, key_file)
         if book.run_id.rpartition("-")[0] != name:
             raise ValueError(
                 f"{key_file} is the key of the run {book.run_id.rpartition('-')[0]!r}: use another file for {name!r}"
             )
         key = identity.public_key
         admission = MembershipAdmission(book.run_id, authority=key, own=key)
-        settings = AuthoritySettings() if allow is None else AuthoritySettings.asking_for(allow)
+        # short memberships: an account that leaves the list is soon out
+        settings = AuthoritySettings() if allow is None else AuthoritySettings(allow, member_s=4 * 3600.0)
         return cls(book.run_id, access, ClosedRun(admission, None, book, settings))
 
     @classmethod
@@ -84,7 +85,7 @@ class RunAccess:
         Args:
             invitation: to it.
             identity: of this peer.
-            token: of Hugging Face, where the run asks for one.
+            token: of Hugging Face, where the run requires one.
             membership: of an earlier session, if there was one.
         """
         grant = invitation.grant
@@ -98,18 +99,14 @@ class RunAccess:
 
     @property
     def admission(self) -> MembershipAdmission | None:
-        """Who may link; None in an open run, where everybody may."""
+        """Decides which peers may link; None in an open run, where all may."""
         return None if self.closed is None else self.closed.admission
 
     @property
-    def _invited(self) -> tuple[Contact, ...]:
-        return () if self.invitation is None else self.invitation.entries
-
-    @property
     def entries(self) -> tuple[Contact, ...]:
-        """Peers to begin with."""
+        """Peers to dial first."""
         found: dict[PeerId, Contact] = {}
-        for contact in (*self.known, *self._invited):
+        for contact in (*self.known, *(self.invitation.entries if self.invitation else ())):
             before = found.get(contact.id, contact).addresses
             found[contact.id] = Contact(contact.id, tuple(dict.fromkeys((*before, *contact.addresses))))
         return tuple(found.values())
@@ -123,34 +120,32 @@ class RunAccess:
         hours: float | None = None,
         uses: int | None = None,
     ) -> Invite:
-        """An invitation by this peer.
-
-        Whoever is not the authority passes its own invitation on, with itself as one more way in.
+        """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
 
         Args:
             peers: the network.
-            authority: where this peer is it.
-            role: worker, reducer or viewer; a worker by default.
-            hours: how long it is good for; 24 by default.
-            uses: how many may join by it; any number by default.
+            authority: set where this peer is it.
+            role: worker, reducer or viewer; worker by default.
+            hours: how long the invitation can be used; 24 by default.
+            uses: how many peers can join with it; unlimited by default.
 
         Raises:
             JoinError: nobody could use it.
-            PermissionError: only the authority can say what an invitation allows.
-            ValueError: there is no such role, or the figures make no sense.
+            PermissionError: only the authority can make such an invitation.
+            ValueError: the role is unknown, or hours or uses are out of range.
         """
         entries = self._ways_in(peers)
         if self.closed is None:
             if role is not None or uses is not None:
                 raise PermissionError(
-                    "everybody may do everything in an open run: create it with access='invite'"
+                    "an open run has no roles and no counted invitations: create it with access='invite'"
                 )
             return Invite(self.run_id, entries, peers.time() + 3600 * (24.0 if hours is None else hours))
         if authority is None:
             assert self.invitation is not None  # only the authority has none
             if role is not None or hours is not None or uses is not None:
                 raise PermissionError(
-                    "only the organizer's peer decides who may join as what, and for how long; "
+                    "only the organizer's peer chooses role, hours and uses; "
                     "without arguments, invite() passes your own invitation on"
                 )
             return self.invitation.with_entries(entries)
@@ -159,14 +154,15 @@ class RunAccess:
         )
         if not grant.offline and not (peers.contact.addresses and peers.contact.direct):
             raise JoinError(
-                "newcomers must dial this peer to be admitted by such an invitation, and nobody can: "
+                "such an invitation requires that others can dial this peer, and they cannot: "
                 "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use"
             )
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        """A few peers that can be dialled, best without a relay: the authority and this peer first."""
-        found = [peers.contact, *self._invited, *map(peers.contact_of, sorted(peers.linked()))]
+        """A few dialable peers, direct ones before relayed ones, the authority and this peer first."""
+        found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
+        found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:
             found.insert(0, peers.contact_of(id_of(self.admission.authority)))
         by_id: dict[PeerId, Contact] = {}

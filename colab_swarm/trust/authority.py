@@ -1,8 +1,8 @@
-"""The authority of a run: signs invitations and memberships, and takes them back.
+"""The authority of a run: signs invitations and memberships, and revokes them.
 
-It is an ordinary peer whose key the invitations name. While it is away the swarm goes on: members are known by what
-it has signed, and invitations of unlimited use admit newcomers without it. Only an invitation that is counted, and
-a run that asks for names (`Allowlist`), need it when somebody joins.
+The authority is an ordinary peer whose key the invitations name. The swarm continues while it is away: its signatures
+prove memberships, and invitations of unlimited use admit peers without it. It must be online only for counted
+invitations, and for runs with an `Allowlist`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from colab_swarm.net.membership import (
 )
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 
+logger = logging.getLogger(__name__)
+TOKENS_AT_ONCE = 8
+Readmit = Callable[[PeerId, bytes], Role]
 Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
 class RequestMembership(Message, frozen=True):
-    """To the authority: give me a membership, or a fresh one.
+    """To the authority: request a membership, or a renewed one.
 
     Attributes:
-        proof: a membership of mine: under an invitation's grant, or an earlier one by the authority.
-        token: of my Hugging Face account, where the run asks for one.
+        proof: a membership of the sender: under an invitation's grant, or an earlier one by the authority.
+        token: of the sender's Hugging Face account, where the run requires one.
     """
 
     proof: Shown
@@ -57,26 +60,26 @@ class IssuedMembership(Message, frozen=True):
 
 
 class PresentMembership(Message, frozen=True):
-    """To a linked peer: this is my membership from now on."""
+    """To a linked peer: the sender's renewed membership."""
 
     membership: Shown
 
 
 class Presented(Message, frozen=True):
-    """The role it gives at this peer."""
+    """The role that the membership gives at the answering peer."""
 
     role: Role
 
 
 class ShareRevoked(Message, frozen=True):
-    """Both ways: I know the authority's list of this version; here it is if I think that you do not."""
+    """Both ways: the version of the authority's list that the sender has, and the list if the receiver may lack it."""
 
     version: int
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
 class GrantUses(msgspec.Struct):
-    """Hex ids of the peers that joined by an invitation, which ends at ``until``."""
+    """Hex ids of the peers that joined with an invitation, which ends at ``until``."""
 
     until: float
     peers: list[str]
@@ -88,47 +91,50 @@ class _Saved(msgspec.Struct):
     revocations: bytes = b""
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, completely or not at all."""
+    aside = path.with_name(f"{path.name}.new")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
 class AuthorityBook:
-    """The authority's memory; in a file if there is a ``path``, else only as long as the process."""
+    """The authority's memory: saved in a file beside the key file, or lost with the process without one."""
 
-    def __init__(self, run_id: str, path: Path | None = None) -> None:
-        self._path = path
-        self._saved = _Saved(run_id)
-
-    @classmethod
-    def open(cls, key_file: str | Path, run_id: str) -> AuthorityBook:
-        """The book beside the key file; a new one, of ``run_id``, if there is none.
+    def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
+        """Open the book beside the key file; start a new one, of ``run_id``, if there is none.
 
         Raises:
-            ValueError: the file beside it is no such book.
+            ValueError: the file beside it cannot be read.
         """
-        path = Path(f"{key_file}.authority")
-        book = cls(run_id, path)
-        try:
-            book._saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
-        except FileNotFoundError:
-            book._save()
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path} cannot be read ({error}); move it away to begin a new run") from error
-        return book
-
-    @property
-    def run_id(self) -> str:
-        """The run of this authority, the same after a restart."""
-        return self._saved.run_id
+        self._path = None if key_file is None else Path(f"{key_file}.authority")
+        self._saved = _Saved(run_id)
+        if self._path is not None:
+            try:
+                self._saved = msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+            except FileNotFoundError:
+                self._save()
+            except msgspec.MsgspecError as error:
+                raise ValueError(
+                    f"{self._path} cannot be read ({error}); move it away to create a new run"
+                ) from error
+        self.run_id = self._saved.run_id  # the same after a restart
 
     @property
     def revocations(self) -> bytes:
-        """The encoded list last kept, or nothing."""
+        """The newest encoded list, or nothing."""
         return self._saved.revocations
 
-    def keep_revocations(self, encoded: bytes) -> None:
-        """Remember the newest list."""
+    @revocations.setter
+    def revocations(self, encoded: bytes) -> None:
         self._saved.revocations = encoded
         self._save()
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
-        """Count that a peer joins by a grant; returns False if it is used up. Coming again is free."""
+        """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""
         if not grant.uses:
             return True
         used = self._saved.used.setdefault(grant.key.hex(), GrantUses(grant.join_until, []))
@@ -136,38 +142,26 @@ class AuthorityBook:
             if len(used.peers) >= grant.uses:
                 return False
             used.peers.append(peer.hex())
-            ended = [key for key, one in self._saved.used.items() if one.until + SLACK_S < now]
-            for key in ended:
-                del self._saved.used[key]
+            self._saved.used = {
+                key: one for key, one in self._saved.used.items() if one.until + SLACK_S >= now
+            }
             self._save()
         return True
 
     def _save(self) -> None:
-        if self._path is None:
-            return
-        # written aside: a crash leaves the old book or the new one
-        aside = self._path.with_name(f"{self._path.name}.new")
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self._saved))
-        aside.replace(self._path)
-
-
-logger = logging.getLogger(__name__)
-
-TOKENS_AT_ONCE = 8
-
-Readmit = Callable[[PeerId, bytes], Role]
+        if self._path is not None:
+            write_private(self._path, msgspec.json.encode(self._saved))
 
 
 @dataclass(frozen=True)
 class Allowlist:
-    """Whom an authority admits by name: users of Hugging Face, and the members of organisations there."""
+    """Accounts of Hugging Face that an authority admits: users, and members of organisations."""
 
     users: tuple[str, ...] = ()
     organisations: tuple[str, ...] = ()
 
     def admits(self, account: Account) -> bool:
-        """Whether this account is on the list; case does not matter."""
+        """Return True if the account is on the list; case does not matter."""
         organisations = {name.lower() for name in self.organisations}
         return account.name.lower() in {name.lower() for name in self.users} or any(
             name.lower() in organisations for name in account.organisations
@@ -179,11 +173,11 @@ class AuthoritySettings:
     """How an authority admits.
 
     Attributes:
-        allowlist: whom it admits; None if an invitation suffices.
-        member_s: life of a membership. Members renew theirs at half of it, so the authority may be away for the
-            other half.
-        grace_s: a membership that has ended can be renewed for so long.
-        check_token: whose token it is, None if nobody's; raises PeerError if there is no telling now.
+        allowlist: accounts that it admits; None if an invitation suffices.
+        member_s: life of a membership, 4 hours with an allowlist. Members renew theirs at half of it, so the authority
+            may be away for the other half.
+        grace_s: how long an ended membership can be renewed.
+        check_token: returns the account of a token, None if it has none; raises PeerError if that is unknown now.
     """
 
     allowlist: Allowlist | None = None
@@ -191,17 +185,12 @@ class AuthoritySettings:
     grace_s: float = 7 * 24 * 3600.0
     check_token: Callable[[str], Awaitable[Account | None]] = whoami
 
-    @classmethod
-    def asking_for(cls, allowlist: Allowlist) -> AuthoritySettings:
-        """Admit by name, for 4 hours at a time: whoever leaves the list is soon out."""
-        return cls(allowlist, member_s=4 * 3600.0)
-
 
 class Authority:
-    """Answers those who ask for a membership. Its peer's key is the run's authority key.
+    """Issues memberships. Its peer's key is the run's authority key.
 
     Attributes:
-        allowlist: whom it admits; None if an invitation suffices.
+        allowlist: accounts that it admits; None if an invitation suffices.
 
     Args:
         peers: the network; its key must be the admission's ``authority``.
@@ -229,23 +218,23 @@ class Authority:
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering requests."""
         self._peers.unserve(RequestMembership)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """What an invitation needs: the grant, and the secret seed of its key.
+        """Return the grant of a new invitation, and the secret seed of its key.
 
         Args:
-            role: of those who join by it.
-            hours: for how long one may join by it.
-            uses: how many may, 0 for any number.
+            role: of those who join with it.
+            hours: how long it can be used.
+            uses: how many peers can join with it; 0: any number.
 
         Raises:
-            ValueError: the figures make no sense.
+            ValueError: hours or uses are out of range.
         """
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             raise ValueError(
-                f"hours={hours}, uses={uses}: give some hours, and 1 to {MAX_USES:,} uses or 0 for any"
+                f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
             )
         secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
         offline = self.allowlist is None and not uses
@@ -255,20 +244,18 @@ class Authority:
         return grant.signed(self._peers.sign), secret
 
     def revoke(self, subject: PeerId) -> None:
-        """Put out a peer, or the key of an invitation with all who are in by it alone.
+        """Revoke a peer, or the key of an invitation with all peers that only the invitation admits.
 
-        `RevocationWatch.spread` tells the others.
+        `RevocationWatch.spread` sends the list to the others.
 
         Raises:
-            ValueError: this is the authority itself.
+            ValueError: the subject is the authority itself.
         """
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
         self._admission.learn(revocations.encode())
-        self._book.keep_revocations(revocations.encode())
-
-    # --- admitting --------------------------------------------------------------------------------------------
+        self._book.revocations = revocations.encode()
 
     async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
         if peer in self._asking:
@@ -287,7 +274,7 @@ class Authority:
             count = proof.grant.uses
             raise self._refusal(
                 f"peer {short(peer)}",
-                f"this invitation was for {count} {'peer' if count == 1 else 'peers'}, who have come",
+                f"this invitation was for {count} {'peer' if count == 1 else 'peers'}, and all have joined",
                 "ask for an invitation of your own",
             )
         end = now + self._settings.member_s
@@ -298,15 +285,15 @@ class Authority:
         return IssuedMembership(membership)
 
     def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
-        """What lets the peer have a membership: an invitation, or an earlier membership.
+        """Check what entitles the peer to a membership: an invitation, or an earlier membership.
 
         Raises:
-            Refusal: it has neither.
+            Refusal: it shows neither.
         """
         try:
             proof = Membership.decode(shown)
             if id_of(proof.key) != peer:
-                raise NotAdmitted("what it shows is another peer's")
+                raise NotAdmitted("it shows the membership of another peer")
             self._admission.inspect(proof.key, shown)
             grant = proof.grant
             if grant is None:
@@ -315,7 +302,7 @@ class Authority:
                 until = proof.expires_at if grant.offline else grant.join_until
             late_s = self._peers.time() - until
             if late_s > SLACK_S:
-                raise NotAdmitted(f"what it shows ended {in_words(late_s)} ago")
+                raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")
         except NotAdmitted as error:
             raise self._refusal(
                 f"peer {short(peer)}", str(error), "join again with a new invitation"
@@ -323,14 +310,14 @@ class Authority:
         return proof
 
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:
-        """The user whose token it is, if the list admits it.
+        """Return the token's user, if the list admits it.
 
         Raises:
-            Refusal: it does not, or the token is nobody's, or there is no telling now.
+            Refusal: the list does not, or the token is not valid, or it cannot be checked now.
         """
         tokens = "https://huggingface.co/settings/tokens"
         if not token:
-            why, do = "it asks for a Hugging Face account, and you gave no token", f"make one at {tokens}"
+            why, do = "it requires a Hugging Face account, and you gave no token", f"make one at {tokens}"
             raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")
         try:
             async with self._tokens:
@@ -338,7 +325,7 @@ class Authority:
         except PeerError as error:
             raise self._refusal("your token", str(error), "try again in a minute") from None
         if account is None:
-            why = "Hugging Face does not know this token, or it is no person's"
+            why = "Hugging Face does not know this token, or it belongs to no person"
             raise self._refusal("your token", why, f"copy it again, or make a new one at {tokens}")
         if not allowlist.admits(account):
             do = "join as a user who is on it"
@@ -348,7 +335,7 @@ class Authority:
         return account.name
 
     def _refusal(self, who: str, why: str, do: str) -> Refusal:
-        """Four lines for the person who wants in."""
+        """Four lines for the person who wants to join."""
         run, me = self._admission.run_id.rpartition("-")[0], short(self._peers.id)
         return Refusal(
             f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: the organizer (peer {me})"

@@ -1,17 +1,17 @@
-"""The contribution ledger: who gave how much, as told by the others. Nobody can credit itself.
+"""The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-Each peer keeps a tally of what it saw others give, and publishes it signed, with the membership that says that it is
-a member. The leaderboard is the sum over all tallies, without what a tally says of its own writer.
+Each peer keeps a tally of what it saw others contribute, and publishes it signed, with its membership as proof. The
+leaderboard is the sum over all tallies, without what a tally says of its own writer.
 
 - *Samples.* Reducer j credits contributor p of a round, where p is not j, with ``weight_p * share_j / (1 - share_p)``:
-  what the other reducers credit adds up to the weight, whatever share p itself reduces. Is p the only reducer, then
-  the other members, who got its means, divide the credit evenly. A round of one is seen by nobody and not counted.
-- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the span that it got means of.
+  the credits of all other reducers add up to the weight, no matter which share p itself reduces. If p is the only
+  reducer, the other members, who received its average, divide the credit evenly. A round of one is not counted.
+- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the span that it received from it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
-- *Work units, expert calls.* Whoever was served credits who served.
+- *Work units, expert calls.* The served peer credits the serving one.
 
-Two members that credit each other cannot be told from two that worked: the ledger gives thanks, not money. A tally
-lives in the DHT for a day after its writer has left.
+Two members that credit each other look like two that worked: the ledger gives thanks, not money. A tally stays in the
+DHT for a day after its writer has left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
@@ -37,39 +37,29 @@ from colab_swarm.net.membership import Key, MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
 
 logger = logging.getLogger(__name__)
-
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
-
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
 VALUE_BYTES = 4
-
 MAX_ROWS = 300
-
-"""The peers in a tally; they fit in one record."""
-
+"""Peers in a tally; they fit in one record."""
 MAX_AMOUNT = 1e18
-
 PUBLISH_S = 30.0
-
 RECORD_S = 24 * 3600.0
-
 SHARDS = 8
-
-"""Keys over which the tallies are spread: what lies under one key must fit in one message."""
-
+"""Keys over which the tallies are spread: all records of one key must fit in one message."""
+COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
 
 class TallyRow(Message, frozen=True):
-    """What one peer gave, as another saw it; the amounts are those of `KINDS`."""
+    """What one peer contributed, as another saw it; amounts in the order of `KINDS`."""
 
     peer: Key
     amounts: tuple[Amount, Amount, Amount, Amount, Amount]
 
 
 class ContributionTally(Message, frozen=True):
-    """What a peer saw others give; ``key`` and ``membership`` say who it is."""
+    """What a peer saw others contribute; ``key`` and ``membership`` identify the writer."""
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
@@ -78,7 +68,7 @@ class ContributionTally(Message, frozen=True):
 
 @dataclass(frozen=True, repr=False)
 class Contribution:
-    """What a peer has given to the swarm, as the others saw it."""
+    """What a peer contributed to the swarm, as other peers saw it."""
 
     peer: PeerId
     samples: float = 0.0
@@ -93,7 +83,7 @@ class Contribution:
 
 
 class ContributionLedger:
-    """One peer's tally of what others gave. Free of I/O."""
+    """One peer's tally of what others contributed. Free of I/O."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
@@ -101,7 +91,7 @@ class ContributionLedger:
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count what a peer gave; nothing is counted for this peer itself.
+        """Count a contribution of a peer; nothing is counted for this peer itself.
 
         Raises:
             ValueError: the amount is negative or not finite.
@@ -116,7 +106,7 @@ class ContributionLedger:
             self._amounts = dict(self._largest())
 
     def on_relayed(self, totals: Mapping[PeerId, int]) -> None:
-        """Count what relays carried for this peer since the last time; ``totals`` since it began, in bytes."""
+        """Count what relays carried for this peer; ``totals`` are bytes since the start."""
         for relay, total in totals.items():
             self.credit(relay, "relayed_bytes", (total - self._relayed.get(relay, 0)) / 2)
             self._relayed[relay] = total
@@ -124,7 +114,7 @@ class ContributionLedger:
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
     ) -> None:
-        """Count a round that this peer took part in, as its `RoundResult` tells."""
+        """Count a round of this peer, as in its `RoundResult`."""
         me = group.index_of(self._own)
         total = sum(member.share for member in group.members)
         if me is None or not total:
@@ -139,27 +129,28 @@ class ContributionLedger:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 
     def rows(self) -> tuple[TallyRow, ...]:
-        """The tally, the largest first."""
-        return tuple(TallyRow(peer, _five(amounts)) for peer, amounts in self._largest())
+        """Return the tally, the largest contributors first."""
+        return tuple(_row(peer, amounts) for peer, amounts in self._largest())
 
     def resume(self, rows: Iterable[TallyRow]) -> None:
-        """Go on from what this peer published before it was restarted."""
+        """Continue from the tally that this peer published before it was restarted."""
         for row in rows:
             for kind, amount in zip(KINDS, row.amounts, strict=True):
                 self.credit(PeerId(row.peer), kind, amount)
 
     def _largest(self) -> list[tuple[PeerId, list[float]]]:
-        """The peers that gave most of anything, relative to what all gave of it."""
+        """The peers with the largest shares of what all contributed."""
         totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
-
-        def part(item: tuple[PeerId, list[float]]) -> float:
-            return sum(amount / total for amount, total in zip(item[1], totals, strict=True))
-
-        return sorted(self._amounts.items(), key=part, reverse=True)[:MAX_ROWS]
+        parts = {
+            peer: sum(amount / total for amount, total in zip(amounts, totals, strict=True))
+            for peer, amounts in self._amounts.items()
+        }
+        largest = sorted(parts, key=lambda peer: -parts[peer])[:MAX_ROWS]
+        return [(peer, self._amounts[peer]) for peer in largest]
 
 
 def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
-    """Sum up what peers say of others; the most samples first."""
+    """Sum up the tallies; most samples first."""
     sums: dict[PeerId, list[float]] = {}
     for tally in tallies:
         writer = id_of(tally.key)
@@ -172,30 +163,43 @@ def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...
 
 
 def newest(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
-    """What the newest of one writer's tallies say of each peer: amounts only grow."""
+    """Merge one writer's tallies: amounts only grow, so the largest is the newest."""
     found: dict[bytes, TallyRow] = {}
     for row in (row for rows in tallies for row in rows):
         other = found.get(row.peer, row)
         amounts = [max(pair) for pair in zip(row.amounts, other.amounts, strict=True)]
-        found[row.peer] = TallyRow(row.peer, _five(amounts))
+        found[row.peer] = _row(row.peer, amounts)
     return tuple(found.values())
 
 
-def _five(amounts: list[float]) -> tuple[float, float, float, float, float]:
+def _row(peer: bytes, amounts: list[float]) -> TallyRow:
     samples, reduced, relayed, units, calls = amounts
-    return samples, reduced, relayed, units, calls
+    return TallyRow(peer, (samples, reduced, relayed, units, calls))
+
+
+async def guarded(work: Callable[[], Awaitable[None]], events: EventLog, where: str) -> None:
+    """Do one step of a background task; its fault becomes an event and a log entry, and the task continues."""
+    try:
+        await work()
+    except Exception as error:
+        logger.exception("%s failed", where)
+        events.emit(Fault.of(asyncio.get_running_loop().time(), where, error))
 
 
 class Contributions:
-    """Publishes this peer's ledger and reads everybody's.
+    """Publishes this peer's ledger and reads those of all peers.
 
     Args:
         peers: the network.
-        dht: where the tallies are.
+        dht: stores the tallies.
         run_id: the run.
-        admission: says whose tallies count: those of reducers and above; None in an open run, where all do.
+        admission: only tallies of reducers and above count; None in an open run, where all count.
         relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
         events: gets a `Fault` when the tally cannot be found or published.
+
+    Attributes:
+        ledger: this peer's tally.
+        saved: this peer's tally of an earlier session, from its folder.
     """
 
     def __init__(
@@ -214,63 +218,53 @@ class Contributions:
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self.ledger = ContributionLedger(peers.id)
-        self.kept: tuple[TallyRow, ...] = ()  # of an earlier session, as this peer has it on disk
+        self.saved: tuple[TallyRow, ...] = ()
+        self._key = tally_key(run_id, peers.id)
 
     def start(self) -> None:
-        """Publish each 30 s what is new, until `stop`."""
-        self._task = self._loop.create_task(self._keep())
+        """Publish changes each 30 s until `stop`."""
+        self._task = self._loop.create_task(self._run())
 
     async def stop(self) -> None:
-        """Publish what is left, and no more."""
+        """Publish the last changes and end the background work."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.publish()
 
-    async def _keep(self) -> None:
-        try:
-            await self.resume()
-        except Exception as error:
-            self._report("finding this peer's last tally", error)
+    async def _run(self) -> None:
+        await guarded(self.resume, self._events, "finding this peer's last tally")
         while True:
             await asyncio.sleep(PUBLISH_S)
-            try:
-                await self.publish()
-            except Exception as error:
-                self._report("publishing the contributions", error)
-
-    def _report(self, where: str, error: Exception) -> None:
-        logger.exception("%s failed", where)
-        self._events.emit(Fault.of(self._loop.time(), where, error))
+            await guarded(self.publish, self._events, "publishing the contributions")
 
     async def resume(self) -> None:
-        """Go on from the tally that this peer published, or kept on disk, before it was restarted."""
-        tally = _tally((await self._dht.get(self._key(self._peers.id))).get(self._peers.id))
-        self.ledger.resume(newest(self.kept, () if tally is None else tally.rows))
+        """Continue from the tally that this peer published, or saved in its folder, before it was restarted."""
+        tally = _tally((await self._dht.get(self._key)).get(self._peers.id))
+        self.ledger.resume(newest(self.saved, () if tally is None else tally.rows))
 
     async def publish(self) -> None:
-        """Store the tally if it has changed, or would be forgotten."""
+        """Store the tally if it has changed, or its record would end."""
         self.ledger.on_relayed(self._relayed_bytes())
         rows, now = self.ledger.rows(), self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return
-        tally = self._tally()
-        key, subkey = self._key(self._peers.id), self._peers.id
-        if await self._dht.store(key, tally, subkey=subkey, ttl_s=RECORD_S, signed=True):
+        tally, subkey = self._tally(), self._peers.id
+        if await self._dht.store(self._key, tally, subkey=subkey, ttl_s=RECORD_S, signed=True):
             self._published, self._published_at = rows, now
 
     async def read(self) -> tuple[Contribution, ...]:
-        """The leaderboard, this peer's newest tally included; the most samples first."""
+        """Return the leaderboard, this peer's newest tally included; most samples first."""
         return leaderboard([self._tally(), *(tally for _, tally in await self._others())])
 
     async def vouchers(self) -> list[Record]:
-        """The other peers' tallies that credit this peer, as they signed them."""
+        """Return the other peers' signed tallies that credit this peer."""
         me = self._peers.id
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """What the other peers say, as they signed it and in clear; of each what lies in its one place."""
-        keys = self._keys()
+        """The other peers' tallies, each as a signed record and decoded; only those under the writer's own key."""
+        keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
             (record, tally)
@@ -278,7 +272,7 @@ class Contributions:
             for record in records
             if (tally := tally_of(record)) is not None
             and (writer := id_of(tally.key)) == record.subkey != self._peers.id
-            and key == self._key(writer)
+            and key == tally_key(self._run_id, writer)
             and self._counts(tally, record)
         ]
 
@@ -286,14 +280,8 @@ class Contributions:
         membership = b"" if self._admission is None else self._admission.membership
         return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
 
-    def _keys(self) -> list[str]:
-        return [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
-
-    def _key(self, writer: PeerId) -> str:
-        return tally_key(self._run_id, writer)
-
     def _counts(self, tally: ContributionTally, record: Record) -> bool:
-        """Whether a member wrote the tally, or one that was a member when it did."""
+        """Whether the writer was a member when it wrote the tally."""
         if self._admission is None:
             return True
         written_at = record.expires_at - RECORD_S
@@ -304,12 +292,12 @@ class Contributions:
 
 
 def tally_key(run_id: str, writer: PeerId) -> str:
-    """Under which key of the DHT a peer's tally lies."""
+    """Return the DHT key of a peer's tally."""
     return f"{run_id}/credits/{writer[0] % SHARDS}"
 
 
 def tally_of(record: Record) -> ContributionTally | None:
-    """The tally in a record whose signature was checked; None if there is none."""
+    """Return the tally in a record whose signature was checked; None if it is not a tally."""
     try:
         value = msgspec.msgpack.decode(record.value)
     except UNDECODABLE:
@@ -328,14 +316,11 @@ def _tally(record: Found | None) -> ContributionTally | None:
     return tally if id_of(tally.key) == record.owner else None
 
 
-COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
-
-
 class Leaderboard(tuple[Contribution, ...]):
-    """Who gave how much to the swarm, as the others saw it; the most samples first.
+    """Each peer's contributions, as other peers saw them; most samples first.
 
     Attributes:
-        names: what peers call themselves, by short id, as far as it is known; not to be trusted.
+        names: the names that peers chose, by short id; not verified.
         me: this peer.
     """
 
@@ -343,17 +328,17 @@ class Leaderboard(tuple[Contribution, ...]):
     me: PeerId
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:
-        """Take over the order."""
+        """Keep the order of ``given``."""
         board = super().__new__(cls, given)
         board.names, board.me = names, me
         return board
 
     def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
-        """For copies."""
+        """Arguments for copies and pickles."""
         return tuple(self), self.names, self.me
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Of a table with `COLUMNS`."""
+        """Return the rows of a table with `COLUMNS`."""
         return [
             (
                 f"{place}.",
@@ -373,5 +358,5 @@ class Leaderboard(tuple[Contribution, ...]):
         return f"Leaderboard({peers}, {sum(one.samples for one in self):,.0f} samples)"
 
     def _repr_html_(self) -> str:
-        nothing = "" if self else ": nothing yet"
-        return facts(f"Leaderboard: what others saw each peer give{nothing}", {}, COLUMNS, self.rows())
+        nothing = "" if self else ": none yet"
+        return facts(f"Leaderboard: contributions seen by other peers{nothing}", {}, COLUMNS, self.rows())

@@ -1,8 +1,8 @@
-"""A peer's own membership: got when it joins, renewed long before it ends, shown to whom it is linked to.
+"""A peer's own membership: issued when it joins, renewed long before it ends, shown to its linked peers.
 
-An invitation that admits offline is signed in by at once; the authority replaces that membership by one of its own
-as soon as it is reached, so that the invitation can be revoked without putting its users out. A membership by the
-authority is renewed from half of its life on, so that the authority may be away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as soon as the
+peer reaches it, so that the invitation can be revoked without removing the peers that used it. A membership issued by
+the authority is renewed from half of its life on, so that the authority may be away for the other half.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from dataclasses import dataclass, field
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError
-from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed
+from colab_swarm.events import ClockSkewed, EventLog, MembershipEnding, MembershipRenewed
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
 from colab_swarm.trust.authority import IssuedMembership, Presented, PresentMembership, RequestMembership
+from colab_swarm.trust.contributions import guarded
 
-TELL_S = 30.0
-
-"""A difference that is worth a word."""
-
+logger = logging.getLogger(__name__)
+REPORT_S = 30.0
+"""Smaller clock differences are not reported."""
+TICK_S = 10.0
+ASK_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 10.0
+RETRY_S, MAX_RETRY_S = 30.0, 600.0
 FIX = (
     "set it (Linux: `sudo timedatectl set-ntp true`; Windows, macOS: switch on automatic time in the settings; "
     "Colab, Kaggle: restart the runtime)"
@@ -32,46 +36,35 @@ FIX = (
 
 
 class ClockWatch:
-    """Says a thing once: when the clock is off, when that has become much worse or better, when it is over."""
+    """Reports once that the clock is off, that this has become much worse or better, and that it is over."""
 
     def __init__(self) -> None:
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def on_skew(self, behind_s: float) -> str | None:
-        """What to tell now that the clock is ``behind_s`` behind the other peers' (ahead if negative), if anything."""
-        off_s, told_s = abs(behind_s), abs(self._told_s)
-        if told_s and off_s <= TELL_S / 2:
-            self._told_s = 0.0
+        """Return what to report if the clock is ``behind_s`` behind the other peers' (negative: ahead), or None."""
+        off_s, reported_s = abs(behind_s), abs(self._reported_s)
+        if reported_s and off_s <= REPORT_S / 2:
+            self._reported_s = 0.0
             return "this machine's clock is right again"
-        as_told = told_s > 0 and abs(behind_s - self._told_s) <= max(TELL_S, told_s / 2)
-        if off_s <= TELL_S or (as_told and (off_s > SLACK_S) == (told_s > SLACK_S)):
+        same = reported_s > 0 and abs(behind_s - self._reported_s) <= max(REPORT_S, reported_s / 2)
+        if off_s <= REPORT_S or (same and (off_s > SLACK_S) == (reported_s > SLACK_S)):
             return None
-        self._told_s = behind_s
+        self._reported_s = behind_s
         way = "behind" if behind_s > 0 else "ahead of"
         text = f"this machine's clock is {in_words(off_s)} {way} the other peers'"
         if off_s <= SLACK_S:
-            return f"{text}: compensated, nothing needs to be done"
+            return f"{text}: compensated, you need to do nothing"
         return f"{text}: beyond 10 minutes they refuse what it signs; {FIX}"
-
-
-logger = logging.getLogger(__name__)
-
-TICK_S = 10.0
-
-ASK_TIMEOUT_S = 20.0
-
-CALL_TIMEOUT_S = 10.0
-
-RETRY_S, MAX_RETRY_S = 30.0, 600.0
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What lets a peer in.
+    """What admits a peer.
 
     Attributes:
         grant, invitation: the invitation's grant and key.
-        token: of Hugging Face, where the run asks for one.
+        token: of Hugging Face, where the run requires one.
         membership: of an earlier session; it may outlive the invitation.
     """
 
@@ -82,36 +75,35 @@ class Credentials:
 
 
 class RenewalPlan:
-    """When to ask for a fresh membership. Free of I/O."""
+    """When to request a new membership. Free of I/O."""
 
     def __init__(self) -> None:
-        self._failures = 0
-        self._not_before = float("-inf")
+        self._failures, self._not_before = 0, float("-inf")
 
     def due(self, held: Membership, *, now: float) -> bool:
-        """Whether to ask now."""
+        """Return True if it is time."""
         wanted_at = (held.issued_at + held.expires_at) / 2 if held.grant is None else held.issued_at
         return now >= max(wanted_at, self._not_before)
 
     def on_renewed(self) -> None:
-        """It worked."""
+        """Note a success."""
         self._failures, self._not_before = 0, float("-inf")
 
     def on_failed(self, *, now: float) -> None:
-        """It did not: wait twice as long as the last time, 10 minutes at most."""
+        """Wait twice as long as the last time, at most 10 minutes."""
         self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
         self._failures = min(self._failures + 1, 10)
 
 
 class RunMember:
-    """Gets and keeps this peer's membership, and takes the renewed ones of others.
+    """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
     Args:
         peers: the network.
         dht: finds the authority.
-        admission: of this peer; its `membership` is kept fresh.
-        events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when keeping it fails.
-        credentials: what lets it in; None for the authority, and in an open run.
+        admission: of this peer; this class renews its `membership`.
+        events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when renewing fails.
+        credentials: what admits this peer; None for the authority, and in an open run.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
         behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
     """
@@ -130,12 +122,12 @@ class RunMember:
         self._credentials, self._readmit, self._behind_s = credentials, readmit, behind_s
         self._loop = asyncio.get_running_loop()
         self._plan, self._clock = RenewalPlan(), ClockWatch()
-        self._untold: set[PeerId] = set()
+        self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
         self._task: asyncio.Task[None] | None = None
         peers.serve(PresentMembership, self._on_present, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership: before anything else is asked of the swarm.
+        """Get the first membership, before any other call to the swarm.
 
         Raises:
             JoinError: the authority refused, or is needed and does not answer.
@@ -143,32 +135,32 @@ class RunMember:
         if self._credentials is None:
             return
         grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
-        kept = self._credentials.membership
-        if kept:
+        saved = self._credentials.membership
+        if saved:
             with contextlib.suppress(NotAdmitted):
-                self._admission.check(key, kept, now=now)
-                self._admission.membership = kept
+                self._admission.check(key, saved, now=now)
+                self._admission.membership = saved
                 return
         own = Membership.by_invitation(grant, self._credentials.invitation, key=key, now=now).encode()
         over = now > grant.join_until
-        if grant.offline and not (kept and over):
+        if grant.offline and not (saved and over):
             self._admission.membership = own
             return
-        if kept and over:  # the authority renews for a while what it gave
-            own = kept
+        # the authority renews an ended membership for a while
+        proof = saved if saved and over else own
         try:
-            await self._ask(own, self._credentials.token)
+            await self._request(proof, self._credentials.token)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
             raise JoinError(
-                "only the organizer's peer can admit you by this invitation, and it cannot be asked: "
+                "only the organizer's peer can admit you by this invitation, and it cannot be reached: "
                 f"{error}. Is it running? Try again later, or ask for an invitation of unlimited use"
             ) from error
 
     def start(self) -> None:
-        """Keep the membership fresh until `stop`."""
-        self._task = self._loop.create_task(self._keep())
+        """Renew the membership until `stop`."""
+        self._task = self._loop.create_task(self._run())
 
     async def stop(self) -> None:
         """End the background work."""
@@ -177,17 +169,13 @@ class RunMember:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         while True:
-            try:
-                await self.tick()
-            except Exception as error:
-                logger.exception("keeping the membership failed")
-                self._events.emit(Fault.of(self._loop.time(), "keeping the membership", error))
+            await guarded(self.tick, self._events, "renewing the membership")
             await asyncio.sleep(TICK_S)
 
     async def tick(self) -> None:
-        """Renew the membership if it is time to, show it to who has not seen it, look at the clock."""
+        """Renew the membership if it is time, show it to linked peers that have not seen it, check the clock."""
         text = self._clock.on_skew(self._behind_s())
         if text is not None:
             self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
@@ -195,12 +183,12 @@ class RunMember:
             held = Membership.decode(self._admission.membership)
             if self._plan.due(held, now=self._peers.time()):
                 await self._renew(held, self._credentials.token)
-        self._untold &= self._peers.linked()
-        await asyncio.gather(*(self._present(peer) for peer in self._untold))
+        self._unaware &= self._peers.linked()
+        await asyncio.gather(*(self._present(peer) for peer in self._unaware))
 
     async def _renew(self, held: Membership, token: str) -> None:
         try:
-            fresh = await self._ask(self._admission.membership, token)
+            renewed = await self._request(self._admission.membership, token)
         except PeerError as error:
             now = self._peers.time()
             self._plan.on_failed(now=now)
@@ -208,18 +196,18 @@ class RunMember:
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
                 why = self._words_of(error)
-                reason = why if refused else f"the organizer's peer cannot be asked for a new one: {why}"
+                reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
                 self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
             return
         self._plan.on_renewed()
-        self._untold = set(self._peers.linked())
-        self._events.emit(MembershipRenewed(self._loop.time(), fresh.expires_at - self._peers.time()))
+        self._unaware = set(self._peers.linked())
+        self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
-    async def _ask(self, proof: bytes, token: str) -> Membership:
-        """Ask the authority, and take what it gives.
+    async def _request(self, proof: bytes, token: str) -> Membership:
+        """Request a membership from the authority, and use it.
 
         Raises:
-            PeerError: it gives nothing, or nothing of use.
+            PeerError: the authority issues none, or none that is valid.
         """
         authority = id_of(self._admission.authority)
         if authority not in self._peers.linked():
@@ -229,12 +217,12 @@ class RunMember:
         answer = await self._peers.call(
             authority, RequestMembership(proof, token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
         )
-        fresh = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
+        issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
         self._admission.membership = answer.membership
-        return fresh
+        return issued
 
     def _words_of(self, error: PeerError) -> str:
-        """An error as the person reads it: the authority's refusal without its id in front."""
+        """The error for people: the authority's refusal without its id in front."""
         return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:
@@ -244,7 +232,7 @@ class RunMember:
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
             return
-        self._untold.discard(peer)
+        self._unaware.discard(peer)
 
     async def _on_present(self, peer: PeerId, message: PresentMembership) -> Presented:
         try:

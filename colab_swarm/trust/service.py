@@ -1,10 +1,8 @@
-"""All that a peer does about trust, wired together.
+"""All trust services of a peer, wired together, and how a revocation reaches every peer within a minute.
 
-How a revocation reaches every peer within a minute: over the DHT, and from peer to peer.
-
-The authority stores its signed list under its own subkey, which nobody else can write. Every peer reads it each 20 s
-and asks one linked peer what it knows; whoever learns something new hands it to all it is linked to, so the news
-passes even where the DHT does not (its key can be stuffed by a malicious member, its records end after a day).
+The authority stores its signed list in the DHT under its own subkey, which no other peer can write. Every peer reads
+it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer list sends it to all its links.
+So the list spreads even where the DHT fails: a malicious member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations
@@ -19,21 +17,18 @@ from typing import Any
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, ProtocolError
-from colab_swarm.events import EventLog, Fault, PeersRevoked
+from colab_swarm.events import EventLog, PeersRevoked
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import PeerId, Peers, Role, short
+from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.trust.authority import Authority, AuthorityBook, AuthoritySettings, ShareRevoked
-from colab_swarm.trust.contributions import Contributions
+from colab_swarm.trust.contributions import Contributions, guarded
 from colab_swarm.trust.member import Credentials, RunMember
 
 logger = logging.getLogger(__name__)
-
 PERIOD_S = 20.0
-
 RECORD_S = 24 * 3600.0
-
 CALL_TIMEOUT_S = 10.0
 
 
@@ -42,11 +37,11 @@ class RevocationWatch:
 
     Args:
         peers: the network.
-        dht: where the list is found.
+        dht: stores the list.
         admission: learns the list.
         events: gets `PeersRevoked`, and a `Fault` when looking for revocations fails.
         rng: chooses moments and peers.
-        recheck: called when the list has changed; closes the links of the revoked, see `Linker.recheck`.
+        recheck: called when the list has changed; closes the links of revoked peers, see `Linker.recheck`.
     """
 
     def __init__(
@@ -63,16 +58,17 @@ class RevocationWatch:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stored_at = float("-inf")
+        self.key = f"{admission.run_id}/revoked"
         peers.serve(ShareRevoked, self._on_share)
-
-    @property
-    def key(self) -> str:
-        """Where the list lies in the DHT."""
-        return f"{self._admission.run_id}/revoked"
 
     def start(self) -> None:
         """Watch until `stop`."""
         self._spawn(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await guarded(self.poll, self._events, "looking for revocations")
+            await asyncio.sleep(PERIOD_S * self._rng.uniform(0.5, 1.0))
 
     async def stop(self) -> None:
         """End the background work."""
@@ -83,22 +79,11 @@ class RevocationWatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def spread(self) -> None:
-        """Put out who is revoked, and tell everybody: call it at the authority after `Authority.revoke`."""
+        """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
         self._recheck()
         self._stored_at = float("-inf")
         self._spawn(self._store())
-        self._tell_all(but=None)
-
-    # --- learning ---------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.poll()
-            except Exception as error:
-                logger.exception("looking for revocations failed")
-                self._events.emit(Fault.of(self._loop.time(), "looking for revocations", error))
-            await asyncio.sleep(PERIOD_S * self._rng.uniform(0.5, 1.0))
+        self._send_all(but=None)
 
     async def poll(self) -> None:
         """Look once: in the DHT, and at one linked peer."""
@@ -123,25 +108,23 @@ class RevocationWatch:
         count = len(set(self._admission.revoked.subjects) - before)
         self._events.emit(PeersRevoked(self._loop.time(), count))
         self._recheck()
-        self._tell_all(but=source)
-
-    # --- telling ----------------------------------------------------------------------------------------------
+        self._send_all(but=source)
 
     async def _store(self) -> None:
-        """Keep the authority's list in the DHT: it forgets after a day."""
+        """Renew the authority's list in the DHT, where records end after a day."""
         now = self._loop.time()
         if self._admission.revoked.version and now - self._stored_at > RECORD_S / 24:
             encoded, subkey = self._admission.revoked.encode(), self._peers.id
             if await self._dht.store(self.key, encoded, subkey=subkey, ttl_s=RECORD_S, signed=True):
                 self._stored_at = now
 
-    def _tell_all(self, but: PeerId | None) -> None:
+    def _send_all(self, but: PeerId | None) -> None:
         encoded = self._admission.revoked.encode()
         for peer in self._peers.linked() - {but}:
             self._spawn(self._share(peer, encoded))
 
     async def _share(self, peer: PeerId, encoded: bytes) -> None:
-        """Say what we know, and learn what the peer knows."""
+        """Send our version and list; learn the peer's list if it is newer."""
         message = ShareRevoked(self._admission.revoked.version, encoded)
         try:
             answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
@@ -164,36 +147,12 @@ class RevocationWatch:
 
 
 @dataclass(frozen=True)
-class LinkControl:
-    """What trust wants of the links.
-
-    Attributes:
-        readmit, recheck: see `Linker`.
-        behind_s: see `SwarmClock`.
-        relayed_bytes: see `Metering`.
-    """
-
-    readmit: Callable[[PeerId, bytes], Role]
-    recheck: Callable[[], None]
-    behind_s: Callable[[], float]
-    relayed_bytes: Callable[[], dict[PeerId, int]] = dict
-
-    @classmethod
-    def of(cls, node: Node) -> LinkControl:
-        """That of a peer on the real network."""
-        linker = node.linker
-        return cls(
-            linker.readmit, linker.recheck, lambda: linker.clock.behind_s, linker.metering.relayed_bytes
-        )
-
-
-@dataclass(frozen=True)
 class ClosedRun:
-    """A peer's place in a run that is not open to everybody.
+    """A peer's rights in a run with members.
 
     Attributes:
-        admission: the one that its links ask.
-        credentials: what lets it in; None at the authority.
+        admission: decides which peers its links admit.
+        credentials: what admits this peer; None at the authority.
         book: the authority's memory; None elsewhere.
         settings: how the authority admits.
     """
@@ -205,50 +164,48 @@ class ClosedRun:
 
 
 class Trust:
-    """A peer's membership, its news of revocations, and the contribution ledger; in an open run the last alone.
+    """A peer's membership, revocations, and the contribution ledger; in an open run only the ledger.
 
     Attributes:
         contributions: the ledger.
-        authority: where this peer is the authority of a closed run.
+        authority: set where this peer is the authority of a closed run.
     """
 
     def __init__(
         self,
-        peers: Peers,
+        node: Node,
         dht: DHT,
         events: EventLog,
         rng: random.Random,
         run_id: str,
         closed: ClosedRun | None = None,
-        links: LinkControl | None = None,
     ) -> None:
-        admission = closed.admission if closed else None
-        self.contributions = Contributions(
-            peers, dht, run_id, admission, links.relayed_bytes if links else dict, events
-        )
+        linker, admission = node.linker, closed.admission if closed else None
+        relayed_bytes = linker.metering.relayed_bytes
+        self.contributions = Contributions(node, dht, run_id, admission, relayed_bytes, events)
         self.authority: Authority | None = None
         self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
-        if closed is None or admission is None or links is None:
-            return
-        self._member = RunMember(
-            peers, dht, admission, events, closed.credentials, links.readmit, links.behind_s
-        )
-        self._watch = RevocationWatch(peers, dht, admission, events, rng, links.recheck)
-        if closed.book is not None:
-            self.authority = Authority(peers, admission, closed.book, closed.settings, links.readmit)
+        if closed is not None:
+            admission, readmit = closed.admission, linker.readmit
+            self._member = RunMember(
+                node, dht, admission, events, closed.credentials, readmit, lambda: linker.clock.behind_s
+            )
+            self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck)
+            if closed.book is not None:
+                self.authority = Authority(node, admission, closed.book, closed.settings, readmit)
 
     async def join(self) -> None:
-        """Get a membership, before the DHT is asked for anything.
+        """Get a membership, before the DHT is used.
 
         Raises:
-            JoinError: this peer is not let in.
+            JoinError: this peer is not admitted.
         """
         if self._member is not None:
             await self._member.join()
 
     def start(self) -> None:
-        """Keep it all going until `stop`."""
+        """Run all of it until `stop`."""
         self.contributions.start()
         if self._member is not None and self._watch is not None:
             self._member.start()
@@ -256,7 +213,7 @@ class Trust:
 
     async def stop(self) -> None:
         """End the background work; while the DHT still runs."""
-        async with contextlib.AsyncExitStack() as ends:  # the last first; no failure skips another
+        async with contextlib.AsyncExitStack() as ends:  # last first; no failure skips another
             if self._member is not None and self._watch is not None:
                 ends.push_async_callback(self._watch.stop)
                 ends.push_async_callback(self._member.stop)
@@ -265,13 +222,13 @@ class Trust:
             await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Put a peer out of the run, or an invitation (the id of its key).
+        """Remove a peer from the run, or an invitation (the id of its key).
 
         Raises:
             PermissionError: this peer is not the authority.
-            ValueError: it is, and would put itself out.
+            ValueError: it is, and would remove itself.
         """
         if self.authority is None or self._watch is None:
-            raise PermissionError("only the peer that created the run, if it is not open, can put others out")
+            raise PermissionError("only the peer that created the run, if it is not open, can remove others")
         self.authority.revoke(subject)
         self._watch.spread()

@@ -78,10 +78,6 @@ class Token:
         return f"Token({self.identity.id.hex()[:8]})"
 
 
-class Crowded(NotAdmitted):
-    """Too many requests: no more are admitted for a while."""
-
-
 class RequestGate:
     """Admit requests to a run by its ``admission``; None in an open run."""
 
@@ -110,7 +106,7 @@ class RequestGate:
         if request.nonce in self._seen:
             raise NotAdmitted("this request was sent before: sign each request")
         if len(self._seen) >= MAX_NONCES:
-            raise Crowded("too many requests in a minute: try again later")
+            raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
         self._seen[request.nonce] = now
         return id_of(request.key), request.digest
 

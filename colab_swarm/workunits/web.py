@@ -33,7 +33,7 @@ from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
-from colab_swarm.workunits.tokens import Crowded, RequestGate
+from colab_swarm.workunits.tokens import RequestGate
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
@@ -262,7 +262,7 @@ class CoordinatorServer:
                     header, request.method, request.raw_path, now=self._clock()
                 )
             except NotAdmitted as error:
-                raise Refused("busy" if isinstance(error, Crowded) else "token", str(error)) from error
+                raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
             self._coordination.check_ban(volunteer)
             request[VOLUNTEER], request[DIGEST] = volunteer, digest
         return await handler(request)

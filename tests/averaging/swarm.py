@@ -11,7 +11,7 @@ import numpy as np
 from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.group import Group, GroupMember, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
-from colab_swarm.sim import LAN, FiredFault, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
@@ -28,7 +28,7 @@ class Outcome:
     vectors: dict[str, Floats] = field(default_factory=dict)
     results: dict[str, RoundResult] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    fired: list[FiredFault] = field(default_factory=list)
+    fired: list[ScriptedFault] = field(default_factory=list)
     spans: dict[str, Span] = field(default_factory=dict)
 
     def mean(self, *names: str) -> Floats:

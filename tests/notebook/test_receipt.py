@@ -154,9 +154,9 @@ def test_peers_that_trained_together_vouch_for_each_other() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda swarm: train_freely(swarm, 6), (alice, bob)))
         alice.runtime.call(alice.context.require_network().trust.contributions.publish())
-        presence = bob.context.require_network()
-        vouchers = bob.runtime.call(presence.trust.contributions.vouchers())
-        admission = presence.entrance.admission
+        network = bob.context.require_network()
+        vouchers = bob.runtime.call(network.trust.contributions.vouchers())
+        admission = network.access.admission
         assert admission is not None
         found = stats.receipt(bob.run_id, "bob", vouchers, authority=admission.authority)
     proven = Receipt.parse(found.json()).verify(authority=alice.services.peers.public_key)

@@ -53,7 +53,7 @@ def test_pupils_with_three_digits_each_learn_all_ten_though_one_sends_nonsense(t
         opened("classroom", tmp_path) as fox,
     ):
         come_in(teacher, I_AM_THE_TEACHER=True)
-        line = teacher.execute("print(board.line)").strip()
+        line = teacher.execute("print(board.address)").strip()
         assert come_in(otter, BOARD=line) == "You are the otter"
         assert come_in(fox, BOARD=line) == "You are the fox"
         kernels = [teacher, otter, fox]

@@ -8,12 +8,12 @@ import pytest
 
 from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import ComingFault, FiredFault, HostProfile, NetworkProfile, run_virtual, virtual_time
+from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, run_virtual, virtual_time
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
 
 def test_a_crash_breaks_calls_in_flight_and_tells_the_listeners() -> None:
-    async def main() -> tuple[list[PeerId], PeerId, list[FiredFault]]:
+    async def main() -> tuple[list[PeerId], PeerId, list[ScriptedFault]]:
         network, alice, bob = pair()
         bob.serve(Ask, forever)
         lost: list[PeerId] = []
@@ -27,7 +27,7 @@ def test_a_crash_breaks_calls_in_flight_and_tells_the_listeners() -> None:
         return lost, bob.id, network.fired
 
     lost, bob, fired = run_virtual(main())
-    assert lost == [bob] and fired == [FiredFault(3.0, "crash", ("bob",))]
+    assert lost == [bob] and fired == [ScriptedFault(3.0, "crash", ("bob",))]
 
 
 def test_a_restarted_peer_answers_again() -> None:
@@ -197,9 +197,9 @@ def test_what_is_scripted_for_a_time_is_told_before_it_happens() -> None:
     async def main() -> None:
         network, *_ = pair()
         network.at(3.0).crash("bob")
-        assert network.coming == [ComingFault(3.0, "crash", ("bob",))]
+        assert network.coming == [ScriptedFault(3.0, "crash", ("bob",))]
         await asyncio.sleep(4)
         assert not network.coming
-        assert network.fired == [FiredFault(3.0, "crash", ("bob",))]
+        assert network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
 
     run_virtual(main())

@@ -24,8 +24,8 @@ def board() -> Iterator[classroom.Board]:
 
 
 def test_no_two_pupils_have_the_same_animal() -> None:
-    names = [classroom.animal(place) for place in range(classroom.MOST_PUPILS)]
-    assert len(set(names)) == classroom.MOST_PUPILS
+    names = [classroom.animal(place) for place in range(classroom.MAX_PUPILS)]
+    assert len(set(names)) == classroom.MAX_PUPILS
     assert names[0] == "otter" and names[len(classroom.ANIMALS)] == "otter-2"
 
 
@@ -37,18 +37,18 @@ def test_who_asks_again_keeps_the_animal(board: classroom.Board) -> None:
 
 
 def test_a_full_room_lets_nobody_in(board: classroom.Board) -> None:
-    for number in range(classroom.MOST_PUPILS):
+    for number in range(classroom.MAX_PUPILS):
         assert board.welcome(str(number)) is not None
     assert board.welcome("late") is None and board.welcome("0") is not None
     with pytest.raises(HTTPError, match="503"):
-        urlopen(f"http://{board.line}/late", timeout=5)
+        urlopen(f"http://{board.address}/late", timeout=5)
 
 
 def test_the_line_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
-    assert len(board.line) <= len("255.255.255.255:65535")
-    pupil = classroom.join(board.line)
+    assert len(board.address) <= len("255.255.255.255:65535")
+    pupil = classroom.join(board.address)
     assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
-    assert classroom.join(board.line) is pupil
+    assert classroom.join(board.address) is pupil
     pupil.leave()
 
 
@@ -63,13 +63,13 @@ def test_the_cell_that_opens_the_board_may_be_run_again(board: classroom.Board) 
 @pytest.mark.parametrize("line", ["", "192.168.1.10:8421/elsewhere", "http://192.168.1.10"])
 def test_a_mistyped_line_is_said_to_be_one(line: str) -> None:
     with pytest.raises(ValueError, match="looks like 192"):
-        classroom.ask(line)
+        classroom.call_board(line)
 
 
 def test_where_no_board_is_the_error_says_what_to_look_at(board: classroom.Board) -> None:
     board.close()
     with pytest.raises(JoinError, match="same Wi-Fi"):
-        classroom.ask(board.line)
+        classroom.call_board(board.address)
 
 
 def test_a_run_with_invitations_has_no_board() -> None:
@@ -91,7 +91,7 @@ def test_the_roster_tells_who_trains_and_who_does_not() -> None:
 
 def test_a_board_shows_itself(board: classroom.Board) -> None:
     board.welcome("one")
-    assert repr(board) == f"Board(join at {board.line}; 0 of 1 animal training)"
+    assert repr(board) == f"Board(join at {board.address}; 0 of 1 animal training)"
     assert repr(board.panel()).startswith("Panel(join at")
     board.close()
     assert "closed" in repr(board)

@@ -14,7 +14,7 @@ import colab_swarm as cs
 from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, UplinkFacts
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, Subject, _suggested, best, doctor, run_doctor
+from colab_swarm.swarm.doctor import Diagnosis, Subject, best, doctor, run_doctor, with_settings
 
 
 class Net(torch.nn.Module):
@@ -120,11 +120,13 @@ def test_the_command_prints_and_tells_whether_all_is_ready(capsys: pytest.Captur
 
 def test_the_invitation_suggests_what_the_user_left_open() -> None:
     suggested = {"target_batch_size": 512, "compression": "int8"}
-    assert _suggested(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
-    assert _suggested(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
-    assert _suggested(Subject(None, None, 96, None), {"compression": "topk:0.01"}).compression == "topk:0.01"
+    assert with_settings(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
+    assert with_settings(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
+    assert (
+        with_settings(Subject(None, None, 96, None), {"compression": "topk:0.01"}).compression == "topk:0.01"
+    )
     strange = {"target_batch_size": "many", "compression": "mp3"}
-    assert _suggested(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
+    assert with_settings(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
 
 
 def test_the_own_line_is_the_fastest_of_the_tests() -> None:

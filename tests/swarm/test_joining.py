@@ -17,8 +17,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.swarm.joining import _start
-from colab_swarm.swarm.network import NetworkOptions
-from colab_swarm.swarm.swarm import _close
+from colab_swarm.swarm.network import NetworkOptions, close
 from colab_swarm.trust.access import RunAccess
 from tests.net.swarm import identity, run
 
@@ -52,8 +51,8 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
 
     async def main() -> None:
         found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-        services, presence = await _start(found, identity("authority"), "authority", ALONE)
-        invitation: Invite = found.invite(presence.node, presence.trust.authority)
+        services, network = await _start(found, identity("authority"), "authority", ALONE)
+        invitation: Invite = found.invite(network.node, network.trust.authority)
         verify = ReachabilityWatch.verify
 
         async def stuck(watch: ReachabilityWatch) -> object:
@@ -66,16 +65,16 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
 
         monkeypatch.setattr(Tunnel, "_open_agent", open_agent)
         monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
-        entrance = RunAccess.by(invitation, identity("alice"))
+        access = RunAccess.by(invitation, identity("alice"))
         options = NetworkOptions(lan=False, tunnel=TunnelSettings("ngrok"))
-        joining = asyncio.ensure_future(_start(entrance, identity("alice"), "alice", options))
+        joining = asyncio.ensure_future(_start(access, identity("alice"), "alice", options))
         await there.wait()
         if interrupted:
             joining.cancel()
         with pytest.raises(asyncio.CancelledError if interrupted else TunnelError):
             await joining
         assert agent.closed
-        await _close(services, presence)
+        await close(services, network)
 
     run(main())
 
@@ -94,13 +93,13 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
 ) -> None:
     async def main() -> None:
         found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-        services, presence = await _start(found, identity("authority"), "authority", ALONE)
-        invitation: Invite = found.invite(presence.node, presence.trust.authority)
+        services, network = await _start(found, identity("authority"), "authority", ALONE)
+        invitation: Invite = found.invite(network.node, network.trust.authority)
         start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
         monkeypatch.setattr(Node, "start", start)
         with pytest.raises(JoinError, match="clock"):
             await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
-        await _close(services, presence)
+        await close(services, network)
 
     run(main())
 
@@ -123,7 +122,7 @@ def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: 
             return cs.create("test-run", **how) if began else cs.join(invitation, peer_name="bob", **how)
 
         with come(options=options) as unkept:
-            with pytest.raises(StateError, match="is open already and is not kept there: leave it first"):
+            with pytest.raises(StateError, match="is open already and is not saved there: leave it first"):
                 come(state_dir=tmp_path)
             assert not (tmp_path / "in-use.json").exists()
         with come(state_dir=tmp_path) as kept:

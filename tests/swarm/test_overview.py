@@ -13,7 +13,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.overview import Background, TrafficRates, _news
+from colab_swarm.swarm.overview import Background, TrafficRates, without_repeats
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -191,7 +191,7 @@ def test_a_loss_that_two_services_tell_is_one_line() -> None:
     first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
     events: list[Event] = [first, again, other, later]
-    assert _news(events) == [first, other, later]
+    assert without_repeats(events) == [first, other, later]
 
 
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:

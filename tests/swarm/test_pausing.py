@@ -24,7 +24,7 @@ def test_blocks_nest_and_a_hold_outlasts_them() -> None:
         assert gate.closed_by_this_thread
     assert gate.closed and not gate.closed_by_this_thread
     gate.release()
-    assert not gate.closed and repr(gate) == "Gate(open)"
+    assert not gate.closed and repr(gate) == "PauseGate(open)"
 
 
 def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:

@@ -24,7 +24,7 @@ from colab_swarm.net.membership import SLACK_S
 from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm import network
 from colab_swarm.swarm.joining import resume
-from colab_swarm.swarm.saved import read_kept
+from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
 
@@ -135,9 +135,9 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
     cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
     with pytest.raises(ValueError, match="which joined test-run"):
         cs.create("other-run", state_dir=tmp_path / "bob")
-    with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run take another"):
+    with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run use another"):
         cs.join(other.invite(), state_dir=tmp_path / "bob")
-    with pytest.raises(ValueError, match="has a key of its own"):
+    with pytest.raises(ValueError, match="has its own key"):
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
 
 
@@ -174,7 +174,7 @@ def test_whoever_joins_is_kept_at_once_as_a_way_back(tmp_path: Path, monkeypatch
     monkeypatch.setattr(network, "LOOK_S", 0.01)
     with cs.create("test-run", state_dir=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
         deadline = time.monotonic() + 20
-        while (kept := read_kept(tmp_path)) is None or not kept.contacts:
+        while (kept := read_saved(tmp_path)) is None or not kept.contacts:
             assert time.monotonic() < deadline, "one that is killed now would not find back"
             time.sleep(0.01)
         assert [contact.id for contact in kept.contacts] == [bob.id]
@@ -284,7 +284,7 @@ def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    leave, close = alice.leave, alice.training._averages.close
+    leave, close = alice.leave, alice.training.averages.close
 
     async def close_late() -> None:
         reached.set()
@@ -295,7 +295,7 @@ def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
         go_on.set()
         leave()
 
-    monkeypatch.setattr(alice.training._averages, "close", close_late)
+    monkeypatch.setattr(alice.training.averages, "close", close_late)
     monkeypatch.setattr(alice, "leave", leave_too)
     leaving = threading.Thread(target=leave)
     leaving.start()

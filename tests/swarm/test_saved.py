@@ -25,13 +25,13 @@ from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.saved import (
     MAX_CONTACTS,
     STALE_S,
+    VERSION,
     FolderLock,
     Occupant,
     PeerStore,
     SavedPeer,
-    kept_options,
-    lasts,
-    read_kept,
+    loss_warning,
+    read_saved,
 )
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.contributions import TallyRow, newest
@@ -43,77 +43,80 @@ def contact(number: int) -> Contact:
     return Contact(PeerId(bytes([number]) * 32), (f"ws://203.0.113.{number}:4500",))
 
 
-def kept_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
-    keeping = PeerStore.open(folder)
-    identity = Identity.load_or_create(keeping.key_file)
-    entrance = RunAccess.found("my-run", identity, access="open", allow=None, key_file=keeping.key_file)
-    keeping.begin(SavedPeer.new(entrance, "alice", options))
-    keeping.write([contact(1)], b"membership", ())
-    return keeping
+def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
+    store = PeerStore(folder)
+    identity = Identity.load_or_create(store.key_file)
+    access = RunAccess.found("my-run", identity, access="open", allow=None, key_file=store.key_file)
+    store.begin(SavedPeer(VERSION, access.run_id, "open", "alice", "", None, options.to_saved()))
+    store.write([contact(1)], b"membership", ())
+    return store
 
 
 def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
-    kept_in(tmp_path).close()
-    kept = read_kept(tmp_path)
-    assert kept is not None and (kept.name, kept.run, kept.membership) == ("alice", "my-run", b"membership")
-    assert kept.peer_options == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
-    assert kept.contacts == (contact(1),)
+    stored_in(tmp_path).close()
+    saved = read_saved(tmp_path)
+    assert saved is not None and (saved.name, saved.run, saved.membership) == (
+        "alice",
+        "my-run",
+        b"membership",
+    )
+    assert NetworkOptions.from_saved(saved.options) == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
+    assert saved.contacts == (contact(1),)
 
 
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
-    kept_in(tmp_path)
+    stored_in(tmp_path)
     files = [path for path in tmp_path.iterdir() if path.is_file()]
     assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
 
 
 def test_a_tunnels_token_is_not_kept() -> None:
-    kept = kept_options(
-        NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
-    )
-    assert kept["tunnel"] == "ngrok" and "secret" not in str(kept) and kept["identity"] is None
+    options = NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
+    saved = options.to_saved()
+    assert saved["tunnel"] == "ngrok" and "secret" not in str(saved) and saved["identity"] is None
 
 
 def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path: Path) -> None:
-    keeping = kept_in(tmp_path)
-    keeping.write([contact(number) for number in range(2, 2 + MAX_CONTACTS - 1)], b"", ())
-    keeping.write([contact(200)], b"", ())
-    kept = read_kept(tmp_path)
-    assert kept is not None and len(kept.contacts) == MAX_CONTACTS
-    assert kept.contacts[:2] == (contact(200), contact(2))
+    store = stored_in(tmp_path)
+    store.write([contact(number) for number in range(2, 2 + MAX_CONTACTS - 1)], b"", ())
+    store.write([contact(200)], b"", ())
+    saved = read_saved(tmp_path)
+    assert saved is not None and len(saved.contacts) == MAX_CONTACTS
+    assert saved.contacts[:2] == (contact(200), contact(2))
 
 
 def test_a_folder_that_vanished_and_was_made_anew_is_noticed(tmp_path: Path) -> None:
-    keeping = kept_in(tmp_path / "drive")
+    store = stored_in(tmp_path / "drive")
     (tmp_path / "drive").rename(tmp_path / "unmounted")
-    keeping.checkpoints("model").mkdir(parents=True)
+    store.checkpoints("model").mkdir(parents=True)
     with pytest.raises(StateError, match="was a drive unmounted"):
-        keeping.write([contact(1)], b"", ())
+        store.write([contact(1)], b"", ())
     assert not (tmp_path / "drive" / "in-use.json").exists()
 
 
 def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
-    keeping = kept_in(tmp_path)
-    keeping.close()
-    keeping.write([contact(9)], b"", ())
+    store = stored_in(tmp_path)
+    store.close()
+    store.write([contact(9)], b"", ())
     assert not (tmp_path / "in-use.json").exists()
 
 
 def test_a_folder_without_a_peer_keeps_none(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_bytes(b"x")
-    assert read_kept(tmp_path) is None and read_kept(tmp_path / "absent") is None
+    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte: int) -> None:
     if not (tmp_path / "peer.json").exists():
-        kept_in(tmp_path).close()
+        stored_in(tmp_path).close()
     data = (tmp_path / "peer.json").read_bytes()
     damaged = bytearray(data)
     damaged[where % len(data)] = byte
     (tmp_path / "peer.json").write_bytes(damaged)
     try:
-        read_kept(tmp_path)
+        read_saved(tmp_path)
     except StateError as error:
         assert "move the folder away" in str(error) or "newer" in str(error)
     finally:
@@ -121,43 +124,47 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte:
 
 
 def test_a_folder_that_lost_its_key_says_so(tmp_path: Path) -> None:
-    kept_in(tmp_path).close()
+    stored_in(tmp_path).close()
     (tmp_path / "identity.key").unlink()
     with pytest.raises(StateError, match=r"lost its identity\.key"):
-        PeerStore.open(tmp_path)
+        PeerStore(tmp_path)
     assert not (tmp_path / "in-use.json").exists()
 
 
 def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
-    kept_in(tmp_path).close()
+    stored_in(tmp_path).close()
     path = tmp_path / "peer.json"
     newer = {"version": 99, "options": {"new": 1}, "given": "otherwise"}
     path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
     with pytest.raises(StateError, match="pip install -U"):
-        read_kept(tmp_path)
+        read_saved(tmp_path)
 
 
 def test_a_file_in_the_folders_place_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StateError, match="take another folder"):
-        PeerStore.open(tmp_path / "file")
+        PeerStore(tmp_path / "file")
 
 
 def test_no_secret_is_in_a_repr(tmp_path: Path) -> None:
-    keeping = kept_in(tmp_path)
-    assert repr(read_kept(tmp_path)) == "KeptPeer(alice of my-run)" and repr(keeping).startswith("Keeping('/")
+    store = stored_in(tmp_path)
+    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)" and repr(store).startswith(
+        "PeerStore('/"
+    )
 
 
 @pytest.mark.parametrize("name", ["model", "../../etc", ".", "a/b", "ü"])
 def test_optimizers_of_any_name_stay_in_the_folder(tmp_path: Path, name: str) -> None:
-    path = kept_in(tmp_path).checkpoints(name)
+    path = stored_in(tmp_path).checkpoints(name)
     assert path.resolve().parent == (tmp_path / "checkpoints").resolve()
 
 
 def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
-    assert "drive.mount" in lasts(Path("/content/run"), COLAB)
-    assert "/kaggle/working" in lasts(Path("/tmp/run"), KAGGLE)
-    assert not lasts(Path("/content/drive/MyDrive/run"), COLAB) and not lasts(Path("/home/me/run"), PLAIN)
+    assert "drive.mount" in loss_warning(Path("/content/run"), COLAB)
+    assert "/kaggle/working" in loss_warning(Path("/tmp/run"), KAGGLE)
+    assert not loss_warning(Path("/content/drive/MyDrive/run"), COLAB) and not loss_warning(
+        Path("/home/me/run"), PLAIN
+    )
 
 
 # --- one process at a time -----------------------------------------------------------------------------------------
@@ -216,11 +223,11 @@ def test_another_machine_has_it_until_its_signs_of_life_stop(tmp_path: Path) -> 
 
 
 def test_who_was_silent_for_too_long_notices_that_the_folder_was_taken(tmp_path: Path) -> None:
-    keeping = kept_in(tmp_path)
+    store = stored_in(tmp_path)
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time()))
     with pytest.raises(StateError, match="elsewhere"):
-        keeping.write([], b"", ())
-    keeping.close()
+        store.write([], b"", ())
+    store.close()
     assert (tmp_path / "in-use.json").exists()  # the other's
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import Message
-from colab_swarm.sim.network import SimNetwork
-from colab_swarm.sim.peer import SimPeers
+from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.training.state import ChunkOf, FetchChunks, Snapshot, StateManifest, StateSharing

@@ -16,7 +16,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
 from colab_swarm.trust.member import Credentials, RunMember
-from colab_swarm.trust.service import ClosedRun, LinkControl, Trust
+from colab_swarm.trust.service import ClosedRun, Trust
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
 
@@ -75,10 +75,8 @@ class Run:
         dht = DHT(node, DHTSettings(), random.Random(name))
         credentials = Credentials(invitation[0], Identity(invitation[1]), token) if invitation else None
         closed = ClosedRun(admission, credentials, None if invitation else self.book, self.settings)
-        links = LinkControl.of(node)
-        peer = Peer(
-            node, dht, Trust(node, dht, events, random.Random(name), RUN, closed, links), events, clock
-        )
+        trust = Trust(node, dht, events, random.Random(name), RUN, closed)
+        peer = Peer(node, dht, trust, events, clock)
         self.peers.append(peer)
         for other in self.peers[:-1]:
             node.learn(other.node.contact)

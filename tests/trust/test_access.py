@@ -20,7 +20,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.service import LinkControl, Trust
+from colab_swarm.trust.service import Trust
 from tests.net.swarm import LOOPBACK, Echo, echo, identity, run
 
 ALLOW = Allowlist(("alice",))
@@ -33,31 +33,30 @@ def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | N
 
 @dataclass
 class Peer:
-    entrance: RunAccess
+    way: RunAccess
     node: Node
     dht: DHT
     trust: Trust
 
     def invite(self, **options: Any) -> str:
-        return str(self.entrance.invite(self.node, self.trust.authority, **options))
+        return str(self.way.invite(self.node, self.trust.authority, **options))
 
 
 @asynccontextmanager
-async def peer(own: Identity, entrance: RunAccess, *, listen: bool = True) -> AsyncIterator[Peer]:
-    settings = replace(LOOPBACK, run_id=entrance.run_id, listen=listen)
-    node, rng = await Node.start(own, settings, admission=entrance.admission), random.Random(0)
+async def peer(own: Identity, way: RunAccess, *, listen: bool = True) -> AsyncIterator[Peer]:
+    settings = replace(LOOPBACK, run_id=way.run_id, listen=listen)
+    node, rng = await Node.start(own, settings, admission=way.admission), random.Random(0)
     try:
         node.serve(Echo, echo, role=Role.WORKER)
         dht = DHT(node, DHTSettings(), rng)
-        links = LinkControl.of(node)
-        trust = Trust(node, dht, EventLog(), rng, entrance.run_id, entrance.closed, links)
-        for contact in entrance.entries:
+        trust = Trust(node, dht, EventLog(), rng, way.run_id, way.closed)
+        for contact in way.entries:
             node.learn(contact)
         await trust.join()
-        if entrance.entries:
-            assert await dht.bootstrap(entrance.entries) > 0
+        if way.entries:
+            assert await dht.bootstrap(way.entries) > 0
         trust.start()
-        yield Peer(entrance, node, dht, trust)
+        yield Peer(way, node, dht, trust)
         await trust.stop()
         await dht.stop()
     finally:
@@ -77,7 +76,7 @@ def test_who_was_invited_takes_part_and_invites_others(access: Access) -> None:
             joining("alice", authority.invite()) as alice,
             joining("bob", alice.invite()) as bob,
         ):
-            assert bob.entrance.entries[0].id == (alice.node.id if access == "open" else authority.node.id)
+            assert bob.way.entries[0].id == (alice.node.id if access == "open" else authority.node.id)
             bob.node.learn(alice.node.contact)
             assert await bob.node.call(alice.node.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
 
@@ -90,7 +89,7 @@ def test_a_closed_run_is_closed_to_whoever_has_no_invitation() -> None:
             peer(identity("authority"), found()) as authority,
             joining("alice", authority.invite()) as alice,
         ):
-            strange = Invite(authority.entrance.run_id, (alice.node.contact,), 4e9)
+            strange = Invite(authority.way.run_id, (alice.node.contact,), 4e9)
             with pytest.raises(PeerError, match="no membership: join with an invitation"):
                 own = identity("mallory")
                 mallory = await Node.start(own, replace(LOOPBACK, run_id=strange.run_id))
@@ -110,7 +109,7 @@ def test_a_counted_invitation_leads_to_the_authority_and_gives_its_role() -> Non
             joining("alice", authority.invite(role="viewer", uses=1)) as alice,
         ):
             assert authority.node.role_of(alice.node.id) is Role.VIEWER
-            with pytest.raises(PermissionError, match="only the organizer's peer decides"):
+            with pytest.raises(PermissionError, match="only the organizer's peer chooses"):
                 alice.invite(role="worker")
             passed_on = Invite.parse(alice.invite())
             assert passed_on.role is Role.VIEWER and passed_on.uses == 1
@@ -127,7 +126,7 @@ def test_an_invitation_that_nobody_could_use_is_not_made() -> None:
                 authority.invite()
             authority.node.announce((f"ws://203.0.113.7:4500/relay/{'a' * 64}",))
             assert Invite.parse(authority.invite()).entries == (authority.node.contact,)
-            with pytest.raises(JoinError, match="newcomers must dial this peer"):
+            with pytest.raises(JoinError, match="requires that others can dial this peer"):
                 authority.invite(uses=3)
 
     run(main())
@@ -159,11 +158,11 @@ def test_what_cannot_be_founded_says_why() -> None:
 
 def test_a_token_is_in_no_repr() -> None:
     entry = Contact(identity("authority").id, ("ws://127.0.0.1:1",))
-    entrance = found()
-    assert entrance.closed is not None and entrance.closed.book is not None
+    way = found()
+    assert way.closed is not None and way.closed.book is not None
 
     async def main() -> None:
-        async with peer(identity("authority"), entrance) as authority:
+        async with peer(identity("authority"), way) as authority:
             invitation = Invite.parse(authority.invite()).with_entries([entry])
             shown = repr(RunAccess.by(invitation, identity("alice"), token="hf_secret"))
             assert "hf_secret" not in shown and repr(invitation.secret) not in shown

@@ -68,7 +68,7 @@ def test_an_invitation_for_nobody_is_not_made() -> None:
     async def main() -> None:
         async with run_with() as (here, _):
             for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
-                with pytest.raises(ValueError, match="give some hours"):
+                with pytest.raises(ValueError, match="hours must be above 0"):
                     here.invite(**figures)  # type: ignore[arg-type]
 
     run(main())
@@ -97,7 +97,7 @@ def test_a_counted_invitation_admits_so_many_and_tells_the_next() -> None:
                 await here.start("carol", invitation)
             assert str(error.value).splitlines() == [
                 f"my-run does not admit peer {here.peers[-1].node.id.hex()[:8]}",
-                "why: this invitation was for 1 peer, who have come",
+                "why: this invitation was for 1 peer, and all have joined",
                 "what to do: ask for an invitation of your own",
                 f"whom to ask: the organizer (peer {here.peers[0].node.id.hex()[:8]})",
             ]
@@ -236,7 +236,7 @@ def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it
                 await alice.member.tick()
             reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
             (reason,) = reasons  # silent while there is time
-            assert reason.startswith("the organizer's peer cannot be asked for a new one: ")
+            assert reason.startswith("the organizer's peer cannot be reached for a new one: ")
             again = await here.start("authority", clock=alice.clock)
             alice.node.learn(again.node.contact)
             alice.clock.ahead_s += 700.0

@@ -32,10 +32,10 @@ def test_unlimited_invitations_are_not_written_down() -> None:
 
 
 def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
-    book = AuthorityBook.open(tmp_path / "me.key", RUN)
+    book = AuthorityBook(RUN, tmp_path / "me.key")
     book.use(grant(1), ALICE, now=NOW)
-    book.keep_revocations(b"list")
-    again = AuthorityBook.open(tmp_path / "me.key", "my-run-another")
+    book.revocations = b"list"
+    again = AuthorityBook("my-run-another", tmp_path / "me.key")
     assert again.run_id == RUN and again.revocations == b"list"
     assert not again.use(grant(1), BOB, now=NOW) and again.use(grant(1), ALICE, now=NOW)
     assert [path.name for path in tmp_path.iterdir()] == ["me.key.authority"]
@@ -43,8 +43,8 @@ def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_run_has_its_id_before_anybody_has_joined(tmp_path: Path) -> None:
-    AuthorityBook.open(tmp_path / "me.key", RUN)
-    assert AuthorityBook.open(tmp_path / "me.key", "my-run-another").run_id == RUN
+    AuthorityBook(RUN, tmp_path / "me.key")
+    assert AuthorityBook("my-run-another", tmp_path / "me.key").run_id == RUN
 
 
 def test_invitations_that_ended_are_forgotten() -> None:
@@ -57,6 +57,6 @@ def test_invitations_that_ended_are_forgotten() -> None:
 def test_a_spoilt_book_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "me.key.authority"
     path.write_bytes(b"{")
-    with pytest.raises(ValueError, match="move it away to begin a new run"):
-        AuthorityBook.open(tmp_path / "me.key", RUN)
+    with pytest.raises(ValueError, match="move it away to create a new run"):
+        AuthorityBook(RUN, tmp_path / "me.key")
     assert path.read_bytes() == b"{"

@@ -15,7 +15,7 @@ def test_half_a_minute_is_not_worth_a_word() -> None:
 def test_what_is_compensated_is_told_once() -> None:
     watch = ClockWatch()
     assert watch.on_skew(240.0) == (
-        "this machine's clock is 4 minutes behind the other peers': compensated, nothing needs to be done"
+        "this machine's clock is 4 minutes behind the other peers': compensated, you need to do nothing"
     )
     assert watch.on_skew(241.0) is None
 

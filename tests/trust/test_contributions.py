@@ -30,8 +30,7 @@ from colab_swarm.trust.contributions import (
     _tally,
     leaderboard,
 )
-from tests.dht.swarm import GroupMember as DhtMember
-from tests.dht.swarm import swarm
+from tests.dht.swarm import Member, swarm
 
 RUN = "my-run-0badcafe"
 KEYS = [sha256(bytes([i])).digest() for i in range(5)]
@@ -157,7 +156,7 @@ def test_any_value_is_a_tally_or_passed_over(value: object) -> None:
 # --- published -------------------------------------------------------------------------------------------------
 
 
-def ledgers(members: list[DhtMember], admissions: list[MembershipAdmission | None]) -> list[Contributions]:
+def ledgers(members: list[Member], admissions: list[MembershipAdmission | None]) -> list[Contributions]:
     return [
         Contributions(member.peers, member.dht, RUN, admission)
         for member, admission in zip(members, admissions, strict=True)
@@ -202,7 +201,7 @@ def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
         _, members = await swarm(1)
         events = EventLog()
         service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
-        service.kept = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
+        service.saved = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
         service.start()
         await asyncio.sleep(PUBLISH_S + 1)
         with pytest.raises(ZeroDivisionError):

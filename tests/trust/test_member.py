@@ -59,6 +59,6 @@ def test_a_membership_that_cannot_be_kept_is_an_event_and_is_tried_again() -> No
         await asyncio.sleep(1.5 * TICK_S)
         await member.stop()
         faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
-        assert faults == [("keeping the membership", "ZeroDivisionError: a bug")] * 2
+        assert faults == [("renewing the membership", "ZeroDivisionError: a bug")] * 2
 
     run_virtual(main())
