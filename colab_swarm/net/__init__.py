@@ -1,6 +1,6 @@
 """Bytes between peers: identity, encrypted links, calls and streams, and the way to peers behind routers.
 
-Knows no torch. Two protocols live here: *links*, and the *ladder* by which a peer is reached.
+Knows no torch. Two protocols live here: *links*, and *reachability*.
 
 ## Links: what problem they solve
 
@@ -60,9 +60,9 @@ protocol loses its link.
 taken. Whoever answers at an address must own the expected key. Handlers state the least role that they serve
 (`Role`); see `colab_swarm.trust`. Not hidden: who talks to whom, when, and how much.
 
-## The ladder: how a peer behind a router is reached
+## Reachability: how others dial a peer behind a router
 
-Each peer asks up to three others to dial it back, and takes the highest rung that works
+Each peer asks up to three others to dial it back, and takes the best level that works
 (`colab_swarm.net.reachability`, tried again every 300 s and whenever the network changes):
 
     direct          others dial it at a public address                              Reachability in words:

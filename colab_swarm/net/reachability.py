@@ -1,9 +1,8 @@
 """Finds out how others reach this peer, keeps that true, and tells others when it changes.
 
-How others reach this peer: the ladder of ways, tried from the top. Free of I/O.
+How others reach this peer: several levels, tried from the best. Free of I/O.
 
-Evidence comes in by the ``on_…`` verbs; `ReachabilityPolicy.decide` says on which rung this peer stands, why not
-higher, and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
+Evidence comes in by the ``on_…`` verbs; `ReachabilityPolicy.decide` says the level of this peer, why no higher one works, and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
 could try: a peer that sees this one through a relay or a tunnel cannot, since it dials back only where it sees
 the caller. An address of a private network that a neighbour reaches is no use to peers outside: once one of
 these has tried in vain, this peer counts as behind a NAT.
@@ -48,31 +47,31 @@ class Reachability:
     """How others reach this peer.
 
     Attributes:
-        rung: the best way that works.
+        level: the best way that works.
         via: who relays, or the tunnel's address.
         addresses: what to tell others, the best first.
-        reasons: for each higher rung why it does not work.
+        reasons: for each higher level why it does not work.
     """
 
-    rung: ReachabilityLevel
+    level: ReachabilityLevel
     via: str = ""
     addresses: tuple[str, ...] = ()
     reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
 
     def __str__(self) -> str:
-        if self.rung is ReachabilityLevel.TUNNEL:
+        if self.level is ReachabilityLevel.TUNNEL:
             return f"tunnel {self.via}"
         if (
-            self.rung is ReachabilityLevel.UNVERIFIED
+            self.level is ReachabilityLevel.UNVERIFIED
             and self.addresses
             and all(map(_is_local, self.addresses))
         ):
             return "listening in the local network, nobody has tried yet"
-        return f"{self.rung.value} by {self.via}" if self.via else self.rung.value
+        return f"{self.level.value} by {self.via}" if self.via else self.level.value
 
     def explain(self) -> str:
-        """The rung, and a line for each higher one."""
-        return "\n".join((str(self), *(f"  not {rung.value}: {why}" for rung, why in self.reasons)))
+        """The level, and a line for each higher one."""
+        return "\n".join((str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)))
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,9 @@ class ReachabilityPolicy:
     @property
     def dialable(self) -> bool:
         """Whether others reach this peer without a relay or a tunnel."""
-        rung = self.decide().rung
-        return rung in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
-            rung is ReachabilityLevel.UNVERIFIED and not self._reports
+        level = self.decide().level
+        return level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
+            level is ReachabilityLevel.UNVERIFIED and not self._reports
         )
 
     def decide(self) -> Reachability:
@@ -269,12 +268,12 @@ class Noted(Message, frozen=True):
 
 
 class ReachabilityWatch:
-    """One peer's place on the ladder, from `start` to `close`.
+    """One peer's reachability, from `start` to `close`.
 
     Args:
         relays: relays of the run that this peer knows.
         trusted: the addresses to tell others, if the user gave them.
-        use_relays, punch: whether to climb these rungs.
+        use_relays, punch: whether to use these levels.
         tunnel: which to open, if any.
 
     Attributes:
@@ -296,20 +295,20 @@ class ReachabilityWatch:
         self._node, self._events, self._rng = node, events, rng
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
-        self._ladder = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
+        self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dialled_back_at: dict[PeerId, float] = {}
         self._verified_at = float("-inf")
         self._verifying = asyncio.Lock()
         self._tunnel: Tunnel | None = None
-        self.current: Reachability = self._ladder.decide()
+        self.current: Reachability = self._policy.decide()
         self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
         self.upgrades = (
             Upgrades(node, self.circuits.seen_at, self._on_upgrade, rng) if self.circuits and punch else None
         )
         if not use_relays:
-            self._ladder.on_places((), (), "this peer was told to use no relay (use_relays=False)")
+            self._policy.on_places((), (), "this peer was told to use no relay (use_relays=False)")
         if not punch:
-            self._ladder.on_punched(node.id, "this peer was told to punch no holes (punch=False)")
+            self._policy.on_punched(node.id, "this peer was told to punch no holes (punch=False)")
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
@@ -322,7 +321,7 @@ class ReachabilityWatch:
         if self._tunnel_settings is not None:
             await self._open_tunnel(self._tunnel_settings)
         await self.verify()
-        if not self._ladder.dialable and self.circuits is not None:
+        if not self._policy.dialable and self.circuits is not None:
             self.circuits.start()
             await self.circuits.wait_looked(CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
@@ -344,7 +343,7 @@ class ReachabilityWatch:
         """Have linked peers dial back, and decide anew."""
         async with self._verifying:
             self._verified_at = self._loop.time()
-            if self._ladder.listening and not self._trusted:
+            if self._policy.listening and not self._trusted:
                 asked = sorted(self._node.linked(), key=self._distance)[:VERIFIERS]
                 await asyncio.gather(*(self._ask(peer) for peer in asked))
             self._update()
@@ -359,12 +358,12 @@ class ReachabilityWatch:
     async def _ask(self, peer: PeerId) -> None:
         try:
             found = await self._node.call(
-                peer, DialBack(self._ladder.listening[:16]), DialledBack, timeout_s=CALL_TIMEOUT_S
+                peer, DialBack(self._policy.listening[:16]), DialledBack, timeout_s=CALL_TIMEOUT_S
             )
         except PeerError as error:
             logger.info("no dial-back: %s", error)
         else:
-            self._ladder.on_report(peer, DialReport(found.seen_host, found.outcomes))
+            self._policy.on_report(peer, DialReport(found.seen_host, found.outcomes))
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path, now = self._node.path_to(peer), self._loop.time()
@@ -390,15 +389,15 @@ class ReachabilityWatch:
 
     def _on_places(self) -> None:
         assert self.circuits is not None
-        self._ladder.on_places(tuple(self.circuits.places), self.circuits.addresses)
+        self._policy.on_places(tuple(self.circuits.places), self.circuits.addresses)
         self._update()
 
     def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
-        self._ladder.on_punched(peer, fault)
+        self._policy.on_punched(peer, fault)
         self._update()
 
     def _on_tunnel(self, address: str | None) -> None:
-        self._ladder.on_tunnel(address, "it was lost and is being opened again")
+        self._policy.on_tunnel(address, "it was lost and is being opened again")
         self._update()
 
     async def _open_tunnel(self, settings: TunnelSettings) -> None:
@@ -411,16 +410,16 @@ class ReachabilityWatch:
             events=self._events,
             sent_bytes=lambda: self._node.linker.metering.tunnelled_bytes,
         )
-        self._ladder.on_tunnel(self._tunnel.address)
+        self._policy.on_tunnel(self._tunnel.address)
 
     def _update(self) -> None:
-        decided = self._ladder.decide()
+        decided = self._policy.decide()
         before, self.current = self.current, decided
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
             for peer in self._node.linked():
                 self._node.linker.spawn(self._tell(peer))
-        if (decided.rung, decided.via) != (before.rung, before.via):
+        if (decided.level, decided.via) != (before.level, before.via):
             logger.info("reachability: %s", decided.explain())
             self._events.emit(ReachabilityChanged(self._loop.time(), str(decided)))
 
@@ -440,11 +439,11 @@ class ReachabilityWatch:
         while True:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()
-            moved = listening != self._ladder.listening
+            moved = listening != self._policy.listening
             if moved:
-                self._ladder.on_listening(listening)
-            few = len(self._ladder.verifiers) < VERIFIERS and self._node.linked() - self._ladder.verifiers
+                self._policy.on_listening(listening)
+            few = len(self._policy.verifiers) < VERIFIERS and self._node.linked() - self._policy.verifiers
             if moved or few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
             if self.circuits is not None:
-                (self.circuits.stop if self._ladder.dialable else self.circuits.start)()
+                (self.circuits.stop if self._policy.dialable else self.circuits.start)()

@@ -514,8 +514,8 @@ def _swarm(swarm: MembershipFacts) -> Iterator[Check]:
 
 
 def _reachability(reached: Reachability) -> Check:
-    text = "; ".join((str(reached), *(f"not {rung.value}: {why}" for rung, why in reached.reasons)))
-    fix = REACH_FIXES.get(reached.rung)
+    text = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
+    fix = REACH_FIXES.get(reached.level)
     return Check("reachability", GREEN, text) if fix is None else Check("reachability", YELLOW, text, fix)
 
 

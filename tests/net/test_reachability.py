@@ -37,11 +37,11 @@ async def watched(
 def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
-            assert watch.current.rung is ReachabilityLevel.UNVERIFIED
+            assert watch.current.level is ReachabilityLevel.UNVERIFIED
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
             assert (
-                watch.current.rung is ReachabilityLevel.LAN
+                watch.current.level is ReachabilityLevel.LAN
                 and alice.contact.addresses == watch.current.addresses
             )
             assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
@@ -58,7 +58,7 @@ def test_a_peer_behind_a_wall_gets_a_place_at_a_relay_and_tells_everybody() -> N
                 for other in (bob, carol):
                     await alice.call(other.id, Echo(), Echo, timeout_s=5)
                 alice.port = 1  # nobody listens there: all who dial back are refused
-                watch._ladder.on_listening(alice.listening()[:1])
+                watch._policy.on_listening(alice.listening()[:1])
                 await watch.start()
                 assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
                 assert "keeps it out" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
@@ -77,7 +77,7 @@ def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> No
             async with watched(alice, use_relays=False) as (watch,):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
                 await watch.start()
-                assert watch.current.rung is ReachabilityLevel.OUTGOING
+                assert watch.current.level is ReachabilityLevel.OUTGOING
                 assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
 
     run(main())

@@ -1,4 +1,4 @@
-"""The ladder's decisions, without a network."""
+"""Decisions of the reachability policy, without a network."""
 
 from __future__ import annotations
 
@@ -11,50 +11,52 @@ CIRCUIT = f"ws://203.0.113.9:4500/relay/{RELAY.hex()}"
 SILENT = "did not answer in 1.5 s"
 
 
-def ladder(*addresses: str) -> ReachabilityPolicy:
+def policy(*addresses: str) -> ReachabilityPolicy:
     return ReachabilityPolicy(addresses or (LOOPBACK, PRIVATE))
 
 
 def test_a_public_address_that_answers_is_direct() -> None:
-    one = ladder(PUBLIC, PRIVATE)
-    assert one.decide().rung is ReachabilityLevel.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
+    one = policy(PUBLIC, PRIVATE)
+    assert one.decide().level is ReachabilityLevel.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
     one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
-    assert one.decide().rung is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
+    assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
 
 
 def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
-    one = ladder()
+    one = policy()
     one.on_report(ALICE, DialReport("192.168.1.5", ((PRIVATE, ""),)))
     assert (
-        one.decide().rung is ReachabilityLevel.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
+        one.decide().level is ReachabilityLevel.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
     )
     one.on_report(BOB, DialReport("203.0.113.7", ()))
     decided = one.decide()
-    assert decided.rung is ReachabilityLevel.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
+    assert (
+        decided.level is ReachabilityLevel.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
+    )
     one.on_places((RELAY,), (CIRCUIT,))
     decided = one.decide()
     assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
 
 
 def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
-    one = ladder()
+    one = policy()
     one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
     one.on_tunnel("wss://swarm.example")
     assert str(one.decide()) == "tunnel wss://swarm.example"
     one.on_places((RELAY,), (CIRCUIT,))
-    assert one.decide().rung is ReachabilityLevel.RELAYED
+    assert one.decide().level is ReachabilityLevel.RELAYED
     assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
     one.on_punched(ALICE, None)
-    assert one.decide().rung is ReachabilityLevel.PUNCHED
+    assert one.decide().level is ReachabilityLevel.PUNCHED
     one.on_punched(ALICE, "the holes did not meet")
-    assert one.decide().rung is ReachabilityLevel.RELAYED
+    assert one.decide().level is ReachabilityLevel.RELAYED
     one.on_places((), ())
     one.on_tunnel(None, "it was lost")
-    assert one.decide().rung is ReachabilityLevel.OUTGOING
+    assert one.decide().level is ReachabilityLevel.OUTGOING
 
 
-def test_each_higher_rung_says_why_it_does_not_work() -> None:
-    one = ladder()
+def test_each_higher_level_says_why_it_does_not_work() -> None:
+    one = policy()
     one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
     why = dict(one.decide().reasons)
     assert list(why) == [
@@ -77,33 +79,33 @@ def test_each_higher_rung_says_why_it_does_not_work() -> None:
 
 
 def test_a_changed_network_voids_the_evidence() -> None:
-    one = ladder(PUBLIC)
+    one = policy(PUBLIC)
     one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
     one.on_listening((PRIVATE,))
-    assert one.decide().rung is ReachabilityLevel.UNVERIFIED and not one.verifiers
+    assert one.decide().level is ReachabilityLevel.UNVERIFIED and not one.verifiers
 
 
 def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
     one = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True)
-    assert one.decide().rung is ReachabilityLevel.DIRECT and one.decide().addresses == (
+    assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (
         "ws://swarm.example:4500",
     )
 
 
 def test_private_addresses_that_nobody_tried_are_called_so() -> None:
-    assert str(ladder().decide()) == "listening in the local network, nobody has tried yet"
-    assert str(ladder(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    assert str(policy().decide()) == "listening in the local network, nobody has tried yet"
+    assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
 
 
 def test_a_public_address_stays_told_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
-    one = ladder(PUBLIC, PRIVATE)
+    one = policy(PUBLIC, PRIVATE)
     one.on_report(ALICE, DialReport("", ()))
     decided = one.decide()
-    assert decided.rung is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
+    assert decided.level is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
     assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
     one.on_places((RELAY,), (CIRCUIT,))
-    assert one.decide().rung is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
+    assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
     one.on_report(BOB, DialReport("198.51.100.7", ()))
     assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
     one.on_report(BOB, DialReport("203.0.113.7", ((PUBLIC, ""),)))
-    assert one.decide().rung is ReachabilityLevel.DIRECT
+    assert one.decide().level is ReachabilityLevel.DIRECT
