@@ -20,13 +20,9 @@ from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Peers
 
 CLOCK_SLACK_S = 600.0
-
 """Two clocks, each 5 minutes off in opposite directions."""
-
 ID_BYTES = 32
-
 VERIFIED_RECORDS = 20_000
-
 """Digests remembered: checking a signature takes 170 microseconds."""
 
 

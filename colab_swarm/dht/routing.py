@@ -25,15 +25,10 @@ from enum import Enum, auto
 from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
-
 MAX_LOST = 100
-
 MAX_RETRIES = 20
-
 """Failures of a lost peer after which it is forgotten."""
-
 MAX_FAILURES = 2
-
 """Failures in a row after which a peer is dropped; one is enough if a replacement waits."""
 
 
@@ -183,9 +178,7 @@ class RoutingTable:
 
 
 GRACE = 4
-
 MIN_PATIENCE_S = 0.2
-
 """A notebook's busy cell delays honest answers by as much."""
 
 

@@ -51,11 +51,8 @@ from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, Refusal, R
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
 MAX_ADDRESSES = 16
-
 MAX_ADDRESS_CHARS = 800
-
 """Of all addresses in one contact: a reply carries 20 contacts."""
 
 
@@ -184,25 +181,15 @@ async def _answer_of(
 __all__ = ["DHT", "DHTSettings", "Found", "Reading"]
 
 K = TypeVar("K")
-
 V = TypeVar("V")
-
 REMEMBERED = 1000
-
 """Keys whose replicas, and peers whose skews, are remembered."""
-
 RECORDS_AT_ONCE = 16
-
 CUT_OFF_RETRY_S = 2.0
-
 MAX_RELAYS = 4
-
 RELAY_WIDTH = 2
-
 """How many peers in a row a fetch passes, and whom each asks on: one silent peer holds nothing up."""
-
 SKEW_S = 60.0
-
 """Clocks further apart than this are reported."""
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 
 BURST_S = 0.1
-
 MIN_BURST_BYTES = 1 << 16
 
 

@@ -18,14 +18,7 @@ from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Refusal, Role, short
-from colab_swarm.net.relay import (
-    CircuitAccepted,
-    CircuitOffer,
-    CircuitTicket,
-    OpenCircuit,
-    Reserve,
-    Reserved,
-)
+from colab_swarm.net.relay import CircuitAccepted, CircuitOffer, CircuitTicket, OpenCircuit, Reserve, Reserved
 from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)

@@ -88,11 +88,8 @@ class HandshakeProtocol:
 logger = logging.getLogger(__name__)
 
 STAGGER_S = 0.25
-
 DETOUR_AFTER_S = 1.5
-
 """How long addresses may take before detours are looked for, and looked for again if there are none."""
-
 T = TypeVar("T")
 
 
@@ -192,11 +189,8 @@ async def introduce(
 
 
 CONNECTING_S = 1.0
-
 TICKET = b"colab_swarm circuit "
-
 """How a connection to a relay begins that is half of a circuit."""
-
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 
 

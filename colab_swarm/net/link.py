@@ -111,7 +111,6 @@ class ServiceTable:
 logger = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
-
 MAX_TASKS = 2048
 
 
@@ -218,11 +217,8 @@ class CallResponder:
 
 
 MAX_BACKLOG_BYTES = 64 << 20
-
 RTT_SAMPLES = 5
-
 LEAVE_TIMEOUT_S = 30.0
-
 _TOKEN = struct.Struct("<d")
 
 

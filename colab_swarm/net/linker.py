@@ -210,9 +210,7 @@ class SwarmClock:
 
 
 CLOSE_TIMEOUT_S = 1.0
-
 MISSED_KEEP_ALIVES = 3
-
 DIALS = 3
 
 OpenCircuit = Callable[[Contact, PeerId, Receiver], Awaitable[WebSocket]]

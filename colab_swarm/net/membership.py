@@ -27,25 +27,15 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
 from colab_swarm.net.settings import MAX_RUN_ID_BYTES
 
 SLACK_S = 600.0
-
 """How far clocks may be apart."""
-
 MAX_NAME_CHARS = 64
-
 MAX_USES = 10_000
-
 MAX_REVOKED = 900
-
 """They fit in one record of the DHT."""
-
 MAX_VERIFIED = 10_000
-
 """Memberships remembered: checking one takes up to 340 microseconds."""
-
 MAX_GUESTS = 64
-
 GUEST_S = 60.0
-
 """How long a peer without a membership may stay at the authority to ask for one."""
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -92,21 +92,13 @@ class Metering:
 
 
 MAX_SIZE_BYTES = 32 << 20
-
 FIRST_BYTES = 64 << 10
-
 GROWTH = 4
-
 ENOUGH_S = 0.5
-
 PAUSE_S = 10.0
-
 BEATS = 3
-
 ANSWER_TIMEOUT_S = 60.0
-
 PIECE = bytes(120 << 10)
-
 """One packet, no copy."""
 
 
@@ -201,10 +193,7 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
     """
     test = MeasureSpeed(size_bytes)
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            await peers.stream(peer, test, timeout_s=timeout_s) as stream,
-        ):
+        async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
             rtt_s = min([await _beat(stream) for _ in range(BEATS)])
             upload_bps = await _burst_rate(stream, size_bytes)
             download_bps = await _absorb(stream, size_bytes)

@@ -125,11 +125,7 @@ class Node:
         return link.open_stream(opening)
 
     def serve(
-        self,
-        kind: type[M],
-        handler: Callable[[PeerId, M], Awaitable[Message]],
-        *,
-        role: Role = Role.VIEWER,
+        self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:
         """Answer calls of type ``kind``."""
         self.linker.services[0].add(kind, handler, role)

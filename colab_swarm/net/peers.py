@@ -32,7 +32,6 @@ MAX_PAYLOAD_BYTES = 1 << 20
 """Largest raw payload of one stream item. Hot items are best at 120 KiB: one packet, no copy."""
 MAX_MESSAGE_BYTES = 1 << 18
 """Largest encoded message of a call or a stream item."""
-
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
 
@@ -190,11 +189,7 @@ class Peers(Protocol):
         """
 
     def serve(
-        self,
-        kind: type[M],
-        handler: Callable[[PeerId, M], Awaitable[Message]],
-        *,
-        role: Role = Role.VIEWER,
+        self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:
         """Answer calls of type ``kind`` by peers of ``role`` or above with ``await handler(peer, message)``."""
 

@@ -1,11 +1,10 @@
-"""Finds out how others reach this peer, keeps that true, and tells others when it changes.
+"""Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-How others reach this peer: several levels, tried from the best. Free of I/O.
-
-Evidence comes in by the ``on_…`` verbs; `ReachabilityPolicy.decide` says the level of this peer, why no higher one works, and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
-could try: a peer that sees this one through a relay or a tunnel cannot, since it dials back only where it sees
-the caller. An address of a private network that a neighbour reaches is no use to peers outside: once one of
-these has tried in vain, this peer counts as behind a NAT.
+`ReachabilityPolicy` is free of I/O: evidence enters by its ``on_...`` methods, and `ReachabilityPolicy.decide` returns
+this peer's level, why no better level works, and which addresses to tell others. An address is reported once another
+peer has dialled it, or before any peer could try. A peer that sees this one through a relay or a tunnel cannot try,
+because it dials back only where it sees the caller. A private address that a neighbour reaches is of no use to peers
+outside: once one of them has failed to dial, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -222,21 +221,13 @@ def _is_local(address: str) -> bool:
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.5
-
 """For one address; on a path of the internet an open port answers within three round trips."""
-
 CALL_TIMEOUT_S = 5.0
-
 VERIFIERS = 3
-
 CHECK_EVERY_S = 5.0
-
 VERIFY_EVERY_S = 300.0
-
 DIAL_BACK_GAP_S = 1.0
-
 """A peer is dialled back no more often."""
-
 MAX_PROBED = 8
 
 Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]

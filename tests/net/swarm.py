@@ -125,8 +125,7 @@ class Proxy:
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers += [writer, far_writer]
         await asyncio.gather(
-            self._pump(reader, far_writer, self._meddled),
-            self._pump(far_reader, writer, lambda data: data),
+            self._pump(reader, far_writer, self._meddled), self._pump(far_reader, writer, lambda data: data)
         )
 
     def _meddled(self, data: bytes) -> bytes:

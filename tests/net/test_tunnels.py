@@ -17,9 +17,8 @@ import pytest
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
-from colab_swarm.net.agents import ADVICE, Guardian, explain
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import QuotaMeter, Tunnel, TunnelSettings, probe
+from colab_swarm.net.tunnels import ADVICE, Guardian, Tunnel, TunnelSettings, explain, passed_marks, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, run, until
@@ -40,7 +39,7 @@ def running(folder: Path) -> list[int]:
 
 
 def agent_of(folder: Path) -> int:
-    """The one process that is no guardian."""
+    """The one process that is not a guardian."""
     (agent,) = [pid for pid in running(folder) if b"sys.stdin" not in read(pid, "cmdline")]
     return agent
 
@@ -114,7 +113,7 @@ def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_
 def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.agents.API_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("colab_swarm.net.tunnels.API_TIMEOUT_S", 0.2)
     events = EventLog()
 
     async def main() -> None:
@@ -218,17 +217,19 @@ def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
         async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]):
             sent_bytes[0] += 600
             await until(lambda: bool(events.recent(QuotaWarning)))
-        (warning,) = events.recent(QuotaWarning)
+            await asyncio.sleep(0.15)
+            (warning,) = events.recent(QuotaWarning)
+            sent_bytes[0] += 370
+            await until(lambda: len(events.recent(QuotaWarning)) == 2)
         assert (warning.used_bytes, warning.quota_bytes) == (600, 1000)
         assert "60% of the plan's" in describe(warning)
 
     run(main())
 
 
-def test_a_quota_warns_at_50_80_and_95_percent_once_each() -> None:
-    meter = QuotaMeter(100.0)
-    assert [used for used in range(120) if meter.on_used(used)] == [50, 80, 95]
-    assert QuotaMeter(100.0).on_used(90.0), "marks passed together are one warning"
+def test_a_quota_has_marks_at_50_80_and_95_percent() -> None:
+    passed = [passed_marks(used, 100.0) for used in range(120)]
+    assert [passed.index(count) for count in (0, 1, 2, 3)] == [0, 50, 80, 95] and passed == sorted(passed)
 
 
 def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
