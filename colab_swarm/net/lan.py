@@ -22,8 +22,7 @@ from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from colab_swarm.net.addresses import is_loopback
-from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 VERSION = "1"

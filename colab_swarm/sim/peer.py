@@ -18,7 +18,7 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import ServiceTable, Unserved
+from colab_swarm.net.mux import ServiceTable, Unserved
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
 from colab_swarm.sim.link import Connection, SimLink, SimStream, decode, encode
 from colab_swarm.sim.profiles import HostProfile

@@ -17,9 +17,8 @@ from typing import Annotated, Protocol
 import msgspec
 
 from colab_swarm.errors import NotAdmitted
-from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
-from colab_swarm.net.membership import Key, MembershipAdmission, Moment, Signed
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission, Moment, Signed
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Role
 
 SCHEME = "Swarm "

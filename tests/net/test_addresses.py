@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from colab_swarm.net.addresses import AddressBook, reachable_addresses
-from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.net.settings import NodeSettings
+from colab_swarm.net.carrier import NodeSettings
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 BOB = PeerId(b"b" * 32)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
-from colab_swarm.net.hello import Hello, Introduction
+from colab_swarm.net.handshake import Hello, Introduction
 from colab_swarm.net.noise import Keys
 from tests.net.swarm import identity
 

@@ -12,8 +12,7 @@ import pytest
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net import link as answers
 from colab_swarm.net.frames import FrameKind, encode
-from colab_swarm.net.handshake import dial_any
-from colab_swarm.net.hello import Introduction
+from colab_swarm.net.handshake import Introduction, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S
 from colab_swarm.net.peers import Stream
@@ -150,9 +149,9 @@ def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyP
             with pytest.raises(CallRefused, match="handlers still run"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             (link,) = bob.linker.table.of(alice.id)
-            assert len(link.tasks()) == 3
+            assert len(link.tasks) == 3
             release.set()
-            await until(lambda: not link.tasks())
+            await until(lambda: not link.tasks)
             assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")
 
     run(main())

@@ -19,9 +19,8 @@ from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import TICKET
-from colab_swarm.net.peers import Contact, PeerId, Refusal
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
-    CircuitAccepted,
     CircuitOffer,
     CircuitTicket,
     OpenCircuit,
@@ -61,14 +60,14 @@ def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
         async with peers("carol") as (carol,):
             relay = Relay(carol, RelayQuota(circuit_bps=8e4))
             loop = asyncio.get_running_loop()
-            circuit = relay.books.open(ALICE, BOB, loop.time(), os.urandom)
+            circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
             near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
             near.other, far.other = far, near
             while circuit.buckets[0].delay(loop.time()) < 1.0:
                 near.on_message(memoryview(bytes(100)))
             await asyncio.sleep(0.1)
             assert not near.socket.reading  # type: ignore[attr-defined]
-            relay.books.circuits.clear()
+            relay.state.circuits.clear()
             relay.close()
 
     run(main())
@@ -81,7 +80,7 @@ def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
             for called in (alice.id, carol.id):
                 with pytest.raises(CallRefused, match="another"):
                     await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
-            assert not relay.books.circuits
+            assert not relay.state.circuits
             relay.close()
 
     run(main())
@@ -136,7 +135,7 @@ def test_offers_without_end_are_refused() -> None:
             refused = 0
             for _ in range(100):
                 try:
-                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), CircuitAccepted, timeout_s=5)
+                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
                 except CallRefused:
                     refused += 1
             await asyncio.sleep(0)
@@ -366,9 +365,9 @@ def test_nobody_outside_passes_for_the_tunnel_s_agent(
 ) -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
-            monkeypatch.setattr(alice.linker, "_greeter", lambda expected, path: path)
+            monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
             request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
-            path: Any = alice.linker._greet_caller(request)
+            path: Any = alice.linker._receive_caller(request)
             assert path.way is way
 
     run(main())

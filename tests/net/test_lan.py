@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.hello import MAX_ADDRESSES
 from colab_swarm.net.lan import (
     Announcement,
     LanAnnouncer,
@@ -22,7 +21,7 @@ from colab_swarm.net.lan import (
     read_announcement,
     write_properties,
 )
-from colab_swarm.net.peers import Contact
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact
 from tests.net.swarm import identity, run
 
 ALICE, BOB = (identity(name).id for name in ("alice", "bob"))

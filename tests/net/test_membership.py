@@ -76,7 +76,7 @@ def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
     at = admission(AUTHORITY)
     for seconds in (0, GUEST_S / 2, GUEST_S):
         assert at.admit(ALICE.public_key, b"", now=NOW + seconds) is Role.GUEST
-    with pytest.raises(NotAdmitted, match="no membership was asked for in a minute"):
+    with pytest.raises(NotAdmitted, match="no membership was requested in a minute"):
         at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 2) is Role.GUEST
     assert admit(membership(), at=at, now=NOW + GUEST_S + 3) is Role.WORKER
@@ -93,7 +93,7 @@ def test_guests_are_counted() -> None:
     at = admission(AUTHORITY)
     for i in range(MAX_GUESTS):
         at.admit(i.to_bytes(32), b"", now=NOW)
-    with pytest.raises(NotAdmitted, match="too many newcomers"):
+    with pytest.raises(NotAdmitted, match="too many peers request"):
         at.admit(ALICE.public_key, b"", now=NOW)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1) is Role.GUEST
 
@@ -103,7 +103,7 @@ def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
     assert admit(membership(), now=end + SLACK_S - 1) is Role.WORKER
     refused(membership(), "ended 3 hours ago: join again with a new invitation", now=end + 3 * HOUR)
     assert admit(membership(), now=NOW - SLACK_S + 1) is Role.WORKER
-    refused(membership(), "begins in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
+    refused(membership(), "starts in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
 
 
 def test_a_member_remembered_is_put_out_when_its_time_is_over() -> None:
@@ -118,8 +118,8 @@ def test_a_member_remembered_is_put_out_when_its_time_is_over() -> None:
     [
         ({"key": BOB.public_key}, "another peer's"),
         ({"run_id": "other-run-1"}, "another run"),
-        ({"role": Role.AUTHORITY}, "nobody can give"),
-        ({"role": Role.GUEST}, "nobody can give"),
+        ({"role": Role.AUTHORITY}, "cannot be granted"),
+        ({"role": Role.GUEST}, "cannot be granted"),
     ],
 )
 def test_what_even_the_authority_cannot_sign(change: dict[str, Any], match: str) -> None:

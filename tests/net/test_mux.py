@@ -128,8 +128,8 @@ def test_a_ping_comes_back_as_a_pong() -> None:
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
-        ([encode(FrameKind.REPLY, 2)], "never was"),
-        ([encode(FrameKind.ITEM, 1)], "never was"),
+        ([encode(FrameKind.REPLY, 2)], "never opened"),
+        ([encode(FrameKind.ITEM, 1)], "never opened"),
         ([encode(FrameKind.CALL, 2, b"")], "number 2"),
         ([encode(FrameKind.CALL, 3, b""), encode(FrameKind.CALL, 1, b"")], "after 3"),
         ([encode(FrameKind.OPEN, 1), encode(FrameKind.END, 1), encode(FrameKind.ITEM, 1)], "after its end"),

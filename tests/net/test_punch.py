@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.net.punch import CAN_PUNCH, Endpoint, bound_socket, plan_tries, punch
+from colab_swarm.net.upgrade import Endpoint, plan_tries, punch
+from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
 from tests.net.swarm import run
 
 needs_reuse = pytest.mark.skipif(not CAN_PUNCH, reason="this system has no SO_REUSEPORT")

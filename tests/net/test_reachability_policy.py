@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.net.reachability import DialReport, ReachabilityLevel, ReachabilityPolicy
+from colab_swarm.net.reachability import DialledBack, ReachabilityLevel, ReachabilityPolicy
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
@@ -18,17 +18,17 @@ def policy(*addresses: str) -> ReachabilityPolicy:
 def test_a_public_address_that_answers_is_direct() -> None:
     one = policy(PUBLIC, PRIVATE)
     assert one.decide().level is ReachabilityLevel.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
-    one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
+    one.on_report(ALICE, DialledBack("203.0.113.7", ((PUBLIC, ""),)))
     assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
 
 
 def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
     one = policy()
-    one.on_report(ALICE, DialReport("192.168.1.5", ((PRIVATE, ""),)))
+    one.on_report(ALICE, DialledBack("192.168.1.5", ((PRIVATE, ""),)))
     assert (
         one.decide().level is ReachabilityLevel.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
     )
-    one.on_report(BOB, DialReport("203.0.113.7", ()))
+    one.on_report(BOB, DialledBack("203.0.113.7", ()))
     decided = one.decide()
     assert (
         decided.level is ReachabilityLevel.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
@@ -40,7 +40,7 @@ def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
 
 def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
     one = policy()
-    one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
+    one.on_report(BOB, DialledBack("203.0.113.7", ((PRIVATE, SILENT),)))
     one.on_tunnel("wss://swarm.example")
     assert str(one.decide()) == "tunnel wss://swarm.example"
     one.on_places((RELAY,), (CIRCUIT,))
@@ -57,7 +57,7 @@ def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -
 
 def test_each_higher_level_says_why_it_does_not_work() -> None:
     one = policy()
-    one.on_report(BOB, DialReport("203.0.113.7", ((PRIVATE, SILENT),)))
+    one.on_report(BOB, DialledBack("203.0.113.7", ((PRIVATE, SILENT),)))
     why = dict(one.decide().reasons)
     assert list(why) == [
         ReachabilityLevel.DIRECT,
@@ -80,7 +80,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
 
 def test_a_changed_network_voids_the_evidence() -> None:
     one = policy(PUBLIC)
-    one.on_report(ALICE, DialReport("203.0.113.7", ((PUBLIC, ""),)))
+    one.on_report(ALICE, DialledBack("203.0.113.7", ((PUBLIC, ""),)))
     one.on_listening((PRIVATE,))
     assert one.decide().level is ReachabilityLevel.UNVERIFIED and not one.verifiers
 
@@ -99,13 +99,13 @@ def test_private_addresses_that_nobody_tried_are_called_so() -> None:
 
 def test_a_public_address_stays_told_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
     one = policy(PUBLIC, PRIVATE)
-    one.on_report(ALICE, DialReport("", ()))
+    one.on_report(ALICE, DialledBack("", ()))
     decided = one.decide()
     assert decided.level is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
     assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
     one.on_places((RELAY,), (CIRCUIT,))
     assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
-    one.on_report(BOB, DialReport("198.51.100.7", ()))
+    one.on_report(BOB, DialledBack("198.51.100.7", ()))
     assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
-    one.on_report(BOB, DialReport("203.0.113.7", ((PUBLIC, ""),)))
+    one.on_report(BOB, DialledBack("203.0.113.7", ((PUBLIC, ""),)))
     assert one.decide().level is ReachabilityLevel.DIRECT

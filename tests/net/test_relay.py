@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
 from colab_swarm.net.circuits import Circuits, choose
-from colab_swarm.net.hello import VERSION
+from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
@@ -119,7 +119,7 @@ def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
             for one, other in ((alice, bob), (bob, alice)):
                 path = one.path_to(other.id)
                 assert path and path.way is LinkType.RELAYED and path.relay == carol.id
-            assert relay.books.carried_bytes > 400_000
+            assert relay.state.carried_bytes > 400_000
 
     run(main())
 
@@ -244,7 +244,7 @@ def test_a_slow_circuit_holds_back_its_sender() -> None:
 def test_peers_without_a_place_are_not_called() -> None:
     async def main() -> None:
         async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
-            relay.books.places.clear()
+            relay.state.places.clear()
             with pytest.raises(PeerError, match="holds no place"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 

@@ -18,7 +18,8 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from colab_swarm.net.punch import Endpoint, bound_socket, plan_tries, punch
+from colab_swarm.net.upgrade import Endpoint, plan_tries, punch
+from colab_swarm.net.websocket import bound_socket
 
 GREETING = {True: b"I was asked", False: b"I asked you"}
 COORDINATION_S = 30.0
