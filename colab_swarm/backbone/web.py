@@ -26,7 +26,7 @@ from colab_swarm.markup import (
     text,
     tiles,
 )
-from colab_swarm.net.visitors import VisitLimit, source_of
+from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.notebook.loss_band import judge, render_svg, sahajbert, ticks
 
 RATE_POINTS = 20

@@ -1,4 +1,4 @@
-"""Addresses: which ones others can dial, which ones this peer may dial for others, and where known peers are."""
+"""Addresses that others can dial, that this peer may dial for others, and that its page's visitors come from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import ifaddr
+from aiohttp import web
 
 from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
+VISIT_WINDOW_S = 1.0
+MAX_SOURCES = 4096
+"""Visitors counted at a time; beyond that the one that has been quiet for longest is dropped."""
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -159,3 +163,50 @@ class AddressBook:
     def find(self, peer: PeerId) -> Contact:
         """Return the peer's contact, without addresses if none is known."""
         return self._contacts.get(peer, Contact(peer))
+
+
+class VisitLimit:
+    """Limits the requests of each source for a public page, so that none locks out the others. Free of I/O.
+
+    Args:
+        most: visits of one source per window of one second.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._began_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def admit(self, source: str, now: float) -> bool:
+        """Count a visit; return whether it is allowed.
+
+        Args:
+            source: from `source_of`.
+            now: monotonic seconds.
+        """
+        if now - self._began_at >= VISIT_WINDOW_S:
+            self._counts.clear()
+            self._began_at = now
+        self._counts[source] = self._counts.get(source, 0) + 1
+        self._counts.move_to_end(source)
+        if len(self._counts) > MAX_SOURCES:
+            self._counts.popitem(last=False)
+        return self._counts[source] <= self._most
+
+
+def source_of(request: web.BaseRequest) -> str:
+    """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
+
+    A tunnel's agent or a proxy on this machine appends the visitor's address to ``X-Forwarded-For``. Visitors can write
+    into that header too, so only the last entry counts, and only if the request comes from loopback.
+    """
+    host, prefix = request.remote or "", ""
+    if is_loopback(host) and "X-Forwarded-For" in request.headers:
+        host = request.headers.getall("X-Forwarded-For")[-1].rpartition(",")[2].strip()
+        prefix = "forwarded "
+    ip = ip_of(host)
+    network = ip if ip is None or ip.version == 4 else ipaddress.ip_network((ip, 64), strict=False)
+    return f"{prefix}{network or ''}"

@@ -23,8 +23,8 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
+from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
 from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem
 from colab_swarm.workunits.overview import JobStatus

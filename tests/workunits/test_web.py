@@ -251,7 +251,7 @@ def test_too_many_looks_at_the_page_are_told_to_come_again(tmp_path: Path) -> No
 def test_a_visitor_who_asks_without_end_shuts_out_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
+    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
 
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:
