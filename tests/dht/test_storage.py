@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.records import (
     CLOCK_SLACK_S,
+    DHTSettings,
     FindPeers,
     FindValue,
     FoundPeers,
     FoundValue,
     Inspector,
-    Limits,
     Record,
     Storage,
     Stored,
@@ -57,7 +57,7 @@ def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
 
 @pytest.fixture
 def storage() -> Storage:
-    return Storage(Inspector(Limits()))
+    return Storage(Inspector(DHTSettings()))
 
 
 def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
@@ -161,7 +161,10 @@ def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
 
 
 def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
-    for limits, text in ((Limits(key_bytes=600), "key is full"), (Limits(total_bytes=600), "peer is full")):
+    for limits, text in (
+        (DHTSettings(key_bytes=600), "key is full"),
+        (DHTSettings(total_bytes=600), "peer is full"),
+    ):
         storage = Storage(Inspector(limits))
         assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
         assert text in str(put(storage, record(subkey=b"c")))
@@ -190,10 +193,10 @@ wild_records = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_whatever_upsets_the_books(arrivals: list[tuple[Record, float]]) -> None:
-    storage = Storage(Inspector(Limits(total_bytes=1500)))
+    storage = Storage(Inspector(DHTSettings(total_bytes=1500)))
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
-    assert values(storage, now=100.0 + storage._limits.max_ttl_s) == set()
+    assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
 
 
 @settings(max_examples=200, deadline=None)
