@@ -363,7 +363,7 @@ FRESH_S = 1.0
 
 ANSWERS_PER_S = 100
 
-"""For one visitor; who comes too often is told so. See `colab_swarm.net.visitors`."""
+"""For one visitor; who comes too often is told so. See `colab_swarm.net.addresses`."""
 
 HEADERS = {
     "Content-Security-Policy": content_security_policy(),

@@ -281,7 +281,6 @@ class Patience:
         self._deviation_s = 0.0
 
     def learn(self, rtt_s: float) -> None:
-        """Note that an answer took ``rtt_s``."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = rtt_s, rtt_s / 2
             return

@@ -160,7 +160,6 @@ class Searcher:
         return (await self.call(contact, FindPeers(target, self._peers.contact), FoundPeers)).contacts
 
     def saw(self, contact: Contact) -> None:
-        """Note that a peer was heard from."""
         if self.table.saw(contact, self._loop.time()) and self.on_new is not None:
             self.on_new(contact)
 
@@ -503,7 +502,6 @@ class DHT:
 
 
 def _remember(known: dict[K, V], key: K, value: V) -> None:
-    """Put ``value`` last and, if there are too many, drop the first."""
     known.pop(key, None)
     known[key] = value
     if len(known) > REMEMBERED:

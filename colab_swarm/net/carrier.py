@@ -1,4 +1,4 @@
-"""Parts of a link: a carrier of whole messages, a cipher, the path to the peer, settings and bandwidth limits."""
+"""Parts of a link: settings, bandwidth limits, the path to the peer, and what replaces a network on the own link."""
 
 from __future__ import annotations
 
@@ -190,35 +190,8 @@ class Receiver(Protocol):
         """Note that the connection is gone; called once, last."""
 
 
-class Carrier(Protocol):
-    """Carries whole messages, as `colab_swarm.net.websocket.WebSocket` does."""
-
-    @property
-    def backlog_bytes(self) -> int: ...
-
-    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Send one message of ``size`` bytes, which ``fill`` writes in place; return the bytes on the wire."""
-
-    def close(self, reason: str = "") -> None: ...
-    def abort(self, reason: str = "") -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-    async def wait_closed(self) -> None: ...
-
-
-class Cipher(Protocol):
-    """Keys of both directions, as `colab_swarm.net.noise.Keys`."""
-
-    overhead_bytes: int
-
-    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        """Write the sealed packet, ``overhead_bytes`` longer, into ``out``."""
-
-    def open(self, ciphertext: memoryview) -> bytes: ...
-
-
 class NoCipher:
-    """Copies without sealing."""
+    """Stands for `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
 
     overhead_bytes = 0
 
@@ -230,7 +203,7 @@ class NoCipher:
 
 
 class Loopback:
-    """One end of a carrier in memory, for the link of a peer to itself."""
+    """Stands for a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
 
     backlog_bytes = 0
 

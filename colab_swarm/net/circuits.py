@@ -57,6 +57,7 @@ class Circuits:
 
     Attributes:
         places: the relays that hold a place for this peer, each with its circuit addresses.
+        seen_at: where each relay sees this peer's connection to it.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self._seen_at: dict[PeerId, HostPort] = {}
+        self.seen_at: dict[PeerId, HostPort] = {}
         self._accepting: list[PeerId] = []
         self._until: dict[PeerId, float] = {}
         self.places: dict[PeerId, tuple[str, ...]] = {}
@@ -107,21 +108,13 @@ class Circuits:
         """Circuit addresses of this peer."""
         return tuple(address for addresses in self.places.values() for address in addresses)
 
-    def seen_at(self, relay: PeerId) -> HostPort | None:
-        """Return where a relay sees this peer's connection to it; None if unknown."""
-        return self._seen_at.get(relay)
-
     # --- dialling others ------------------------------------------------------------------------------------
 
     async def _open(self, relay: Contact, peer: PeerId, receiver: Receiver) -> WebSocket:
-        """Open a connection to ``peer`` through the relay.
-
-        Raises:
-            PeerError: the relay cannot be reached, does not know the peer, or has no room.
-        """
+        """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
-        self._seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
+        self.seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
         gate = _Gate(receiver)
         websocket = await self._show(relay.id, ticket.token, gate)
         gate.websocket = websocket
@@ -222,7 +215,7 @@ class Circuits:
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
         before = self.addresses
-        self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
+        self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
         self.places[relay] = tuple(circuit_address(entry, relay) for entry in entries[:ENTRIES])
         self._until[relay] = self._loop.time() + reserved.seconds
         if self.addresses != before:
@@ -235,7 +228,7 @@ class Circuits:
             self._on_change()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._seen_at.pop(peer, None)
+        self.seen_at.pop(peer, None)
         if peer in self.places:
             self._forget([peer])
             self._look.set()
@@ -260,6 +253,5 @@ class _Gate:
         """Do nothing: nothing is sent yet."""
 
     def on_lost(self, reason: str) -> None:
-        """Fail: the relay hung up."""
         if not self.opened.done():
             self.opened.set_exception(PeerLost(reason))

@@ -25,6 +25,7 @@ from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
@@ -198,7 +199,6 @@ class HandshakeReceiver:
             self._send(self._introduction.start())
 
     def on_message(self, data: memoryview) -> None:
-        """Take the other end's next message."""
         if self.link.done() or self._carrier is None:
             return
         rtt_s = self._loop.time() - self._sent_at
@@ -217,7 +217,6 @@ class HandshakeReceiver:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        """Fail: the connection is gone."""
         if not self.link.done():
             self._fail(PeerLost(reason))
 
@@ -316,8 +315,8 @@ class Listener:
     Args:
         receive: makes the receiver of a new connection; raises `PeerError` to refuse it.
         scratch: memory to receive into.
-        timeout_s: for a connection to become a link; it is aborted afterwards.
-        max_fresh: connections that have not become a link; more are refused.
+        settings: ``handshake_timeout_s``, after which a connection that is not a link is aborted, and
+            ``max_handshakes``, the number of such connections; more are refused.
 
     Attributes:
         on_ticket: takes connections whose first message starts with `TICKET`; None if this peer is not a relay.
@@ -326,13 +325,11 @@ class Listener:
     def __init__(
         self,
         receive: Callable[[web.BaseRequest], HandshakeReceiver],
-        *,
         scratch: memoryview,
-        timeout_s: float,
-        max_fresh: int,
+        settings: NodeSettings,
     ) -> None:
         self._receive, self._scratch = receive, scratch
-        self._timeout_s, self._max_fresh = timeout_s, max_fresh
+        self._timeout_s, self._max_fresh = settings.handshake_timeout_s, settings.max_handshakes
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None)
         self._server: asyncio.Server | None = None

@@ -161,7 +161,16 @@ class LanAnnouncer:
         self._announcement = replace(self._announcement, contact=contact)
         ips, port = announced(contact)
         before = self._info
-        self._info = self._describe(ips, port, before.name if before else "") if ips else None
+        self._info = None
+        if ips:
+            self._info = AsyncServiceInfo(
+                SERVICE,
+                before.name if before else f"{self._label}.{SERVICE}",
+                parsed_addresses=ips,
+                port=port,
+                properties=write_properties(self._announcement),
+                server=f"{self._label}.local.",
+            )
         if self._info is not None and before is None:
             await (await self._zeroconf.async_register_service(self._info, allow_name_change=True))
         elif self._info is not None:
@@ -172,16 +181,6 @@ class LanAnnouncer:
     async def close(self) -> None:
         """Withdraw the announcement. Idempotent."""
         await self._zeroconf.async_close()
-
-    def _describe(self, ips: list[str], port: int, name: str) -> AsyncServiceInfo:
-        return AsyncServiceInfo(
-            SERVICE,
-            name or f"{self._label}.{SERVICE}",
-            parsed_addresses=ips,
-            port=port,
-            properties=write_properties(self._announcement),
-            server=f"{self._label}.local.",
-        )
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
@@ -239,7 +238,6 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
 
 
 def _dialled(host: str) -> str:
-    """Return the IP address as the host of an address; empty if others cannot dial it."""
     ip = ip_of(host)
     if ip is None or (ip.version == 6 and ip.is_link_local):  # link-local ones need an interface
         return ""

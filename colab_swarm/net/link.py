@@ -16,7 +16,7 @@ import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Carrier, Cipher, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Remote, Traffic
 from colab_swarm.net.frames import Frame, FrameKind
 from colab_swarm.net.mux import (
     Failure,
@@ -28,6 +28,7 @@ from colab_swarm.net.mux import (
     encode_opening,
     item_cost,
 )
+from colab_swarm.net.noise import Keys
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -41,6 +42,7 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
+from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
@@ -48,6 +50,7 @@ MAX_TASKS = 2048
 MAX_BACKLOG_BYTES = 64 << 20
 RTT_SAMPLES = 5
 LEAVE_TIMEOUT_S = 30.0
+"""A quiet link that only this end leaves is closed after this time."""
 _TOKEN = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -142,7 +145,6 @@ class LinkStream:
             self.reset(kind.__name__ if kind else "")
 
     def on_item(self, message: memoryview, payload: memoryview) -> None:
-        """Take an item from the link."""
         if self._discarding:
             self._link.consumed(self.id, item_cost(message, payload))
             return
@@ -153,11 +155,9 @@ class LinkStream:
         self._wake()
 
     def on_credit(self) -> None:
-        """Note that the peer made room."""
         self._credit.set()
 
     def on_end(self) -> None:
-        """Note that the peer ended its side."""
         self._got_end = True
         self._wake()
 
@@ -191,8 +191,8 @@ class Link:
         self,
         remote: Remote,
         *,
-        carrier: Carrier,
-        cipher: Cipher,
+        carrier: WebSocket | Loopback,
+        cipher: Keys | NoCipher,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
@@ -209,7 +209,7 @@ class Link:
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
-        self._rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
+        self.rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, LinkStream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
@@ -234,11 +234,7 @@ class Link:
     @property
     def rtt_s(self) -> float | None:
         """Median of the last round-trip times, seconds."""
-        return statistics.median(self._rtts_s) if self._rtts_s else None
-
-    def add_rtt(self, rtt_s: float) -> None:
-        """Count a measured round trip."""
-        self._rtts_s.append(rtt_s)
+        return statistics.median(self.rtts_s) if self.rtts_s else None
 
     # --- calls and streams of this end ----------------------------------------------------------------------
 
@@ -316,13 +312,11 @@ class Link:
         self.flush_soon()
 
     def end_stream(self, id: int) -> None:
-        """Send END."""
         self.mux.end(id)
         self._forget_if_over(id)
         self.flush_soon()
 
     def reset_stream(self, id: int, code: str, text: str) -> None:
-        """Send RESET and forget the stream."""
         self.mux.reset(id, code, text)
         self._streams.pop(id, None)
         self.flush_soon()
@@ -420,10 +414,6 @@ class Link:
             self.flush_soon()
             self._close_if_done()
 
-    def outstays(self, now: float) -> bool:
-        """Whether this end left a quiet link long ago and the peer does not leave it."""
-        return self.mux.leaving and self.mux.quiet and now - self.used_at > LEAVE_TIMEOUT_S
-
     def close(self, reason: str) -> None:
         """Send what is queued, then close; calls and streams fail with `PeerLost`."""
         if self.lost is None:
@@ -432,7 +422,6 @@ class Link:
             self.on_lost(reason)
 
     def abort(self, reason: str) -> None:
-        """Close at once."""
         self._carrier.abort(reason)
         self.on_lost(reason)
 
@@ -474,10 +463,16 @@ class Link:
             return
         self.flush_soon()
         if self._traffic.download:
-            self._throttle_download(len(data), now)
+            for bucket in self._traffic.download:
+                bucket.take(len(data), now)
+            delay = max(bucket.delay(now) for bucket in self._traffic.download)
+            if delay > 0:
+                self._carrier.pause_reading()
+                if self._resume is not None:  # an earlier message of the same read set a shorter pause
+                    self._resume.cancel()
+                self._resume = self._loop.call_later(delay, self._carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
-        """Note that the carrier's buffer is full, or has room again."""
         if writable:
             self._writable.set()
         else:
@@ -512,7 +507,7 @@ class Link:
                 answer.set_result(frame.message)
         elif kind is FrameKind.PONG:
             if len(frame.message) == _TOKEN.size:
-                self.add_rtt(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
+                self.rtts_s.append(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
         elif kind is FrameKind.LEAVING:
             self.leave()
         else:
@@ -572,13 +567,3 @@ class Link:
     def _upload_delay(self) -> float:
         now = self._loop.time()
         return max(bucket.delay(now) for bucket in self._traffic.upload)
-
-    def _throttle_download(self, size: int, now: float) -> None:
-        for bucket in self._traffic.download:
-            bucket.take(size, now)
-        delay = max(bucket.delay(now) for bucket in self._traffic.download)
-        if delay > 0:
-            self._carrier.pause_reading()
-            if self._resume is not None:  # an earlier message of the same read set a shorter pause
-                self._resume.cancel()
-            self._resume = self._loop.call_later(delay, self._carrier.resume_reading)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,8 +22,6 @@ from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, Pe
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_loopback, relay_of
 from colab_swarm.net.carrier import (
-    Carrier,
-    Cipher,
     LinkType,
     Loopback,
     NoCipher,
@@ -42,7 +41,7 @@ from colab_swarm.net.handshake import (
     introduce,
 )
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import Link
+from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link
 from colab_swarm.net.membership import Admission
 from colab_swarm.net.metering import Metering
 from colab_swarm.net.mux import ServiceTable
@@ -83,7 +82,6 @@ class LinkTable:
         return sum(len(links) for links in self._by_peer.values())
 
     def peers(self) -> frozenset[PeerId]:
-        """Return the peers with a link."""
         return frozenset(self._by_peer)
 
     def of(self, peer: PeerId) -> list[Link]:
@@ -137,7 +135,6 @@ class SwarmClock:
         self._offsets_s[peer] = theirs + rtt_s / 2 - ours
 
     def forget(self, peer: Hashable) -> None:
-        """Drop the offset of a peer that left."""
         self._offsets_s.pop(peer, None)
 
     @property
@@ -191,6 +188,7 @@ class Linker:
         )
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.services = (ServiceTable(), ServiceTable())
+        self._make_link = partial(Link, services=self.services, settings=settings, events=events)
         self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
@@ -198,12 +196,7 @@ class Linker:
         self.lost_listeners: list[Callable[[PeerId], None]] = []
         self.open_circuit: Callable[[Contact, PeerId, Receiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
-        self.listener = Listener(
-            self._receive_caller,
-            scratch=self.scratch,
-            timeout_s=settings.handshake_timeout_s,
-            max_fresh=settings.max_handshakes,
-        )
+        self.listener = Listener(self._receive_caller, self.scratch, settings)
 
     def time(self) -> float:
         """Return swarm time, seconds since the epoch."""
@@ -374,27 +367,13 @@ class Linker:
         contact, (local, remote) = introduced.contact, carrier.ends
         self.book.replace(contact)
         self.clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
-        path = Path(path.way, path.relay, local, remote, path.address, path.caller_host)
+        path = replace(path, local=local, remote=remote)
         end = Remote(contact, introduced.public_key, introduced.membership, introduced.role, path)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
-        link = self._make_link(end, carrier, introduced.keys, traffic, dialled=dialled)
-        link.add_rtt(rtt_s)
+        link = self._make_link(end, carrier=carrier, cipher=introduced.keys, traffic=traffic, dialled=dialled)
+        link.rtts_s.append(rtt_s)
         self._add_link(link)
         return link
-
-    def _make_link(
-        self, remote: Remote, carrier: Carrier, cipher: Cipher, traffic: Traffic, *, dialled: bool
-    ) -> Link:
-        return Link(
-            remote,
-            carrier=carrier,
-            cipher=cipher,
-            dialled=dialled,
-            services=self.services,
-            traffic=traffic,
-            settings=self._settings,
-            events=self._events,
-        )
 
     def _add_link(self, link: Link) -> None:
         link.on_closed = self._on_link_closed
@@ -426,10 +405,8 @@ class Linker:
             own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
             near, far = Loopback(), Loopback()
             near.other, far.other = far, near
-            self._own_ends = (
-                self._make_link(own, near, NoCipher(), Traffic(), dialled=True),
-                self._make_link(own, far, NoCipher(), Traffic(), dialled=False),
-            )
+            make_link = partial(self._make_link, own, cipher=NoCipher(), traffic=Traffic())
+            self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]
 
@@ -445,7 +422,7 @@ class Linker:
             for link in self.table:
                 if now - link.heard_at > MISSED_KEEP_ALIVES * settings.keep_alive_s:
                     link.abort(f"silent for {now - link.heard_at:.0f} s")
-                elif link.outstays(now):
+                elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
                     link.close("no longer needed")
                 elif link.mux.quiet and now - link.used_at > settings.idle_link_s and self._can_redial(link):
                     link.leave()
@@ -470,9 +447,8 @@ class Linker:
         return max(roles, default=Role.GUEST)
 
     def _admit_again(self, link: Link, membership: bytes) -> Role:
-        remote = link.remote
-        role = self._admission.admit(remote.public_key, membership, now=self.time())
-        link.remote = Remote(remote.contact, remote.public_key, membership, role, remote.path)
+        role = self._admission.admit(link.remote.public_key, membership, now=self.time())
+        link.remote = replace(link.remote, membership=membership, role=role)
         return role
 
     def _can_redial(self, link: Link) -> bool:

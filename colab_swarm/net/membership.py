@@ -66,7 +66,6 @@ class Signed(Message, frozen=True, kw_only=True):
         return verify(public_key, self.signature, self.signed_bytes())
 
     def encode(self) -> bytes:
-        """Return the encoded message."""
         return msgspec.msgpack.encode(self)
 
 
@@ -335,5 +334,4 @@ class OpenAdmission:
     membership = b""
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return `Role.WORKER`."""
         return Role.WORKER

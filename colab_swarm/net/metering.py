@@ -38,14 +38,14 @@ PIECE = bytes(120 << 10)
 
 
 class Metering:
-    """Counts and limits the traffic of a node's links."""
+    """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through its own tunnel."""
 
     def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
         self._clock, self._settings = clock, settings
         self._upload: list[TokenBucket] = []  # shared with all links
         self._download: list[TokenBucket] = []
         self.limit(None)
-        self._sent, self._received, self._tunnelled = RateMeter(), RateMeter(), RateMeter()
+        self._sent, self._received, self.tunnelled = RateMeter(), RateMeter(), RateMeter()
         self._by_relay: dict[PeerId, RateMeter] = {}
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
@@ -59,11 +59,6 @@ class Metering:
             rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
             buckets[:] = [TokenBucket(min(rates), self._clock())] if rates else []
 
-    @property
-    def tunnelled_bytes(self) -> int:
-        """Bytes sent through this peer's own tunnel."""
-        return self._tunnelled.total_bytes
-
     def relayed_bytes(self) -> dict[PeerId, int]:
         """Return the bytes that each relay carried for this peer, both ways."""
         return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
@@ -75,7 +70,7 @@ class Metering:
             del self._by_peer[next(iter(self._by_peer))]
         out, into = [sent, self._sent], [received, self._received]
         if path.way is LinkType.TUNNEL and not dialled:
-            out.append(self._tunnelled)
+            out.append(self.tunnelled)
         if path.relay is not None:
             carried = self._by_relay.setdefault(path.relay, RateMeter())
             out.append(carried)
@@ -146,7 +141,6 @@ class SpeedTests:
         peers.serve_stream(MeasureSpeed, self._answer)
 
     def close(self) -> None:
-        """Stop answering."""
         self._peers.unserve(MeasureSpeed)
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:

@@ -50,7 +50,6 @@ class Failure(Message, frozen=True):
 
 @lru_cache(maxsize=1024)
 def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a message type."""
     return msgspec.msgpack.Decoder(kind)
 
 
@@ -79,7 +78,6 @@ class ServiceTable:
         self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
-        """Stop answering ``kind``."""
         self._by_name.pop(kind.__name__, None)
 
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:

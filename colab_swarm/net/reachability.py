@@ -21,8 +21,9 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import MAX_ADDRESS_CHARS, host_of, is_local, may_dial_back
+from colab_swarm.net.addresses import host_of, is_local, may_dial_back
 from colab_swarm.net.circuits import Circuits
+from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
@@ -38,7 +39,6 @@ VERIFY_EVERY_S = 300.0
 DIAL_BACK_GAP_S = 1.0
 """Least time between two dial-backs for the same peer."""
 MAX_PROBED = 8
-Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -132,7 +132,6 @@ class ReachabilityPolicy:
         self._reports.clear()
 
     def on_report(self, verifier: PeerId, report: DialledBack) -> None:
-        """Note the result of a dial-back."""
         self._reports[verifier] = report
 
     def on_places(self, relays: tuple[PeerId, ...], circuits: tuple[str, ...], why_none: str = "") -> None:
@@ -262,7 +261,9 @@ class ReachabilityWatch:
         self.current: Reachability = self._policy.decide()
         self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
         self.upgrades = (
-            Upgrades(node, self.circuits.seen_at, self._on_upgrade, rng) if self.circuits and punch else None
+            Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
+            if self.circuits and punch
+            else None
         )
         if not use_relays:
             self._policy.on_places((), (), "this peer uses no relay (use_relays=False)")
@@ -280,13 +281,13 @@ class ReachabilityWatch:
         if self._tunnel_settings is not None:
             if self._node.port is None:
                 raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")
-            self._tunnel = await Tunnel.open(
+            self._tunnel = await Tunnel(
                 self._tunnel_settings,
                 self._node.port,
                 on_change=self._on_tunnel,
                 events=self._events,
-                sent_bytes=lambda: self._node.linker.metering.tunnelled_bytes,
-            )
+                sent_bytes=lambda: self._node.linker.metering.tunnelled.total_bytes,
+            ).open()
             self._policy.on_tunnel(self._tunnel.address)
         await self.verify()
         if not self._policy.dialable and self.circuits is not None:

@@ -139,7 +139,6 @@ class RelayState:
         self.places[peer] = now + self.quota.place_s
 
     def has_place(self, peer: PeerId, now: float) -> bool:
-        """Return True if the peer holds a place."""
         return self.places.get(peer, 0.0) > now
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
@@ -241,15 +240,6 @@ class Relay:
         called = PeerId(message.peer)
         if called in (peer, self._node.id):
             raise Refusal("a circuit must lead to a third peer")
-        await self._require_reachable(called)
-        circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
-        mine, theirs = circuit.tokens
-        path = self._node.path_to(peer)
-        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
-        self._node.linker.spawn(self._offer(circuit, called, offer))
-        return CircuitTicket(mine, *self._seen(peer))
-
-    async def _require_reachable(self, called: PeerId) -> None:
         if not self._node.contact_of(called).direct:
             if not self.state.has_place(called, self._loop.time()):
                 raise Refusal(f"{short(called)} holds no place here")
@@ -258,6 +248,12 @@ class Relay:
                 await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
             except PeerError as error:
                 raise Refusal(f"the relay does not reach it either: {error}") from error
+        circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
+        mine, theirs = circuit.tokens
+        path = self._node.path_to(peer)
+        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
+        self._node.linker.spawn(self._offer(circuit, called, offer))
+        return CircuitTicket(mine, *self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
@@ -266,7 +262,6 @@ class Relay:
             self.end(circuit, str(error))
 
     def _on_ticket(self, ticket: bytes, socket: WebSocket) -> None:
-        """Join a connection to the circuit of its ticket."""
         found = self.state.find(ticket.removeprefix(TICKET))
         if found is None:
             socket.close("this ticket is not valid, or no longer valid")
@@ -309,7 +304,6 @@ class _Batch:
         self._size += write_message(data, self._memory[self._size :])
 
     def flush(self, socket: WebSocket) -> None:
-        """Send all messages."""
         size, self._size = self._size, 0
         if size and not socket.send_framed(self._memory[:size]):
             self._memory = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
@@ -330,7 +324,6 @@ class _Pump:
         socket.after_read = self._flush
 
     def on_message(self, data: memoryview) -> None:
-        """Copy to the other end."""
         if self.other is None:
             self._relay.end(self._circuit, "sent a message before the circuit was open")
             return
@@ -355,7 +348,6 @@ class _Pump:
             (self.other._resume if writable else self.other._wait)("buffer")
 
     def on_lost(self, reason: str) -> None:
-        """End the circuit."""
         self._relay.end(self._circuit, f"the other end of the circuit is gone: {reason}")
 
     def _wait(self, reason: str) -> None:

@@ -250,7 +250,6 @@ class CloudflaredAgent:
         return agent
 
     def alive(self) -> bool:
-        """Return True if cloudflared runs."""
         return self._process.returncode is None
 
     async def answers(self) -> bool:
@@ -318,7 +317,6 @@ class NgrokAgent:
         return agent
 
     def alive(self) -> bool:
-        """Return True if the agent's process runs."""
         return self._process is not None and self._process.proc.poll() is None
 
     async def answers(self) -> bool:
@@ -417,7 +415,14 @@ class NgrokAgent:
 
 
 class Tunnel:
-    """One tunnel to a local port, open until `close`. Make it with `open`.
+    """One tunnel to a local port; opened by `open`, then reopened whenever it is lost, until `close`.
+
+    Args:
+        settings: which tunnel.
+        port: the port on 127.0.0.1 where a peer listens.
+        on_change: called on the loop with each later address, and with None when the tunnel is lost.
+        events: gets `TunnelChanged` and `QuotaWarning`.
+        sent_bytes: returns the bytes sent through tunnels so far; the quota counts from the opening.
 
     Attributes:
         address: ``wss://HOST``, or None while the tunnel is lost.
@@ -439,33 +444,16 @@ class Tunnel:
         self._agent: NgrokAgent | CloudflaredAgent | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        settings: TunnelSettings,
-        port: int,
-        *,
-        on_change: Callable[[str | None], None],
-        events: EventLog,
-        sent_bytes: Callable[[], float],
-    ) -> Tunnel:
-        """Open the tunnel and reopen it whenever it is lost.
-
-        Args:
-            settings: which tunnel.
-            port: the port on 127.0.0.1 where a peer listens.
-            on_change: called on the loop with each later address, and with None when the tunnel is lost.
-            events: gets `TunnelChanged` and `QuotaWarning`.
-            sent_bytes: returns the bytes sent through tunnels so far; the quota counts from the opening.
+    async def open(self) -> Tunnel:
+        """Open the tunnel and return it.
 
         Raises:
             TunnelError: the text names the fix.
         """
-        tunnel = cls(settings, port, on_change=on_change, events=events, sent_bytes=sent_bytes)
-        agent = tunnel._agent = await tunnel._open_agent()
-        tunnel._set_address(agent.address, "opened")
-        tunnel._watching = asyncio.create_task(tunnel._watch(agent))
-        return tunnel
+        agent = self._agent = await self._open_agent()
+        self._set_address(agent.address, "opened")
+        self._watching = asyncio.create_task(self._watch(agent))
+        return self
 
     def __repr__(self) -> str:
         return f"Tunnel({self._settings.kind}, {self.address or 'lost'})"
@@ -503,12 +491,16 @@ class Tunnel:
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
     async def _wait_lost(self, agent: NgrokAgent | CloudflaredAgent) -> str:
-        """Watch the agent until it is lost; return the reason."""
         misses = failures = 0
         probe_at = self._loop.time() + self._settings.probe_s
         while True:
             await asyncio.sleep(self._settings.check_s)
-            self._check_quota()
+            used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
+            if self._settings.kind == "ngrok" and quota_bytes is not None:
+                passed = passed_marks(used_bytes, quota_bytes)
+                if passed > self._warned:
+                    self._warned = passed
+                    self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
             if not agent.alive():
                 return "its agent died"
             misses = 0 if await agent.answers() else misses + 1
@@ -538,12 +530,3 @@ class Tunnel:
     def _set_address(self, address: str | None, reason: str) -> None:
         self.address = address
         self._events.emit(TunnelChanged(self._loop.time(), address, reason))
-
-    def _check_quota(self) -> None:
-        quota_bytes, used_bytes = self._settings.quota_bytes, self._sent_bytes() - self._sent_before
-        if self._settings.kind != "ngrok" or quota_bytes is None:
-            return
-        passed = passed_marks(used_bytes, quota_bytes)
-        if passed > self._warned:
-            self._warned = passed
-            self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))

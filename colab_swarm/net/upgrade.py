@@ -95,7 +95,6 @@ class Endpoint(Message, frozen=True):
 
     @property
     def usable(self) -> bool:
-        """Whether this peer can connect to it."""
         return self.family is not None and 0 < self.port < 1 << 16
 
     @property
@@ -263,7 +262,6 @@ class Upgrades:
         node.serve_stream(Upgrade, self._on_upgrade)
 
     def close(self) -> None:
-        """Stop upgrading."""
         self._node.linker.on_relayed = lambda link: None
         self._node.unserve(Upgrade)
 
@@ -397,7 +395,6 @@ class Upgrades:
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, asked: bool
     ) -> None:
-        """Punch until a direct link opens, or the time is over."""
         if not port or not targets:
             raise PeerUnreachable("one of the two ends cannot punch holes")
         now = self._loop.time()
@@ -421,7 +418,6 @@ class Upgrades:
     async def _shake_hands(
         self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event
     ) -> None:
-        """Make the connection a link; the handshake identifies the peer."""
 
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)

@@ -166,7 +166,6 @@ class WebSocket(asyncio.BufferedProtocol):
         return not self.backlog_bytes
 
     def send_bytes(self, data: bytes) -> int:
-        """Send one message."""
 
         def copy(out: memoryview) -> None:
             out[:] = data
@@ -188,17 +187,14 @@ class WebSocket(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket."""
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read from the socket again."""
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
     async def wait_closed(self) -> None:
-        """Return when the connection is gone."""
         await asyncio.shield(self._closed)
 
     def get_buffer(self, sizehint: int) -> memoryview:

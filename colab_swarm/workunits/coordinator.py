@@ -212,9 +212,9 @@ class CoordinatorRuntime:
             port = await self._listen(self._server)
             if tunnel is not None:
                 events = EventLog()
-                self._tunnel = await Tunnel.open(
+                self._tunnel = await Tunnel(
                     tunnel, port, on_change=self._on_tunnel, events=events, sent_bytes=float
-                )
+                ).open()
                 self._on_tunnel(self._tunnel.address)
             elif not self.url:
                 found = reachable_addresses(self._options.get("host", "0.0.0.0"), port)

@@ -51,7 +51,7 @@ FAREWELL_S = 2.0
 """For taking in what is not wanted before the line is cut, and for ending what goes on when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Pages for one visitor; see `colab_swarm.net.visitors`."""
+"""Pages for one visitor; see `colab_swarm.net.addresses`."""
 STATUSES = {
     "token": 401,
     "banned": 403,

@@ -21,10 +21,10 @@ from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, start, unti
 
 def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
     async def main() -> None:
-        kept: list[memoryview] = []
+        received: list[memoryview] = []
 
         async def keep(opening: Talk, stream: Stream) -> None:
-            kept.append((await stream.receive(Piece))[1])
+            received.append((await stream.receive(Piece))[1])
 
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(Talk, keep)
@@ -32,8 +32,8 @@ def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
             (link,) = alice.linker.table.of(bob.id)
             link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
             await stream.send(Piece(1), b"12345678")
-            await until(lambda: bool(kept))
-            assert bytes(kept[0]) == b"12345678" and len(memoryview(kept[0].obj)) == 8
+            await until(lambda: bool(received))
+            assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
 
     run(main())
 

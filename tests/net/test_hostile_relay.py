@@ -96,26 +96,26 @@ def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
 
 def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
     async def main() -> None:
-        unheard: list[str] = []
+        unhandled: list[str] = []
         asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: unheard.append(context["message"])
+            lambda loop, context: unhandled.append(context["message"])
         )
         async with peers("alice", "carol") as (alice, carol):
             relay = Relay(carol)
-            told = asyncio.get_running_loop().create_future()
+            lost = asyncio.get_running_loop().create_future()
 
             class Guesser:
                 def on_message(self, data: memoryview) -> None: ...
                 def on_writable(self, writable: bool) -> None: ...
                 def on_lost(self, reason: str) -> None:
-                    told.set_result(reason)
+                    lost.set_result(reason)
 
             socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
             socket.send_bytes(TICKET + b"guess")
-            assert "not valid" in await told
+            assert "not valid" in await lost
             relay.close()
         gc.collect()
-        assert unheard == []
+        assert unhandled == []
 
     run(main())
 
@@ -158,7 +158,7 @@ def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
     run(main())
 
 
-def test_a_relay_that_drops_whoever_it_gave_a_place_is_not_asked_without_a_pause(
+def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -227,7 +227,7 @@ EVIL = (
 )
 
 
-def test_a_relayed_peer_has_nobody_dialled_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
 
     async def main() -> None:
@@ -276,7 +276,7 @@ def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, se
 
 
 @pytest.mark.parametrize(
-    ("relay_at", "told", "believed"),
+    ("relay_at", "claimed", "believed"),
     [
         ("203.0.113.1", "203.0.113.9", "203.0.113.9"),
         ("192.168.1.2", "203.0.113.9", "203.0.113.9"),
@@ -288,19 +288,19 @@ def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, se
     ],
 )
 def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
-    relay_at: str, told: str, believed: str, monkeypatch: pytest.MonkeyPatch
+    relay_at: str, claimed: str, believed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
             upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
             monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
-            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=told)) == believed
+            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
             upgrades.close()
 
     run(main())
 
 
-def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
+def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
@@ -353,14 +353,14 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
         ("ws://198.51.100.7:22", "no address", False),
     ],
 )
-def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
+def test_only_the_requesting_host_is_dialled_back(address: str, seen: str, may: bool) -> None:
     assert may_dial_back(address, seen) is may
 
 
 @pytest.mark.parametrize(
     ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
 )
-def test_nobody_outside_passes_for_the_tunnel_s_agent(
+def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
     remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -81,7 +81,7 @@ def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
     ]
 
 
-def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
+def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:
     pair = Pair()
     id, payload = pair.alice.open(b""), bytes(1 << 16)
     count = 0

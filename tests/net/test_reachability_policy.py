@@ -22,7 +22,7 @@ def test_a_public_address_that_answers_is_direct() -> None:
     assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
 
 
-def test_a_neighbour_makes_it_a_lan_until_somebody_outside_fails() -> None:
+def test_a_neighbour_makes_it_a_lan_until_a_peer_outside_fails() -> None:
     one = policy()
     one.on_report(ALICE, DialledBack("192.168.1.5", ((PRIVATE, ""),)))
     assert (
@@ -85,19 +85,19 @@ def test_a_changed_network_voids_the_evidence() -> None:
     assert one.decide().level is ReachabilityLevel.UNVERIFIED and not one.verifiers
 
 
-def test_addresses_that_the_user_gave_are_told_as_they_are() -> None:
+def test_addresses_from_the_user_are_announced_unverified() -> None:
     one = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True)
     assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (
         "ws://swarm.example:4500",
     )
 
 
-def test_private_addresses_that_nobody_tried_are_called_so() -> None:
+def test_private_addresses_without_a_dial_back_are_called_so() -> None:
     assert str(policy().decide()) == "listening in the local network, nobody has tried yet"
     assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
 
 
-def test_a_public_address_stays_told_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
+def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
     one = policy(PUBLIC, PRIVATE)
     one.on_report(ALICE, DialledBack("", ()))
     decided = one.decide()

@@ -1,4 +1,4 @@
-"""Visitors of public pages, of whom none may shut out another."""
+"""Visitors of public pages: none may lock out another."""
 
 from __future__ import annotations
 

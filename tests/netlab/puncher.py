@@ -26,7 +26,7 @@ COORDINATION_S = 30.0
 
 
 async def coordinate(port: int) -> None:
-    """Pair connections as they come; tell each how it is seen, then pass their lines to each other."""
+    """Pair connections as they come; report to each its address, then pass their lines to each other."""
     waiting: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
