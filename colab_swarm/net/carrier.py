@@ -55,11 +55,11 @@ class NodeSettings:
         if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
             raise ValueError(f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port={self.port} is no port: 1 to 65535, or 0 for a free one")
+            raise ValueError(f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
         wrong = [address for address in announce if not is_address(address)]
         if wrong:
-            raise ValueError(f"{wrong[0]!r} is no address: ws://HOST:PORT is expected")
+            raise ValueError(f"{wrong[0]!r} is not an address: ws://HOST:PORT is expected")
         if len(announce) > MAX_ADDRESSES:
             raise ValueError(f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")
 

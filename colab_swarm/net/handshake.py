@@ -132,7 +132,7 @@ class Introduction:
         payload = self._noise.read(message)
         if not self._run_checked:
             if payload != self._digest:
-                raise ProtocolError(f"this peer is of {describe_run(self._run_id)}")
+                raise ProtocolError(f"this peer belongs to {describe_run(self._run_id)}")
             self._run_checked = True
             return self._write_hello(wall_time)
         hello = self._check_hello(payload, before)

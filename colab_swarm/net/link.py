@@ -114,7 +114,7 @@ class LinkStream:
             return decoder_of(kind).decode(message), payload
         except UNDECODABLE as error:
             self.reset("undecodable item")
-            raise ProtocolError(f"an item from {short(self.peer)} is no {kind.__name__}: {error}") from error
+            raise ProtocolError(f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}") from error
 
     async def end(self) -> None:
         self._sent_end = True
@@ -258,7 +258,7 @@ class Link:
         try:
             return decoder_of(reply).decode(body)  # type: ignore[no-any-return]
         except UNDECODABLE as error:
-            text = f"the answer of {short(self.peer)} is no {reply.__name__}: {error}"
+            text = f"the answer of {short(self.peer)} is not a valid {reply.__name__}: {error}"
             raise ProtocolError(text) from error
 
     def _expire(self, id: int, name: str, timeout_s: float) -> None:

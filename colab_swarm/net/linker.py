@@ -308,7 +308,7 @@ class Linker:
             return await introduce(connect, receiver, timeout_s=timeout_s, name=address)
         except PeerLost as error:
             ours = describe_run(self._settings.run_id)
-            raise PeerUnreachable(f"{address} refused the link: {error} (we are of {ours})") from error
+            raise PeerUnreachable(f"{address} refused the link: {error} (we belong to {ours})") from error
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
         """Open a WebSocket to a direct address.

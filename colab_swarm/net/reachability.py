@@ -212,7 +212,7 @@ class ReachabilityPolicy:
         for report in self._reports.values():
             for address, fault in report.outcomes:
                 if fault and _is_local(address) == local:
-                    return f"dialled back at {address}, {fault}; a NAT or firewall keeps it out"
+                    return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         kind = "private" if local else "public"
         if not any(_is_local(address) == local for address in self.listening):
             return f"this machine has no {kind} address"
@@ -336,7 +336,7 @@ class ReachabilityWatch:
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path, now = self._node.path_to(peer), self._loop.time()
         if path is None or path.remote is None:
-            raise Refusal("there is no direct way to see you")
+            raise Refusal("no direct link shows your address")
         if now - self._dialled_back_at.get(peer, float("-inf")) < DIAL_BACK_GAP_S:
             raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
         self._dialled_back_at = {one: at for one, at in self._dialled_back_at.items() if now - at < 60.0}

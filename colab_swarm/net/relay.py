@@ -14,7 +14,6 @@ the two peers, but no key and no content, and spends no time on cryptography.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,11 +29,10 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
-logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
 BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
-"""One read, and a message that came in fragments before."""
+"""One read, and a message received in fragments before."""
 TICKET_S = 15.0
 """Time for the two ends to show their tickets."""
 OFFER_TIMEOUT_S = 10.0

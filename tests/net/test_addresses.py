@@ -44,7 +44,7 @@ def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
     book = AddressBook()
     book.learn(Contact(BOB, (wrong, "wss://[::1]:4500")))
     assert book.find(BOB).addresses == ("wss://[::1]:4500",)
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match="is not an address"):
         NodeSettings(announce=(wrong,))
 
 

@@ -44,7 +44,7 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
 
 def test_another_run_is_named() -> None:
     alice, bob = ends(run_id="red", other_run_id="blue")
-    with pytest.raises(ProtocolError, match="this peer is of run 'blue', protocol 1"):
+    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 1"):
         reply(bob, alice.start())
 
 

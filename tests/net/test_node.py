@@ -95,7 +95,7 @@ def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
 def test_a_reply_of_another_shape_is_a_protocol_error() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
-            with pytest.raises(ProtocolError, match="is no Piece"):
+            with pytest.raises(ProtocolError, match="is not a valid Piece"):
                 await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
 
     run(main())
@@ -164,7 +164,7 @@ def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
     async def main() -> None:
         async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
             alice.learn(bob.contact)
-            with pytest.raises(PeerUnreachable, match=r"of run 'blue'.*we are of run 'red'"):
+            with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
     run(main())

@@ -61,7 +61,7 @@ def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
                 watch._policy.on_listening(alice.listening()[:1])
                 await watch.start()
                 assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
-                assert "keeps it out" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
+                assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
                 assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
                 await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
                 assert not bob.contact_of(alice.id).direct

@@ -68,7 +68,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
     ]
     assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
     assert (
-        why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall keeps it out"
+        why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
     )
     assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
     assert (

@@ -198,7 +198,7 @@ def test_an_undecodable_item_resets_the_stream() -> None:
 
             bob.serve_stream(Talk, send_text)
             stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-            with pytest.raises(ProtocolError, match="is no Piece"):
+            with pytest.raises(ProtocolError, match="is not a valid Piece"):
                 await stream.receive(Piece)
             with pytest.raises(PeerLost):
                 await stream.send(Piece(0))
