@@ -26,14 +26,14 @@ from colab_swarm.markup import (
     text,
     tiles,
 )
-from colab_swarm.net.visitors import VisitLimit, source_of
+from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.notebook.svg import curve, ticks
 
 RATE_POINTS = 20
 """Steps over which a rate is taken."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""For one visitor; see `colab_swarm.net.visitors`."""
+"""For one visitor; see `colab_swarm.net.addresses`."""
 WIDTH, ROW, NAMES, SPEEDS, FIGURES = 760, 20, 140, 75, 285
 """Pixels: the page, the height of a row, the names before a row, the text behind a timeline and behind a round."""
 MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0

@@ -1,95 +1,72 @@
-"""Where to find things: Kademlia with expiring, signed subkey records. Knows no torch.
+"""Distributed hash table (DHT): Kademlia with expiring, signed records. Does not import torch.
 
 ## What problem it solves
 
-There is no server that knows who trains, how far everybody is, or which peer hosts which expert. A
-distributed hash table (DHT) spreads that knowledge over all peers: each record lives at the few peers whose
-ids are nearest to its key.
+No server knows which peers train, their progress, or which peer hosts which expert. The DHT spreads that knowledge over
+all peers: each record is stored at the few peers whose ids are nearest to its key.
 
     key = SHA-256 of a name          distance of two ids = their exclusive or, read as a number
 
     alice wants the records under key K
-      asks the 3 nearest peers that she knows  ->  each answers with its records, and with peers nearer still
-      asks those                               ->  … until the nearest 3 that are alive have answered
-      merges what they said, subkey by subkey: the newest version of each wins
+      queries the 3 nearest peers that she knows  ->  each answers with its records, and with peers nearer still
+      queries those                               ->  … until the nearest 3 that are alive have answered
+      merges the answers, subkey by subkey: the newest version of each wins
 
-Under a key lie **subkeys**, each with a value, a version and an end of its own. So a hundred peers tell their
-progress under one key, each under its own id, and one lookup reads them all.
+Under a key are **subkeys**, each with its own value, version and expiration. So a hundred peers write their progress
+under one key, each under its own id, and one lookup reads them all.
 
-## Messages
+## Modules
 
-| message | says | answered by |
+| module | content | paper |
 |---|---|---|
-| `FindPeers(target)` | which peers near it do you know? | `FoundPeers` |
-| `FindValue(key)` | what do you hold, and which peers near it do you know? | `FoundValue` |
-| `Store(key, records)` | hold these | `Stored`, with a reason for each one refused |
-| `Fetch(key, relays)` | what do you hold? If nothing, ask on, so many in a row | `Fetched` |
+| `colab_swarm.dht.routing` | k-buckets, lookups | sections 2.1 to 2.3 |
+| `colab_swarm.dht.records` | messages, settings, records with owner and expiration | after hivemind's DHT |
+| `colab_swarm.dht.service` | `DHT`: store, get, replication, republishing | section 2.3 |
 
-A `Record` has subkey, value, ``expires_at``, version, ``ttl_s`` and, if it is signed, its owner's key and
-signature. All are in `colab_swarm.dht.records` and `colab_swarm.dht.records`.
+The paper is Maymounkov and Mazières, *Kademlia: A Peer-to-peer Information System Based on the XOR Metric*, 2002. Its
+caching along the path (section 2.5) is left out: progress written each second must be seen in the next one.
 
 ## How it works
 
-- **Who is known.** 256 k-buckets of 20 contacts (`colab_swarm.dht.routing`). Whoever has been there long and
-  still answers stays; newcomers wait as replacements. Peers that cannot be dialled look up and store, but are
-  never asked.
-- **Looking up.** Up to 3 queries at once, without a barrier between rounds (`colab_swarm.dht.routing`). A slow
-  peer gives up its place in the line and its rank, until it does answer.
-- **Storing.** At the 5 peers nearest to the key; readers hear 3. So a reader meets every write that missed at
-  most two of its replicas. Holders store again every 600 s at whoever is nearest by then.
-- **Who may write.** Under a subkey that is a peer's id only that peer, by its signature. Elsewhere a signed
-  record takes the place of an unsigned one, and the higher version that of the lower, so all holders end with
-  the same.
-- **Clocks.** ``expires_at`` and version are the writer's swarm time (the own clock, moved by the median
-  offset of the linked peers) and are believed with 600 s to spare. The life that is left is counted down on
-  the holder's own clock, so skewed clocks neither kill a fresh record nor keep an old one.
+- **Contacts.** 256 k-buckets of 20 contacts. A contact that still answers stays; new peers wait as replacements. Peers
+  that cannot be dialled look up and store, but are never queried.
+- **Lookup.** Up to 3 queries at once, without a barrier between rounds. A slow peer frees its place until it answers.
+- **Store.** At the 5 peers nearest to the key; readers hear 3. So a reader sees every write that missed at most two of
+  its replicas. Holders store records again every 600 s at the peers that are nearest by then.
+- **Owners.** Only a peer itself writes under the subkey of its id, by its signature. Elsewhere a signed record replaces
+  an unsigned one, and a higher version a lower one, so all holders end with the same record.
+- **Clocks.** ``expires_at`` and version are the writer's swarm time, accepted with a tolerance of 600 s. The holder
+  counts down the rest of the life on its own clock.
 
-## Limits and times
-
-| what | value |
+| limit | value |
 |---|---|
-| one query | 5 s, but see *Looking up*: a silent peer costs less |
-| a record's life, at most | 24 h |
+| one query | 5 s; a silent peer costs less |
+| a record's life | 24 h |
 | a value, a subkey | 32 KiB, 256 bytes |
 | all records under one key | 200,000 bytes (one message) |
-| all that a peer holds for others | 64 MiB |
-| quiet buckets are looked up every | 120 s |
+| all records that a peer holds for others | 64 MiB |
+| lookup of quiet buckets | every 120 s |
 
 `colab_swarm.dht.records.DHTSettings` has them all.
 
 ## What goes wrong
 
-A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket; one of those that
-were lost is tried again every 30 s, and every 2 s by a peer that has nobody left. Nothing raises for a peer's
-fault: `store` returns how many peers took the record, `get` what was found. A holder that dies takes one of
-five replicas with it.
+A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket. One of the lost peers is
+queried again every 30 s, and every 2 s by a peer without any contact. A peer's failure raises nothing: `store` returns
+how many peers hold the record, `get` the values found.
 
-**Security.** A holder can drop or hide records, and whoever makes many ids near a key can hold all its
-replicas: do not store secrets, and trust only what is signed. Nobody can forge another's signed record or
-bring an old one back after its end. A key can be stuffed by a malicious member up to its bound; therefore
-revocations also go from peer to peer (see `colab_swarm.trust`).
-
-## The paper and the modules
-
-Maymounkov and Mazières, *Kademlia: A Peer-to-peer Information System Based on the XOR Metric*, 2002.
-
-| section | module |
-|---|---|
-| 2.1 distance, 2.2 buckets | `colab_swarm.dht.routing` |
-| 2.3 lookup, replication, republishing | `colab_swarm.dht.routing`, `search`, `service` |
-| 2.5 caching along the path | left out: whoever writes its progress each second is to be seen in the next one |
-| subkeys, signatures, expiry (after hivemind's DHT) | `colab_swarm.dht.records`, `storage` |
+**Security.** A holder can drop or hide records, and a member that makes many ids near a key can hold all its replicas.
+So do not store secrets, and trust only signed records. No peer can forge another's signed record or bring back an
+expired one. A malicious member can fill a key up to its limit; therefore revocations also travel from peer to peer
+(see `colab_swarm.trust`).
 
 ## How to use it
 
-Users rarely do; services call `DHT.store(key, value, subkey=…, ttl_s=…, signed=True)` and `DHT.get`. Here are
-a peer's own words, as everybody reads them: `ProgressRecord` (`colab_swarm.training`), `AssistantRecord`,
-`WaitingRecord` (`colab_swarm.elastic`), places of experts (`colab_swarm.moe.records`), `Tally` and
-`Revocations` (`colab_swarm.trust`).
+Services call `DHT.store(key, value, subkey=…, ttl_s=…, signed=True)` and `DHT.get`; users rarely do.
 
 ## Measured
 
-On one machine with 8 processes: 0.83 ms to store, 0.56 ms to get, one at a time, and 4,124 operations a
-second concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are dead,
-all records are found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
+On one machine with 8 processes: 0.83 ms to store, 0.56 ms to get, one at a time, and 4,124 operations a second
+concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are dead, all records are
+found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
 """

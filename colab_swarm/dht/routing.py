@@ -1,16 +1,14 @@
-"""Whom a peer knows: Kademlia's k-buckets over 256-bit ids (Maymounkov & Mazieres 2002, section 2.2).
+"""Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
-Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first. Old contacts
-that still answer are never pushed out by new ones, since who has been up long tends to stay; a newcomer to a
-full bucket waits as a replacement until somebody in it fails.
+**Buckets (section 2.2).** Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen
+first. New contacts never replace old ones that still answer, since peers with a long uptime tend to stay. A new peer
+for a full bucket waits as a replacement until a contact in it fails.
 
-Iterative lookup as a pure decider (Kademlia, section 2.3): whom to ask next for the nearest to a target.
-
-Three rules keep silent peers from costing their timeout each. There is no barrier between rounds: as soon as
-one query is answered the next goes out. A query older than ``patience_s`` is slow: it no longer takes one of
-the ``alpha`` places, and its peer no longer counts among the nearest, until it does answer. The lookup is
-done when the ``width`` nearest others have answered; only where there are fewer are slow ones given `GRACE`
-times the patience.
+**Lookup (section 2.3).** `Lookup` decides which peer to query next for the peers nearest to a target. Silent peers do
+not cost their full timeout. There is no barrier between rounds: an answer starts the next query. A query older than
+``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its peer does not count among
+the nearest. The lookup is done when the ``width`` nearest others have answered; if there are fewer, slow queries get
+`GRACE` times the patience.
 """
 
 from __future__ import annotations
@@ -25,33 +23,26 @@ from enum import Enum, auto
 from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
-
 MAX_LOST = 100
-
 MAX_RETRIES = 20
-
-"""Failures of a lost peer after which it is forgotten."""
-
+"""Failures of a lost peer after which it is dropped for good."""
 MAX_FAILURES = 2
-
 """Failures in a row after which a peer is dropped; one is enough if a replacement waits."""
 
 
 def distance(one: bytes, other: bytes) -> int:
-    """Kademlia's distance of two ids or keys: their XOR as a number."""
+    """Return Kademlia's distance of two ids or keys: their XOR as a number."""
     return int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
 
 
 def common_bits(one: bytes, other: bytes) -> int:
-    """How many leading bits two ids share."""
+    """Return how many leading bits two ids share."""
     return ID_BITS - distance(one, other).bit_length()
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Insertion order is order of last contact."""
-
-    contacts: dict[PeerId, Contact] = field(default_factory=dict)
+    contacts: dict[PeerId, Contact] = field(default_factory=dict)  # in the order of last contact
     replacements: dict[PeerId, Contact] = field(default_factory=dict)
     touched_at: float = 0.0
 
@@ -60,12 +51,11 @@ class RoutingTable:
     """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket.
 
     Attributes:
-        lost: the peers dropped last; after a partition they are the way back.
+        lost: the peers dropped last; after a partition they lead back.
     """
 
     def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
-        self._me = me
-        self._bucket_size = bucket_size
+        self._me, self._bucket_size = me, bucket_size
         self._buckets: dict[int, _Bucket] = {}
         self._failures: dict[PeerId, int] = {}
         self.lost: dict[PeerId, Contact] = {}
@@ -82,7 +72,7 @@ class RoutingTable:
             yield from bucket.contacts.values()
 
     def saw(self, contact: Contact, now: float) -> bool:
-        """Note that a peer which can be dialled was heard from; returns whether it is new in the table."""
+        """Note that a peer was heard from; return whether it is new in the table. Only dialable peers enter it."""
         if contact.id == self._me or not contact.direct:
             self._forget(contact.id)  # it could be dialled once
             return False
@@ -95,18 +85,14 @@ class RoutingTable:
             bucket.contacts[contact.id] = contact
             bucket.replacements.pop(contact.id, None)
             return not known
-        self._queue(bucket, contact)
-        return False
-
-    def _queue(self, bucket: _Bucket, contact: Contact) -> None:
-        """Keep the most recently seen as replacements."""
         bucket.replacements.pop(contact.id, None)
         bucket.replacements[contact.id] = contact
         if len(bucket.replacements) > self._bucket_size:
             del bucket.replacements[next(iter(bucket.replacements))]
+        return False
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer did not answer; who fails again and again gives its place to a replacement."""
+        """Note that a peer did not answer; after repeated failures a replacement takes its place."""
         bucket = self._buckets.get(common_bits(self._me, peer))
         if bucket is None or not (peer in bucket.contacts or peer in self.lost):
             return
@@ -115,31 +101,31 @@ class RoutingTable:
             if self._failures[peer] >= MAX_RETRIES:
                 del self._failures[peer], self.lost[peer]
         elif bucket.replacements or self._failures[peer] >= MAX_FAILURES:
-            self._lose(bucket, peer)
+            self._failures[peer] = 0
+            self.lost[peer] = self._replace(bucket, peer)
+            if len(self.lost) > MAX_LOST:
+                oldest = next(iter(self.lost))
+                del self.lost[oldest], self._failures[oldest]
 
     def _forget(self, peer: PeerId) -> None:
         self._failures.pop(peer, None)
         self.lost.pop(peer, None)
-        bucket = self._buckets.get(common_bits(self._me, peer)) if peer != self._me else None
+        bucket = self._buckets.get(common_bits(self._me, peer))
         if bucket is not None:
             bucket.replacements.pop(peer, None)
-            if bucket.contacts.pop(peer, None) is not None and bucket.replacements:
-                newest, contact = bucket.replacements.popitem()
-                bucket.contacts[newest] = contact
+            if peer in bucket.contacts:
+                self._replace(bucket, peer)
 
-    def _lose(self, bucket: _Bucket, peer: PeerId) -> None:
-        """Put the latest replacement in the place of ``peer``."""
-        self._failures[peer] = 0
-        self.lost[peer] = bucket.contacts.pop(peer)
-        if len(self.lost) > MAX_LOST:
-            oldest = next(iter(self.lost))
-            del self.lost[oldest], self._failures[oldest]
+    def _replace(self, bucket: _Bucket, peer: PeerId) -> Contact:
+        """Remove and return a contact; the latest replacement takes its place."""
+        removed = bucket.contacts.pop(peer)
         if bucket.replacements:
             newest, contact = bucket.replacements.popitem()
             bucket.contacts[newest] = contact
+        return removed
 
     def nearest(self, target: bytes, count: int) -> list[Contact]:
-        """The ``count`` known peers nearest to ``target``, nearest first."""
+        """Return the ``count`` known peers nearest to ``target``, nearest first."""
         goal = int.from_bytes(target, "big")
         found: list[Contact] = []
         for group in self._groups_by_distance(target):
@@ -149,10 +135,10 @@ class RoutingTable:
         return heapq.nsmallest(count, found, key=lambda contact: int.from_bytes(contact.id, "big") ^ goal)
 
     def _groups_by_distance(self, target: bytes) -> Iterator[list[Contact]]:
-        """Contacts in groups, every member of a group nearer to ``target`` than any of the next.
+        """Yield contacts in groups; every member of a group is nearer to ``target`` than any of the next.
 
-        With c the bits that ``target`` shares with us: bucket c shares more than c bits with ``target``, all
-        later buckets share exactly c, and each earlier bucket i shares i.
+        Let ``target`` share c bits with us. Then bucket c shares more than c bits with ``target``, all later buckets
+        share exactly c, and each earlier bucket i shares i.
         """
         shared = common_bits(self._me, target)
         buckets = self._buckets
@@ -163,14 +149,15 @@ class RoutingTable:
             yield list(buckets[i].contacts.values())
 
     def refresh_targets(self, now: float, *, older_than_s: float, rng: random.Random) -> list[bytes]:
-        """A random id in the range of each bucket that nobody was heard from for ``older_than_s``."""
-        stale = [i for i, bucket in self._buckets.items() if now - bucket.touched_at >= older_than_s]
-        return [self._random_id(i, rng) for i in stale]
-
-    def _random_id(self, bucket: int, rng: random.Random) -> bytes:
-        free_bits = ID_BITS - bucket - 1
-        flipped = int.from_bytes(self._me, "big") ^ (1 << free_bits)
-        return (flipped >> free_bits << free_bits | rng.getrandbits(free_bits)).to_bytes(ID_BITS // 8, "big")
+        """Return a random id in the range of each bucket without contact for ``older_than_s``."""
+        targets: list[bytes] = []
+        for i, bucket in self._buckets.items():
+            if now - bucket.touched_at >= older_than_s:
+                free_bits = ID_BITS - i - 1
+                flipped = int.from_bytes(self._me, "big") ^ (1 << free_bits)
+                id = flipped >> free_bits << free_bits | rng.getrandbits(free_bits)
+                targets.append(id.to_bytes(ID_BITS // 8, "big"))
+        return targets
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a contact is in the wrong bucket or a bucket is over its size."""
@@ -183,10 +170,8 @@ class RoutingTable:
 
 
 GRACE = 4
-
 MIN_PATIENCE_S = 0.2
-
-"""A notebook's busy cell delays honest answers by as much."""
+"""A busy notebook cell delays answers by as much."""
 
 
 class _State(Enum):
@@ -205,7 +190,7 @@ class _Candidate:
 
 
 class Lookup:
-    """One search for the ``width`` peers nearest to ``target``, with ``alpha`` queries in flight."""
+    """Search for the ``width`` peers nearest to ``target``, with ``alpha`` queries in flight."""
 
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
@@ -225,7 +210,7 @@ class Lookup:
                 bisect.insort(self._by_distance, entry, key=lambda entry: entry[0])
 
     def next_queries(self, now: float) -> list[Contact]:
-        """Peers to ask now; each counts as asked until `on_answer`."""
+        """Return the peers to query now; each counts as in flight until `on_answer`."""
         window = self._window(now)
         places = self._alpha - sum(candidate.state is _State.ASKED for candidate in window)
         chosen = [candidate for candidate in window if candidate.state is _State.NEW][: max(0, places)]
@@ -235,56 +220,53 @@ class Lookup:
         return [candidate.contact for candidate in chosen]
 
     def on_answer(self, peer: PeerId, closer: Iterable[Contact] | None) -> None:
-        """``peer`` answered and named ``closer`` peers; None: it did not answer and will not."""
+        """Note that ``peer`` answered and named ``closer`` peers; None if it will not answer."""
         candidate = self._candidates[peer]
         candidate.state = _State.FAILED if closer is None else _State.ANSWERED
         self._add(closer or (), hops=candidate.hops + 1)
 
     def widen(self, width: int) -> None:
-        """Go on until the ``width`` nearest have answered."""
+        """Continue until the ``width`` nearest have answered."""
         self._width = width
 
     def done(self, now: float) -> bool:
-        """Whether nothing is left to ask or to wait for."""
+        """Return True if no query is left to send or to wait for."""
         window = self._window(now)
         if any(candidate.state is not _State.ANSWERED for candidate in window):
             return False
-        return len(window) == self._width or not self._worth_waiting(now, any_answer=bool(window))
-
-    def _worth_waiting(self, now: float, *, any_answer: bool) -> bool:
-        """Whether a slow query may still be answered; without any answer at all, every one may."""
-        limit_s = self._patience_s * GRACE
-        asked = [c for c in self._candidates.values() if c.state is _State.ASKED]
-        return any(not any_answer or now < candidate.asked_at + limit_s for candidate in asked)
+        if len(window) == self._width:
+            return True
+        # too few: wait for slow queries, without any answer as long as it takes
+        return not any(not window or now < at + self._patience_s * GRACE for at in self._in_flight())
 
     def wake_at(self, now: float) -> float | None:
-        """When a query gets slow or hopeless next; None if only a reply changes anything."""
-        asked = [c.asked_at for c in self._candidates.values() if c.state is _State.ASKED]
-        limits = [at + self._patience_s * factor for at in asked for factor in (1, GRACE)]
+        """Return when the next query gets slow or hopeless; None if only a reply changes anything."""
+        limits = [at + self._patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
+    def _in_flight(self) -> list[float]:
+        return [c.asked_at for c in self._candidates.values() if c.state is _State.ASKED]
+
     def nearest(self, count: int) -> list[Contact]:
-        """The peers nearest to the target that answered, nearest first."""
+        """Return the peers nearest to the target that answered, nearest first."""
         answered = (c.contact for _, c in self._by_distance if c.state is _State.ANSWERED)
         return [contact for contact, _ in zip(answered, range(count), strict=False)]
 
     def hops(self, peer: PeerId) -> int:
-        """How many queries in a row it took to hear the answer of ``peer``; 1 for a seed."""
+        """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
         return self._candidates[peer].hops
 
     def known(self, peer: PeerId) -> Contact | None:
-        """The contact of a peer that somebody named."""
+        """Return the contact of a peer that an answer named, or None."""
         candidate = self._candidates.get(peer)
         return candidate.contact if candidate else None
 
-    def _is_slow(self, candidate: _Candidate, now: float) -> bool:
-        return candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
-
     def _window(self, now: float) -> list[_Candidate]:
-        """The ``width`` nearest that neither failed nor are slow."""
+        """Return the ``width`` nearest that neither failed nor are slow."""
         window: list[_Candidate] = []
         for _, candidate in self._by_distance:
-            if candidate.state is not _State.FAILED and not self._is_slow(candidate, now):
+            slow = candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
+            if candidate.state is not _State.FAILED and not slow:
                 window.append(candidate)
                 if len(window) == self._width:
                     break
@@ -292,14 +274,13 @@ class Lookup:
 
 
 class Patience:
-    """How long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
+    """Estimates how long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
 
     def learn(self, rtt_s: float) -> None:
-        """An answer took ``rtt_s``."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = rtt_s, rtt_s / 2
             return
@@ -308,7 +289,6 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """Before the first answer, 1 s."""
-        if self._mean_s is None:
-            return 1.0
-        return max(MIN_PATIENCE_S, self._mean_s + 4 * self._deviation_s)
+        """The estimate; 1 s before the first answer."""
+        known = None if self._mean_s is None else self._mean_s + 4 * self._deviation_s
+        return 1.0 if known is None else max(MIN_PATIENCE_S, known)

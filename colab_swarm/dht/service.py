@@ -1,14 +1,13 @@
-"""The DHT as its users see it: store and get, over the peers nearest to a key.
+"""The DHT for its users: store and get values at the peers nearest to a key.
 
-Who is asked. A record is stored at the ``replicas`` (5) peers nearest to its key, this peer included if it
-can be dialled, and read from the nearest ``read_replicas`` (3), so that a reader meets every write that
-missed at most two of its replicas. Readers merge what they get, subkey by subkey; nothing is cached on the
-way, so that whoever writes its progress each second is seen in the next second. A peer that knows the whole
-swarm, or who stored under the key lately, stores without looking up first: the replies name peers nearer
-still, if there are any. Who must be fast rather than sure lets peers ask on instead: see `DHT.fetch`.
+A record is stored at the ``replicas`` (5) peers nearest to its key, this peer included if it can be dialled, and read
+from the nearest ``read_replicas`` (3). So a reader sees every write that missed at most two of its replicas. Readers
+merge the answers, subkey by subkey. Nothing is cached on the way, so progress written each second is seen in the next
+second. A peer that knows the whole swarm, or stored under the key lately, stores without a lookup: the replies name
+peers that are nearer still. `DHT.fetch` is faster and less reliable: peers forward the query.
 
-Who is known. Each query carries its asker's contact. Only peers that spoke to us, or answered, enter the
-routing table; peers in client mode look up and store but are never asked.
+Each query carries its sender's contact. Only peers that sent us a query or an answer enter the routing table. Peers in
+client mode look up and store but are never queried.
 """
 
 from __future__ import annotations
@@ -46,32 +45,37 @@ from colab_swarm.dht.records import (
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
 
+__all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-MAX_ADDRESSES = 16
-
+K = TypeVar("K")
+V = TypeVar("V")
 MAX_ADDRESS_CHARS = 800
-
 """Of all addresses in one contact: a reply carries 20 contacts."""
+REMEMBERED = 1000
+"""Size of the caches: replicas by key, clock skews by peer."""
+RECORDS_AT_ONCE = 16
+CUT_OFF_RETRY_S = 2.0
+MAX_RELAYS = 4
+RELAY_WIDTH = 2
+"""A fetch is forwarded so often in a row, by each peer to so many: one silent peer delays nothing."""
+SKEW_S = 60.0
+"""Clocks further apart than this are reported."""
 
 
 def is_sound(contact: Contact) -> bool:
-    """Whether a stranger's contact may be kept and passed on: an id, and not too many addresses."""
-    chars = sum(map(len, contact.addresses))
-    return (
-        len(contact.id) == ID_BYTES and len(contact.addresses) <= MAX_ADDRESSES and chars <= MAX_ADDRESS_CHARS
-    )
+    """Return True if a stranger's contact may be stored and passed on: an id, and not too many addresses."""
+    few = len(contact.addresses) <= MAX_ADDRESSES and sum(map(len, contact.addresses)) <= MAX_ADDRESS_CHARS
+    return len(contact.id) == ID_BYTES and few
 
 
 class Searcher:
-    """Carries out lookups for one peer and keeps its routing table.
+    """Carries out lookups for one peer and maintains its routing table.
 
     Attributes:
-        table: the peers that spoke to us or answered.
+        table: the peers that sent us a query or an answer.
         on_new: called with each peer that is new in the table.
     """
 
@@ -84,7 +88,7 @@ class Searcher:
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """A lookup that begins at ``seeds``, or at whom we know; all replicas of a key are asked at once."""
+        """Return a lookup that starts at ``seeds``, or at known peers; all replicas of a key are queried at once."""
         if seeds is None:
             seeds = [*self.table.nearest(target, self._settings.bucket_size), *self.myself()]
         others = (contact for contact in seeds if contact.direct)
@@ -92,27 +96,26 @@ class Searcher:
         return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
 
     def myself(self) -> tuple[Contact, ...]:
-        """This peer as a candidate, if others can dial it."""
+        """Return this peer as a candidate, if others can dial it."""
         contact = self._peers.contact
         return (contact,) if contact.direct else ()
 
     async def search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out what ``lookup`` decides; ``ask`` returns the contacts that a peer named.
+        """Carry out ``lookup``; ``ask`` queries a peer and returns the contacts that it named.
 
-        Slow queries run on in the background: their answer, or their timeout, still teaches the routing table.
+        Slow queries continue in the background: their answer or timeout still updates the routing table.
         """
-        asked: dict[asyncio.Task[Iterable[Contact] | None], PeerId] = {}
+        asked: dict[asyncio.Task[list[Contact] | None], PeerId] = {}
         now = self._loop.time
         try:
             while not lookup.done(now()):
                 for contact in lookup.next_queries(now()):
-                    asked[self.spawn(_answer_of(ask, contact))] = contact.id
+                    asked[self.spawn(self._answer_of(ask, contact))] = contact.id
                 wake_at = lookup.wake_at(now())
                 timeout_s = None if wake_at is None else wake_at - now() + 0.001
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
-                    closer = None if query.cancelled() else query.result()
-                    lookup.on_answer(asked.pop(query), closer and self._some_of(closer))
+                    lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
         except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
@@ -120,18 +123,24 @@ class Searcher:
         for peer in asked.values():
             lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
 
-    def _some_of(self, closer: Iterable[Contact]) -> list[Contact]:
-        """What an honest answer holds: the sound ones of the first ``bucket_size``."""
-        return [contact for contact in islice(closer, self._settings.bucket_size) if is_sound(contact)]
+    async def _answer_of(
+        self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
+    ) -> list[Contact] | None:
+        """Return the sound ones of the first ``bucket_size`` contacts that a peer named; None without an answer."""
+        try:
+            return [one for one in islice(await ask(contact), self._settings.bucket_size) if is_sound(one)]
+        except PeerError as error:
+            logger.debug("%s does not answer: %s", short(contact.id), error)
+            return None
 
     async def call(self, contact: Contact, message: Message, reply: type[R]) -> R:
-        """Call a peer by its contact; how it goes teaches the routing table and our patience."""
+        """Call a peer by its contact; the outcome updates the routing table and the patience."""
         self._peers.learn(contact)
         asked_at = self._loop.time()
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=self._settings.timeout_s)
         except PeerError as error:
-            # whoever refuses what our role may not do is alive
+            # a peer that refuses our role is alive
             if not (isinstance(error, CallRefused) and error.code == "refused"):
                 self.table.failed(contact.id)
             raise
@@ -140,7 +149,7 @@ class Searcher:
         return answer
 
     async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Find the ``width`` peers nearest to ``target``, beginning at ``seeds`` or at those we know."""
+        """Find the ``width`` peers nearest to ``target``, starting at ``seeds`` or at known peers."""
         lookup = self.lookup(target, width=width, seeds=seeds)
         await self.search(lookup, partial(self._ask_peers, target))
         return lookup
@@ -151,7 +160,6 @@ class Searcher:
         return (await self.call(contact, FindPeers(target, self._peers.contact), FoundPeers)).contacts
 
     def saw(self, contact: Contact) -> None:
-        """A peer was heard from."""
         if self.table.saw(contact, self._loop.time()) and self.on_new is not None:
             self.on_new(contact)
 
@@ -163,47 +171,11 @@ class Searcher:
         return task
 
     def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all background work; returns what there was."""
+        """Cancel all background work; return its tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         return tasks
-
-
-async def _answer_of(
-    ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
-) -> Iterable[Contact] | None:
-    """The contacts a peer named, None if it did not answer."""
-    try:
-        return await ask(contact)
-    except PeerError as error:
-        logger.debug("%s does not answer: %s", short(contact.id), error)
-        return None
-
-
-__all__ = ["DHT", "DHTSettings", "Found", "Reading"]
-
-K = TypeVar("K")
-
-V = TypeVar("V")
-
-REMEMBERED = 1000
-
-"""Keys whose replicas, and peers whose skews, are remembered."""
-
-RECORDS_AT_ONCE = 16
-
-CUT_OFF_RETRY_S = 2.0
-
-MAX_RELAYS = 4
-
-RELAY_WIDTH = 2
-
-"""How many peers in a row a fetch passes, and whom each asks on: one silent peer holds nothing up."""
-
-SKEW_S = 60.0
-
-"""Clocks further apart than this are reported."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +189,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a read found and took: ``hops`` queries in a row until the first record, ``calls`` in all."""
+    """Values found by a read, ``hops`` queries in a row until the first record, and ``calls`` in total."""
 
     found: dict[bytes, Found]
     hops: int | None
@@ -237,7 +209,7 @@ class DHT:
         self._loop = asyncio.get_running_loop()
         self._searcher = Searcher(peers, settings)
         self.table = self._searcher.table
-        self._inspector = Inspector(settings.limits)
+        self._inspector = Inspector(settings)
         self._storage = Storage(self._inspector)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}
@@ -247,10 +219,10 @@ class DHT:
         peers.serve(Fetch, self._on_fetch)
         peers.serve(StoreRecord, self._on_store, role=Role.REDUCER)
 
-    # -- what users call
+    # -- for users
 
     async def bootstrap(self, contacts: Iterable[Contact]) -> int:
-        """Get to know the swarm through ``contacts``; returns how many peers answered."""
+        """Join the DHT through ``contacts``; return how many peers answered."""
         self._entries = [contact for contact in contacts if contact.id != self._peers.id]
         width = self.settings.bucket_size
         lookup = await self._searcher.find_near(self._peers.id, width=width, seeds=self._entries)
@@ -259,15 +231,15 @@ class DHT:
     async def store(
         self, key: str | bytes, value: Any, *, subkey: bytes | None = None, ttl_s: float, signed: bool = False
     ) -> int:
-        """Store ``value`` for ``ttl_s`` seconds; returns how many peers took it.
+        """Store ``value`` for ``ttl_s`` seconds; return how many peers hold it.
 
         Args:
             key: any text or bytes.
-            value: whatever msgspec encodes to msgpack.
-            subkey: values under one key live side by side under their subkeys; a later value replaces one
-                under the same subkey. The id of a peer (32 bytes) is that peer's own: it needs ``signed``.
+            value: any value that msgspec encodes to msgpack.
+            subkey: values under one key are stored side by side under their subkeys; a later value replaces one
+                under the same subkey. A peer's id (32 bytes) is that peer's own subkey and needs ``signed``.
             ttl_s: life of the record, seconds.
-            signed: sign it, so that nobody else can replace it.
+            signed: sign it, so that no other peer can replace it.
 
         Raises:
             ValueError: the value is too large, or the subkey belongs to another peer.
@@ -288,23 +260,23 @@ class DHT:
         return await self._store(key_id(key), (record,))
 
     async def get(self, key: str | bytes) -> dict[bytes, Found]:
-        """All live values under ``key``, by subkey; empty if there are none."""
+        """Return all live values under ``key``, by subkey; empty if there are none."""
         return (await self.read(key)).found
 
     async def read(self, key: str | bytes) -> Reading:
-        """Like `get`, and tells what it took."""
+        """Do as `get`, and count hops and calls."""
         id, merged = key_id(key), Storage(self._inspector)
         lookup, first = await self._gather(id, merged)
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def records(self, key: str | bytes) -> tuple[Record, ...]:
-        """What `get` makes its values of: live records as they were written, with their signatures."""
+        """Return the live records under ``key`` as they were written, with their signatures."""
         id, merged = key_id(key), Storage(self._inspector)
         await self._gather(id, merged)
         return merged.get(id, now=self._loop.time())
 
     async def _gather(self, id: bytes, merged: Storage) -> tuple[Lookup, list[PeerId]]:
-        """Merge what the peers nearest to ``id`` hold; who held something, the first first."""
+        """Merge the records of the peers nearest to ``id``; return the peers that held any, first answer first."""
         first: list[PeerId] = []
         lookup = self._searcher.lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask_value, id, merged, first)
@@ -315,10 +287,10 @@ class DHT:
         return lookup, first
 
     async def fetch(self, key: str | bytes) -> Reading:
-        """Like `read`, but faster and less sure: what the first holder to answer holds.
+        """Return the records of the first holder that answers: faster and less reliable than `read`.
 
-        Queries travel on from peer to nearer peer, over links that stand, where `read` would dial each itself. A
-        write that missed this holder is missed; whoever is asked first and lies may hide everything.
+        Each peer forwards the query to nearer peers over open links, where `read` would dial each peer itself. A write
+        that missed this holder is missed, and a dishonest peer on the way can hide all records.
         """
         id, merged = key_id(key), Storage(self._inspector)
         hops, width = None, self.settings.parallel
@@ -329,14 +301,14 @@ class DHT:
         return Reading(self._found_in(merged, id), hops, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
-        """Where ``peer`` can be dialled; None if nobody near it knows."""
+        """Return the contact of ``peer``; None if no peer near it knows."""
         known = self._peers.contact_of(peer)
         if known.addresses:
             return known
         return (await self._searcher.find_near(peer, width=self.settings.parallel)).known(peer)
 
     def start(self) -> None:
-        """Keep the routing table fresh and the held records where they belong, until `stop`."""
+        """Refresh the routing table and republish held records, until `stop`."""
         self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
         self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
         self._searcher.spawn(self._every(self.settings.retry_s, self._retry))
@@ -344,22 +316,22 @@ class DHT:
         self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
 
     async def stop(self) -> None:
-        """End the background work and serve no more."""
+        """End the background work and stop serving."""
         for kind in (FindPeers, FindValue, Fetch, StoreRecord):
             self._peers.unserve(kind)
         await asyncio.gather(*self.kill(), return_exceptions=True)
 
     def kill(self) -> list[asyncio.Task[Any]]:
-        """End the background work without a goodbye, as a crash would; returns the tasks that are ending."""
+        """Cancel the background work and keep serving, as a crash would; return the cancelled tasks."""
         self._searcher.on_new = None
         return self._searcher.cancel()
 
-    # -- conversations
+    # -- queries
 
     async def _ask_value(
         self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Merge what a peer holds under ``key``; the first peers to hold anything are noted in ``first``."""
+        """Merge a peer's records under ``key``; add the peer to ``first`` if it holds any."""
         contacts: Iterable[Contact] = ()
         if contact.id == self._peers.id:
             records = self._storage.get(key, now=self._loop.time())
@@ -381,15 +353,15 @@ class DHT:
         }
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
-        """What we hold or, if nothing, what the ``width`` nearest peers we know can fetch, as it comes."""
+        """Yield our records or, without any, the answers of the ``width`` nearest known peers as they arrive."""
         if held := self._storage.get(key, now=self._loop.time()):
             yield Fetched(held, 0)
         elif relays > 0:
-            asked = [self._ask_on(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
+            asked = [self._forward(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
             for answer in asyncio.as_completed(list(map(self._searcher.spawn, asked))):
                 yield await answer
 
-    async def _ask_on(self, key: bytes, relays: int, contact: Contact) -> Fetched:
+    async def _forward(self, key: bytes, relays: int, contact: Contact) -> Fetched:
         try:
             answer = await self._searcher.call(contact, Fetch(key, relays), Fetched)
         except PeerError as error:
@@ -398,7 +370,7 @@ class DHT:
         return Fetched(answer.records, answer.hops + 1)
 
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
-        """Store at the nearest peers; returns how many took all."""
+        """Store at the nearest peers; return how many hold all records."""
         width = self.settings.replicas
         seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._searcher.myself()]
         if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
@@ -424,7 +396,7 @@ class DHT:
         return answer.contacts
 
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
-        """Put all records; checking signatures in bulk lets others run in between."""
+        """Put all records, yielding to other tasks between batches of signatures; return the refusals."""
         refusals = []
         for i, record in enumerate(records):
             refusal = storage.put(key, record, now=self._loop.time(), swarm_time=self._peers.time())
@@ -433,7 +405,7 @@ class DHT:
                 await asyncio.sleep(0)
         return tuple(refusals)
 
-    # -- what others ask
+    # -- handlers
 
     async def _on_find_peers(self, caller: PeerId, message: FindPeers) -> FoundPeers:
         return FoundPeers(self._nearest_for(caller, message.target, message.asker))
@@ -453,11 +425,17 @@ class DHT:
 
     async def _on_store(self, caller: PeerId, message: StoreRecord) -> Stored:
         contacts = self._nearest_for(caller, message.key, message.asker)
-        self._note_skew(caller, message.at - self._peers.time())
+        skew_s = message.at - self._peers.time()
+        if abs(skew_s) < SKEW_S:
+            self.skews.pop(caller, None)
+        else:
+            if caller not in self.skews:
+                logger.warning("the clock of %s is %.0f s off; records tolerate it", short(caller), skew_s)
+            _remember(self.skews, caller, skew_s)
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
-        """Learn the asker's contact and answer with the peers nearest to ``target``."""
+        """Learn the asker's contact; return the known peers nearest to ``target``."""
         if len(target) != ID_BYTES:
             raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(target)}")
         if asker.id != caller:
@@ -468,34 +446,26 @@ class DHT:
         nearest = self.table.nearest(target, self.settings.bucket_size)
         return tuple(contact for contact in nearest if contact.id != caller)
 
-    def _note_skew(self, peer: PeerId, skew_s: float) -> None:
-        if abs(skew_s) < SKEW_S:
-            self.skews.pop(peer, None)
-            return
-        if peer not in self.skews:
-            logger.warning("the clock of %s is %.0f s off; records tolerate it", short(peer), skew_s)
-        _remember(self.skews, peer, skew_s)
-
     # -- upkeep
 
-    async def _hand_over(self, newcomer: Contact) -> None:
-        """Give a new peer the records it is among the nearest for; one holder of each does so."""
+    async def _hand_over(self, new: Contact) -> None:
+        """Send a new peer the records that it should hold; only the nearest holder of each record does so."""
         for key in list(self._storage):
             nearest = self.table.nearest(key, self.settings.replicas)
-            if newcomer in nearest and self._nearest_to(key, but=newcomer):
+            if new in nearest and self._nearest_to(key, but=new):
                 records = self._storage.get(key, now=self._loop.time())
                 with contextlib.suppress(PeerError):
-                    await self._ask_store(key, records, [], newcomer)
+                    await self._ask_store(key, records, [], new)
             await asyncio.sleep(0)
 
     def _nearest_to(self, key: bytes, *, but: Contact | None = None) -> bool:
-        """Whether no other known peer, ``but`` this one, is nearer to ``key``."""
+        """Return True if no known peer except ``but`` is nearer to ``key`` than we are."""
         others = (contact for contact in self.table.nearest(key, 2) if contact != but)
         mine = distance(self._peers.id, key)
         return all(mine < distance(contact.id, key) for contact in others)
 
     async def _refresh(self) -> None:
-        """Look up ourselves and an id in each quiet bucket; a peer cut off from all begins at its entries."""
+        """Look up ourselves and an id in each quiet bucket; a peer without contacts starts at its entries."""
         width, period_s = self.settings.bucket_size, self.settings.refresh_s
         stale = self.table.refresh_targets(self._loop.time(), older_than_s=period_s, rng=self._rng)
         seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
@@ -504,19 +474,18 @@ class DHT:
             await self._searcher.find_near(target, width=width)
 
     async def _retry(self) -> None:
-        """Try one of the lost peers again; if it is back, meet whom it knows: two halves of a swarm join."""
+        """Query one of the lost peers again; if it is back, its contacts join two halves of a swarm."""
         lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
         if lost:
             seeds = [self._rng.choice(lost)]
             await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
 
     async def _retry_if_cut_off(self) -> None:
-        """Who has nobody left does not wait that long."""
         if not len(self.table):
             await self._retry()
 
     async def _republish(self) -> None:
-        """Store again what we are the nearest holder of: peers have come and gone."""
+        """Store again the records that we are the nearest holder of: peers have joined and left."""
         for key in list(self._storage):
             records = self._storage.get(key, now=self._loop.time())
             if records and self._nearest_to(key):
@@ -533,7 +502,6 @@ class DHT:
 
 
 def _remember(known: dict[K, V], key: K, value: V) -> None:
-    """Put ``value`` last and, where there are too many, forget the first."""
     known.pop(key, None)
     known[key] = value
     if len(known) > REMEMBERED:
@@ -541,5 +509,5 @@ def _remember(known: dict[K, V], key: K, value: V) -> None:
 
 
 def key_id(key: str | bytes) -> bytes:
-    """Where a key lies among the peers' ids: its SHA-256."""
+    """Return the position of a key among the peers' ids: its SHA-256."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()

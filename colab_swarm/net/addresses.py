@@ -1,4 +1,4 @@
-"""Which addresses others can try to dial."""
+"""Addresses that others can dial, that this peer may dial for others, and that its page's visitors come from."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import ipaddress
 import re
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import ifaddr
+from aiohttp import web
 
-from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import CIRCUIT, Contact, PeerId
+from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
+VISIT_WINDOW_S = 1.0
+MAX_SOURCES = 4096
+"""Visitors counted at a time; beyond that the one that has been quiet for longest is dropped."""
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -28,90 +31,84 @@ _LOCAL = [
 ]
 
 
-class CircuitAddress(NamedTuple):
-    """A way to a peer through a relay: the relay, with the one address to dial it at."""
+def circuit_address(entry: str, relay: PeerId) -> str:
+    """Return the address of a circuit through ``relay``, which is dialled at ``entry``."""
+    return f"{entry}{CIRCUIT}{relay.hex()}"
 
-    relay: Contact
 
-    @classmethod
-    def parse(cls, address: str) -> CircuitAddress | None:
-        """The circuit that an address names; None if it names none."""
-        entry, found, relay = address.partition(CIRCUIT)
-        if not (found and _ADDRESS.fullmatch(entry) and _ID.fullmatch(relay)):
-            return None
-        return cls(Contact(PeerId(bytes.fromhex(relay)), (entry,)))
-
-    def __str__(self) -> str:
-        return f"{self.relay.addresses[0]}{CIRCUIT}{self.relay.id.hex()}"
+def relay_of(address: str) -> Contact | None:
+    """Return the relay of a circuit's address, with the one address to dial it at; None for other addresses."""
+    entry, found, relay = address.partition(CIRCUIT)
+    if not (found and _ADDRESS.fullmatch(entry) and _ID.fullmatch(relay)):
+        return None
+    return Contact(PeerId(bytes.fromhex(relay)), (entry,))
 
 
 def is_address(text: str) -> bool:
-    """Whether this is ``ws://HOST:PORT``, or a circuit through a relay there.
+    """Return True for ``ws://HOST:PORT``, or a circuit through a relay there.
 
-    With any other path, a stranger could have us call any web server's API.
+    No other path is allowed: a stranger could have us call the API of any web server.
     """
-    if len(text) > MAX_ADDRESS_CHARS:
-        return False
-    return _ADDRESS.fullmatch(text) is not None or CircuitAddress.parse(text) is not None
+    return len(text) <= MAX_ADDRESS_CHARS and bool(_ADDRESS.fullmatch(text) or relay_of(text))
 
 
 def host_of(address: str) -> str:
-    """The host in ``ws://HOST:PORT``, without brackets."""
+    """Return the host in ``ws://HOST:PORT``, without brackets."""
     return urlsplit(address).hostname or ""
 
 
-def is_ip(host: str) -> bool:
-    """Whether this is an IP address, which names no other host than it says."""
-    return _ip(host) is not None
+def ip_of(host: str) -> IP | None:
+    """Return the IP address in its one spelling; None if ``host`` is a name."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def is_local(host: str) -> bool:
-    """Whether this is an IP address of the machine itself, a home or office network, or a carrier's NAT."""
-    ip = _ip(host)
+    """Return True for an IP address of this machine, a home or office network, or a carrier's NAT."""
+    ip = ip_of(host)
     return ip is not None and any(ip in network for network in _LOCAL)
 
 
 def is_public(host: str) -> bool:
-    """Return True if this is an IP address of one machine on the internet."""
-    ip = _ip(host)
+    """Return True for an IP address of one machine on the internet."""
+    ip = ip_of(host)
     return ip is not None and ip.is_global and not ip.is_multicast
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of the machine itself."""
-    ip = _ip(host)
+    """Return True for a loopback address."""
+    ip = ip_of(host)
     return ip is not None and ip.is_loopback
-
-
-def same_host(host: str, other: str) -> bool:
-    """Return True if both IP addresses are one machine's: they are equal, or both are this machine's own."""
-    one, two = _ip(host), _ip(other)
-    if one is None or two is None:
-        return False
-    own = _own_ips()
-    return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
 
 
 def may_dial_back(address: str, seen: str) -> bool:
     """Return True if a peer that is seen at ``seen`` may have us dial ``address``: only where it is seen itself.
 
-    Otherwise it could have us knock at machines of other people, or at those of our own network (SSRF).
+    Otherwise it could have us connect to other people's machines, or to those of our own network (SSRF). Two
+    addresses of this machine count as the same host.
 
     Args:
         address: what the peer says of itself.
         seen: its IP address as we see it; "" behind a relay or a tunnel, where nothing may be dialled.
     """
-    return is_address(address) and CircuitAddress.parse(address) is None and same_host(host_of(address), seen)
+    one, two = ip_of(host_of(address)), ip_of(seen)
+    if not is_address(address) or relay_of(address) is not None or one is None or two is None:
+        return False
+    own = _own_ips()
+    return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
 
 
 def only_local(contacts: Iterable[Contact]) -> bool:
-    """Return True if there are addresses and all are private: nobody outside this network can dial one."""
+    """Return True if there are addresses and all are private: no peer outside this network can dial one."""
     hosts = [host_of(address) for contact in contacts for address in contact.addresses]
     return bool(hosts) and all(map(is_local, hosts))
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
-    """The dial addresses of a server that listens on ``host``: of every interface if that is empty.
+    """Return the addresses of a server that listens on ``host``; an empty host stands for every interface.
 
     Loopback comes first: peers on the same machine succeed at once, others are refused at once. Public addresses
     come next, IPv4 before IPv6.
@@ -127,56 +124,89 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def _own_ips() -> set[IP]:
-    """Of this machine's interfaces."""
-    texts = [
-        ip.ip if isinstance(ip.ip, str) else ip.ip[0]
-        for adapter in ifaddr.get_adapters()
-        for ip in adapter.ips
-    ]
-    return {ipaddress.ip_address(text) for text in texts}
-
-
-def _ip(host: str) -> IP | None:
-    """The IP address, of which there is one spelling; None if this is a name."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(ip, "ipv4_mapped", None) or ip
+    ips = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return {ipaddress.ip_address(ip if isinstance(ip, str) else ip[0]) for ip in ips}
 
 
 class AddressBook:
-    """Contacts by peer; the ones not heard of for longest are dropped beyond 20,000.
+    """Contacts by peer, 20,000 at most; beyond that the one unused for longest is dropped.
 
-    What a peer says of itself stays before what others say, so that hearsay cannot push it out.
+    Addresses that a peer announced itself come before those that others reported.
     """
 
     def __init__(self) -> None:
         self._contacts: OrderedDict[PeerId, Contact] = OrderedDict()
-        self._first_hand: dict[PeerId, tuple[str, ...]] = {}
+        self._announced: dict[PeerId, tuple[str, ...]] = {}
 
     def learn(self, contact: Contact) -> None:
-        """Remember the addresses, before older hearsay; what is none is left out."""
+        """Add addresses that another peer reported; invalid ones are left out."""
         known = self.find(contact.id).addresses
         if contact.addresses and contact.addresses != known[: len(contact.addresses)]:
             usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
-            own = self._first_hand.get(contact.id, ())
-            addresses = tuple(dict.fromkeys((*own, *usable, *known)))[:MAX_ADDRESSES]
+            announced = self._announced.get(contact.id, ())
+            addresses = tuple(dict.fromkeys((*announced, *usable, *known)))[:MAX_ADDRESSES]
             self._contacts[contact.id] = Contact(contact.id, addresses)
         if contact.id in self._contacts:
             self._contacts.move_to_end(contact.id)
         if len(self._contacts) > MAX_BOOK_ENTRIES:
             dropped, _ = self._contacts.popitem(last=False)
-            self._first_hand.pop(dropped, None)
+            self._announced.pop(dropped, None)
 
     def replace(self, contact: Contact) -> None:
-        """Take the peer's own word for where it is."""
+        """Replace all addresses by those that the peer announced itself."""
         self._contacts.pop(contact.id, None)
-        self._first_hand.pop(contact.id, None)
+        self._announced.pop(contact.id, None)
         self.learn(contact)
         if contact.id in self._contacts:
-            self._first_hand[contact.id] = self._contacts[contact.id].addresses
+            self._announced[contact.id] = self._contacts[contact.id].addresses
 
     def find(self, peer: PeerId) -> Contact:
-        """What is known; an empty contact if nothing."""
+        """Return the peer's contact, without addresses if none is known."""
         return self._contacts.get(peer, Contact(peer))
+
+
+class VisitLimit:
+    """Limits the requests of each source for a public page, so that none locks out the others. Free of I/O.
+
+    Args:
+        most: visits of one source per window of one second.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._began_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def admit(self, source: str, now: float) -> bool:
+        """Count a visit; return whether it is allowed.
+
+        Args:
+            source: from `source_of`.
+            now: monotonic seconds.
+        """
+        if now - self._began_at >= VISIT_WINDOW_S:
+            self._counts.clear()
+            self._began_at = now
+        self._counts[source] = self._counts.get(source, 0) + 1
+        self._counts.move_to_end(source)
+        if len(self._counts) > MAX_SOURCES:
+            self._counts.popitem(last=False)
+        return self._counts[source] <= self._most
+
+
+def source_of(request: web.BaseRequest) -> str:
+    """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
+
+    A tunnel's agent or a proxy on this machine appends the visitor's address to ``X-Forwarded-For``. Visitors can write
+    into that header too, so only the last entry counts, and only if the request comes from loopback.
+    """
+    host, prefix = request.remote or "", ""
+    if is_loopback(host) and "X-Forwarded-For" in request.headers:
+        host = request.headers.getall("X-Forwarded-For")[-1].rpartition(",")[2].strip()
+        prefix = "forwarded "
+    ip = ip_of(host)
+    network = ip if ip is None or ip.version == 4 else ipaddress.ip_network((ip, 64), strict=False)
+    return f"{prefix}{network or ''}"

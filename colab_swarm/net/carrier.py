@@ -1,23 +1,73 @@
-"""What a link stands on: a carrier of whole messages, a cipher, and the bounds of its traffic."""
+"""Parts of a link: settings, bandwidth limits, the path to the peer, and what replaces a network on the own link."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from colab_swarm.net.peers import Contact, PeerId, Role, short
+from colab_swarm.net.addresses import is_address
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId, Role, short
 
-BURST_S = 0.1
+MAX_RUN_ID_BYTES = 64
+BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
+HostPort: TypeAlias = tuple[str, int]
 
-MIN_BURST_BYTES = 1 << 16
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """Settings of `colab_swarm.net.node.Node`.
+
+    Attributes:
+        run_id: name of the run, 64 bytes at most; peers of another run are refused.
+        host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
+        listen: whether to accept links; a node that does not (client mode) dials, and is called back over its links.
+        announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
+        upload_bps, download_bps: limits over all links, bits per second; None for no limit.
+        keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
+        idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
+        max_links: links at once; beyond that the one unused for longest is closed, or new ones are refused.
+        max_handshakes: accepted connections whose handshake is not complete.
+        dial_timeout_s: for one address, handshake included.
+        handshake_timeout_s: for an accepted connection to complete its handshake.
+        max_streams_per_link, max_calls_per_link: what one peer may have open.
+    """
+
+    run_id: str = ""
+    host: str = ""
+    port: int = 0
+    listen: bool = True
+    announce: tuple[str, ...] | None = None
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    keep_alive_s: float = 10.0
+    idle_link_s: float = 300.0
+    max_links: int = 256
+    max_handshakes: int = 64
+    dial_timeout_s: float = 10.0
+    handshake_timeout_s: float = 10.0
+    max_streams_per_link: int = 256
+    max_calls_per_link: int = 1024
+
+    def __post_init__(self) -> None:
+        if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
+            raise ValueError(f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
+        announce = self.announce or ()
+        wrong = [address for address in announce if not is_address(address)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not an address: ws://HOST:PORT is expected")
+        if len(announce) > MAX_ADDRESSES:
+            raise ValueError(f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")
 
 
 class TokenBucket:
     """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least).
 
-    What has been sent is taken even if it exceeds the tokens; the debt shows as a `delay` before the next.
+    `take` may exceed the tokens; the debt shows as a `delay` before the next bytes.
     """
 
     def __init__(self, rate_bps: float, now: float) -> None:
@@ -29,13 +79,13 @@ class TokenBucket:
         self._at = now
 
     def take(self, size_bytes: int, now: float) -> None:
-        """Account for bytes that went out (or came in)."""
+        """Count bytes that were sent (or received)."""
         earned = (now - self._at) * self._bytes_per_s
         self._tokens_bytes = min(self._tokens_bytes + earned, self._burst_bytes) - size_bytes
         self._at = now
 
     def delay(self, now: float) -> float:
-        """Seconds to wait before the next bytes may go; 0 while not in debt."""
+        """Return the seconds to wait before sending more; 0 while not in debt."""
         tokens_bytes = self._tokens_bytes + (now - self._at) * self._bytes_per_s
         return max(0.0, -tokens_bytes / self._bytes_per_s)
 
@@ -50,7 +100,7 @@ class RateMeter:
         self._window_at = float("-inf")
 
     def add(self, size_bytes: int, now: float) -> None:
-        """Count bytes; windows of one to two seconds make a rate, longer ones were idle and make none."""
+        """Count bytes; windows of one to two seconds give a rate, longer ones were idle."""
         self.total_bytes += size_bytes
         elapsed = now - self._window_at
         if elapsed >= 1.0:
@@ -60,7 +110,14 @@ class RateMeter:
         self._window_bytes += size_bytes
 
 
-HostPort = tuple[str, int]
+@dataclass(frozen=True)
+class Traffic:
+    """Meters that count a link's bytes (the peer's, the node's), and the token buckets that limit them."""
+
+    sent: Sequence[RateMeter] = ()
+    received: Sequence[RateMeter] = ()
+    upload: Sequence[TokenBucket] = ()
+    download: Sequence[TokenBucket] = ()
 
 
 class LinkType(StrEnum):
@@ -74,14 +131,14 @@ class LinkType(StrEnum):
 
 @dataclass(frozen=True)
 class Path:
-    """How a link reaches the other end.
+    """The way of a link to the other end.
 
     Attributes:
-        way: of the four.
-        relay: who relays, if it is relayed.
+        way: the type of link.
+        relay: the relay of a relayed link.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
         address: the dial address that worked, empty where this end did not dial.
-        caller_host: IP address at which the relay says it sees the caller, empty if it does not say.
+        caller_host: IP address at which the relay sees the caller, empty if the relay does not say.
     """
 
     way: LinkType = LinkType.DIRECT
@@ -93,7 +150,7 @@ class Path:
 
     @property
     def seen_host(self) -> str:
-        """IP address of the other end; empty behind a relay or a tunnel, of which one sees the near end."""
+        """IP address of the other end; empty behind a relay or a tunnel, whose own address is all we see."""
         hidden = self.remote is None or self.way in (LinkType.RELAYED, LinkType.TUNNEL)
         return "" if hidden or self.remote is None else self.remote[0]
 
@@ -103,13 +160,13 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """Who is at the other end of a link, what it may do, and how it is reached.
+    """The peer at the other end of a link.
 
     Attributes:
-        contact: its id, and where it says it can be dialled.
+        contact: its id and its dial addresses.
         public_key: Ed25519, 32 bytes.
-        membership: what it showed, and shows now if that was renewed.
-        role: what that makes it.
+        membership: the one it showed last.
+        role: the role that this membership gives.
         path: how it is reached.
     """
 
@@ -121,58 +178,69 @@ class Remote:
 
 
 class Receiver(Protocol):
-    """Who gets what a carrier receives."""
+    """Takes what a carrier receives."""
 
     def on_message(self, data: memoryview) -> None:
-        """One message; the memory is only valid during the call."""
+        """Take one message; the memory is only valid during the call."""
 
     def on_writable(self, writable: bool) -> None:
-        """The send buffer filled up, or has room again."""
+        """Note that the send buffer is full, or has room again."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is gone; comes once, last."""
+        """Note that the connection is gone; called once, last."""
 
 
-class Carrier(Protocol):
-    """Carries whole messages; `colab_swarm.net.websocket.WebSocket` is one."""
+class NoCipher:
+    """Stands for `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
 
-    @property
-    def backlog_bytes(self) -> int: ...
-
-    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Send one message of ``size`` bytes, which ``fill`` writes in place; returns bytes on the wire."""
-
-    def close(self, reason: str = "") -> None: ...
-    def abort(self, reason: str = "") -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-    async def wait_closed(self) -> None: ...
-
-
-class Cipher(Protocol):
-    """Both directions' keys; `colab_swarm.net.noise.Keys` is one."""
-
-    overhead_bytes: int
+    overhead_bytes = 0
 
     def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        """Write the sealed packet, ``overhead_bytes`` longer, into ``out``."""
+        out[:] = plaintext
 
-    def open(self, ciphertext: memoryview) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class LinkLimits:
-    """Counts per link: streams the peer may have open, calls that may be pending each way."""
-
-    max_streams: int = 256
-    max_calls: int = 1024
+    def open(self, ciphertext: memoryview) -> bytes:
+        return bytes(ciphertext)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Where a link's bytes are counted (the peer's meter, the node's), and the token buckets they draw on."""
+class Loopback:
+    """Stands for a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
 
-    sent: Sequence[RateMeter] = ()
-    received: Sequence[RateMeter] = ()
-    upload: Sequence[TokenBucket] = ()
-    download: Sequence[TokenBucket] = ()
+    backlog_bytes = 0
+
+    def __init__(self) -> None:
+        self.receiver: Receiver
+        self.other: Loopback
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+
+    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
+        """Deliver in the next turn of the event loop."""
+        message = memoryview(bytearray(size))
+        fill(message)
+        self._loop.call_soon(self.other._deliver, message)
+        return size
+
+    def close(self, reason: str = "") -> None:
+        """Close the other end after what was sent before."""
+        if self._open:
+            self._open = False
+            self._loop.call_soon(self.other._lose, reason)
+
+    abort = close
+
+    def pause_reading(self) -> None:
+        """Do nothing: no budget applies."""
+
+    resume_reading = pause_reading
+
+    async def wait_closed(self) -> None:
+        """Return at once."""
+
+    def _deliver(self, message: memoryview) -> None:
+        if self._open:
+            self.receiver.on_message(message)
+
+    def _lose(self, reason: str) -> None:
+        if self._open:
+            self._open = False
+            self.receiver.on_lost(reason)

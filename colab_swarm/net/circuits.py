@@ -1,7 +1,6 @@
-"""A peer's use of relays: reaching others through them, and being reached.
+"""A peer's use of relays: `Circuits` dials through them, and keeps places at the nearest so that others can dial back.
 
-`Circuits` keeps places at a few relays, the nearest ones, and finds others when one dies; see `relay` for the
-talk with each.
+The messages are those of `colab_swarm.net.relay`.
 """
 
 from __future__ import annotations
@@ -10,22 +9,16 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
-from colab_swarm.net.addresses import CircuitAddress, host_of, is_local, is_loopback
+from colab_swarm.net.addresses import circuit_address, host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Refusal, Role, short
-from colab_swarm.net.relay import (
-    CircuitAccepted,
-    CircuitOffer,
-    CircuitTicket,
-    OpenCircuit,
-    Reserve,
-    Reserved,
-)
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal, Role, short
+from colab_swarm.net.relay import CircuitOffer, CircuitTicket, OpenCircuit, Reserve, Reserved
 from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
@@ -35,28 +28,21 @@ SECOND_PLACE_S = 5.0
 CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
 ENTRIES = 2
-"""Addresses of one relay that are told to others."""
+"""Addresses of one relay that others learn."""
 RETRY_S = 1.0
 OFFERS_AT_ONCE = 32
 """Circuits that one relay may offer while this peer still connects: each costs a connection."""
 NEARER = 0.7
-"""A relay takes the place of another if its round trip is shorter by this factor: no change for nothing."""
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """A place at a relay until loop time ``until``; ``addresses`` are how others reach this peer through it."""
-
-    addresses: tuple[str, ...]
-    until: float
+"""A relay replaces another if its round trip is shorter by this factor."""
 
 
 def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PLACES) -> list[PeerId]:
-    """The relays to have a place at, nearest first: those held count as nearer than they are.
+    """Return the relays to have a place at, nearest first; those held get a bonus, to avoid needless changes.
 
     Args:
-        rtts_s: measured round trips to the relays that are alive.
-        held: where this peer has a place now.
+        rtts_s: measured round trips to the relays that are alive, seconds.
+        held: relays where this peer has a place now.
+        places: how many to choose.
     """
     held = set(held)
     return sorted(rtts_s, key=lambda id: (rtts_s[id] * (NEARER if id in held else 1.0), id))[:places]
@@ -66,8 +52,12 @@ class Circuits:
     """Lets a node dial through relays at once and, after `start`, be dialled through them.
 
     Args:
-        candidates: relays of the run that this peer knows, in any order.
+        candidates: returns the relays of the run that this peer knows, in any order.
         on_change: called when the places have changed.
+
+    Attributes:
+        places: the relays that hold a place for this peer, each with its circuit addresses.
+        seen_at: where each relay sees this peer's connection to it.
     """
 
     def __init__(
@@ -81,9 +71,10 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self._seen_at: dict[PeerId, HostPort] = {}
+        self.seen_at: dict[PeerId, HostPort] = {}
         self._accepting: list[PeerId] = []
-        self.places: dict[PeerId, Reservation] = {}
+        self._until: dict[PeerId, float] = {}
+        self.places: dict[PeerId, tuple[str, ...]] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         self._stop_listening = node.on_lost(self._on_lost)
@@ -94,12 +85,9 @@ class Circuits:
             self._keeping = self._node.linker.spawn(self._keep())
 
     async def wait_looked(self, timeout_s: float) -> None:
-        """Return when all relays known at the start have been asked, or the time is over."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._looked.wait()
-        except TimeoutError:
-            pass
+        """Return when all relays known at the start have been tried, or the time is over."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._looked.wait(), timeout_s)
 
     def stop(self) -> None:
         """Give up all places."""
@@ -109,7 +97,7 @@ class Circuits:
         self._forget(list(self.places))
 
     def close(self) -> None:
-        """Use relays no more."""
+        """Stop using relays."""
         self.stop()
         self._stop_listening()
         self._node.linker.open_circuit = None
@@ -117,24 +105,16 @@ class Circuits:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """How others reach this peer through the relays."""
-        return tuple(address for place in self.places.values() for address in place.addresses)
+        """Circuit addresses of this peer."""
+        return tuple(address for addresses in self.places.values() for address in addresses)
 
-    def seen_at(self, relay: PeerId) -> HostPort | None:
-        """Where a relay sees this peer's connection to it; None if it has not told."""
-        return self._seen_at.get(relay)
-
-    # --- reaching others ------------------------------------------------------------------------------------
+    # --- dialling others ------------------------------------------------------------------------------------
 
     async def _open(self, relay: Contact, peer: PeerId, receiver: Receiver) -> WebSocket:
-        """A connection to ``peer`` through the relay.
-
-        Raises:
-            PeerError: the relay cannot be reached, does not know the peer, or has no room.
-        """
+        """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
-        self._seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
+        self.seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
         gate = _Gate(receiver)
         websocket = await self._show(relay.id, ticket.token, gate)
         gate.websocket = websocket
@@ -146,46 +126,39 @@ class Circuits:
         return websocket
 
     async def _show(self, relay: PeerId, token: bytes, receiver: Receiver) -> WebSocket:
-        """Connect to the relay, where the link to it goes, and show a ticket."""
+        """Connect to the relay where the link to it goes, and show a ticket."""
         websocket = await self._node.linker.connect(self._entries(relay)[0], receiver)
         websocket.send_bytes(TICKET + token)
         return websocket
 
     def _entries(self, relay: PeerId) -> list[str]:
-        """Addresses of the relay, the one that this peer has a link to first.
-
-        Raises:
-            PeerUnreachable: none is known.
-        """
+        """Return the direct addresses of the relay, that of the link to it first."""
         path = self._node.path_to(relay)
         known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
-        direct = [
-            address for address in dict.fromkeys(known) if address and CircuitAddress.parse(address) is None
-        ]
+        direct = [address for address in dict.fromkeys(known) if address and relay_of(address) is None]
         if not direct:
             raise PeerUnreachable(f"no address of relay {short(relay)} is known")
         return direct
 
-    # --- being reached --------------------------------------------------------------------------------------
+    # --- being dialled --------------------------------------------------------------------------------------
 
-    async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> CircuitAccepted:
+    async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Ack:
         try:
             self._node.linker.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
         if self._accepting.count(relay) >= OFFERS_AT_ONCE:
-            raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being taken: wait")
+            raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being accepted: wait")
         self._accepting.append(relay)
         accepting = self._node.linker.spawn(self._accept(relay, offer))
         accepting.add_done_callback(lambda _: self._accepting.remove(relay))
-        return CircuitAccepted()
+        return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
         path = Path(LinkType.RELAYED, relay=relay, caller_host=offer.seen_host)
         try:
-            await self._node.linker.greet(
-                lambda receiver: self._show(relay, offer.token, receiver), expected=None, path=path
-            )
+            connect = partial(self._show, relay, offer.token)
+            await self._node.linker.shake_hands(connect, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
 
@@ -193,7 +166,8 @@ class Circuits:
         while True:
             began = self._loop.time()
             self._look.clear()
-            await self._renew()
+            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
+                await self._reserve(relay)
             nearest = choose(await self._survey(), self.places)
             for relay in nearest:
                 if relay not in self.places:
@@ -202,22 +176,14 @@ class Circuits:
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
             wait_s = (RETRY_S, SECOND_PLACE_S, LOOK_EVERY_S)[min(len(self.places), 2)]
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + wait_s * self._rng.uniform(0.8, 1.2)):
                     await self._look.wait()
-            except TimeoutError:
-                pass
             # a relay may give places and hang up, again and again
             await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
-    async def _renew(self) -> None:
-        now = self._loop.time()
-        for relay, place in list(self.places.items()):
-            if place.until - now < 2 * LOOK_EVERY_S:
-                await self._reserve(relay)
-
     async def _survey(self) -> dict[PeerId, float]:
-        """Round trips to relays: those with a place, and a few more as long as places are missing."""
+        """Return the round trips to relays: those with a place and, while places are missing, a few more."""
         known = {contact.id: contact for contact in await self._candidates()}
         known.pop(self._node.id, None)
         for contact in known.values():
@@ -228,7 +194,7 @@ class Circuits:
         return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
 
     async def _rtt(self, relay: PeerId) -> float | None:
-        """The handshake or pings have measured it; None if the relay cannot be reached."""
+        """Return the round trip that the handshake or pings measured; None if the relay cannot be reached."""
         if relay not in self._node.linked():
             try:
                 await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
@@ -247,13 +213,11 @@ class Circuits:
             return
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
-        theirs = sorted(entries, key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))[
-            :ENTRIES
-        ]
-        addresses = tuple(str(CircuitAddress(Contact(relay, (entry,)))) for entry in theirs)
+        entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
         before = self.addresses
-        self._seen_at[relay] = (reserved.seen_host, reserved.seen_port)
-        self.places[relay] = Reservation(addresses, self._loop.time() + reserved.seconds)
+        self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
+        self.places[relay] = tuple(circuit_address(entry, relay) for entry in entries[:ENTRIES])
+        self._until[relay] = self._loop.time() + reserved.seconds
         if self.addresses != before:
             self._on_change()
 
@@ -264,14 +228,14 @@ class Circuits:
             self._on_change()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._seen_at.pop(peer, None)
+        self.seen_at.pop(peer, None)
         if peer in self.places:
             self._forget([peer])
             self._look.set()
 
 
 class _Gate:
-    """Receives until the relay says that the other end is there; then ``receiver`` does."""
+    """Receives until the relay reports that the other end is connected; then ``receiver`` does."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -279,16 +243,15 @@ class _Gate:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_message(self, data: memoryview) -> None:
-        """The relay's word; the other end says nothing before we do."""
+        """Take the relay's message; the other end sends nothing before we do."""
         assert self.websocket is not None  # set before the event loop can read
         self.websocket.receiver = self._receiver
         if not self.opened.done():
             self.opened.set_result(None)
 
     def on_writable(self, writable: bool) -> None:
-        """Nothing is sent yet."""
+        """Do nothing: nothing is sent yet."""
 
     def on_lost(self, reason: str) -> None:
-        """The relay hung up."""
         if not self.opened.done():
             self.opened.set_exception(PeerLost(reason))

@@ -1,4 +1,4 @@
-"""Frames: what the plaintext of an encrypted packet is made of. Free of I/O.
+"""Frames: the plaintext of an encrypted packet. Free of I/O.
 
     packet   frames, each beginning at a multiple of 16 bytes; or one piece of a frame too big for a packet
     frame    header (16 bytes) | payload | message
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame says; the id names the call or the stream."""
+    """Kind of a frame; its id is the number of the call or the stream."""
 
     CALL = 1  # message: Opening
     REPLY = 2  # message: the reply
@@ -33,7 +33,7 @@ class FrameKind(enum.IntEnum):
     CANCEL = 4  # the caller no longer wants the reply
     OPEN = 5  # message: Opening
     ITEM = 6  # message and payload
-    END = 7  # nothing more will be sent on the stream
+    END = 7  # the sender ended its side of the stream
     RESET = 8  # message: Failure; the stream is dropped both ways
     CREDIT = 9  # message: u32, more bytes that may be sent on the stream
     PING = 10  # message: anything, comes back as PONG
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
 
 
 def encode(kind: int, id: int, message: Buffer = b"", payload: Buffer = b"") -> bytes:
-    """The bytes of one frame (copies its parts)."""
+    """Return the bytes of one frame (copies its parts)."""
     return b"".join((HEADER.pack(id, len(payload), len(message) << 8 | kind), payload, message))
 
 
@@ -79,14 +79,14 @@ def to_packets(frames: Iterable[bytes]) -> list[bytes]:
 
 
 class FrameReader:
-    """Cuts packets back into frames; lengths are bounded before memory is set aside."""
+    """Cuts packets back into frames; bounds lengths before it allocates memory."""
 
     def __init__(self) -> None:
         self._partial = bytearray()
         self._filled = 0
 
     def read(self, packet: Buffer) -> list[Frame]:
-        """The frames that this packet completes.
+        """Return the frames that this packet completes.
 
         Raises:
             ProtocolError: truncated, oversized or unknown frames.

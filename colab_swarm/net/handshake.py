@@ -1,35 +1,182 @@
-"""The handshake over a carrier: from a fresh connection to `Introduced`."""
+"""The handshake: from a fresh connection to a `Link` with a peer of known identity.
+
+    1  initiator  Noise "e"            payload: digest of the prologue, in clear
+    2  responder  Noise "e ee s es"    payload: Hello
+    3  initiator  Noise "s se"         payload: Hello
+
+The prologue holds the protocol's version and the run's name, so peers of another run or version cannot link. The
+digest lets the responder report that in words; otherwise decryption would just fail. A Hello carries the peer's
+Ed25519 key and its signature over the peer's Noise key and the handshake's hash, which covers the other end's
+ephemeral key. `Introduction` is this exchange, free of I/O; `HandshakeReceiver` runs it over a connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import ClientError, web
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable, WrongPeer
-from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.hello import Introduced, Introduction
+from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
+from colab_swarm.net.carrier import NodeSettings
+from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
-from colab_swarm.net.peers import Contact, short
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
+from colab_swarm.net.noise import Handshake, Keys
+from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, short
 from colab_swarm.net.websocket import WebSocket, accept
 
+VERSION = 1
+STAGGER_S = 0.25
+DETOUR_AFTER_S = 1.5
+"""Time after which detours are tried if no address has answered."""
+CONNECTING_S = 1.0
+TICKET = b"colab_swarm circuit "
+"""First bytes of a connection to a relay that is one half of a circuit."""
+NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
+_DOMAIN = b"colab_swarm hello"
+Address = Annotated[str, msgspec.Meta(max_length=256)]
+T = TypeVar("T")
 
-class HandshakeProtocol:
-    """Receives for a connection until the peer is introduced; then ``make_link`` makes what receives.
 
-    The link has to be there before the next message, which may lie in the same buffer as the last of the
-    handshake; so all this happens within `on_message`.
+class Hello(Message, frozen=True):
+    """What each end states about itself.
+
+    Attributes:
+        public_key: Ed25519, 32 bytes.
+        signature: by that key, 64 bytes.
+        addresses: where this peer can be dialled; none in client mode.
+        time: its wall clock, seconds since the epoch.
+        membership: what `Admission.admit` checks; empty if it has none.
+    """
+
+    public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    time: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+    membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)] = b""
+
+
+_decoder = msgspec.msgpack.Decoder(Hello)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def describe_run(run_id: str) -> str:
+    """Return the run and the protocol's version, for error texts (99 bytes at most)."""
+    return f"run '{run_id}', protocol {VERSION}"
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """Result of a handshake: the peer, its role, its clock (``time``) when it sent its Hello, and the link's keys."""
+
+    contact: Contact
+    public_key: bytes
+    membership: bytes
+    role: Role
+    time: float
+    keys: Keys
+
+
+class Introduction:
+    """One end of the handshake. Free of I/O.
+
+    Args:
+        identity: this end's key.
+        addresses: where this end can be dialled.
+        run_id: the run of both ends.
+        expected: the id of the dialled peer; None if this end was dialled.
+        membership: this end's membership.
+        admit: returns a peer's role by its public key and membership; raises `NotAdmitted`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        addresses: tuple[str, ...],
+        run_id: str,
+        expected: PeerId | None,
+        membership: bytes = b"",
+        admit: Callable[[bytes, bytes], Role] = lambda public_key, membership: Role.WORKER,
+    ) -> None:
+        self._identity, self._addresses, self._run_id = identity, addresses, run_id
+        self._expected, self._membership, self._admit = expected, membership, admit
+        self._static = X25519PrivateKey.generate()
+        prologue = f"colab_swarm {VERSION} {run_id}".encode()
+        self._digest = sha256(prologue).digest()
+        self._noise = Handshake(initiator=expected is not None, static=self._static, prologue=prologue)
+        self._run_checked = expected is not None
+        self.result: Introduced | None = None
+
+    def start(self) -> bytes:
+        """Return the initiator's first message."""
+        return self._noise.write(self._digest)
+
+    def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
+        """Take the other end's next message; return the answer to send, or None.
+
+        Raises:
+            ProtocolError: another run or version, or a garbled message.
+            WrongPeer: not the expected peer.
+            NotAdmitted: it may not link.
+        """
+        before = self._noise.hash
+        payload = self._noise.read(message)
+        if not self._run_checked:
+            if payload != self._digest:
+                raise ProtocolError(f"this peer belongs to {describe_run(self._run_id)}")
+            self._run_checked = True
+            return self._write_hello(wall_time)
+        hello = self._check_hello(payload, before)
+        try:
+            role = self._admit(hello.public_key, hello.membership)
+        except NotAdmitted as error:
+            raise NotAdmitted(f"not admitted: {error}") from error
+        answer = None if self._noise.finished else self._write_hello(wall_time)
+        contact = Contact(id_of(hello.public_key), hello.addresses)
+        keys = self._noise.split()
+        self.result = Introduced(contact, hello.public_key, hello.membership, role, hello.time, keys)
+        return answer
+
+    def _write_hello(self, wall_time: float) -> bytes:
+        public = self._static.public_key().public_bytes_raw()
+        signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
+        hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
+        return self._noise.write(_encoder.encode(hello))
+
+    def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
+        try:
+            hello = _decoder.decode(payload)
+        except UNDECODABLE as error:
+            raise ProtocolError(f"an undecodable hello: {error}") from error
+        if not verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before):
+            raise ProtocolError("a hello with a wrong signature")
+        peer = id_of(hello.public_key)
+        if peer == self._identity.id:
+            raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
+        if self._expected is not None and peer != self._expected:
+            raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
+        return hello
+
+
+class HandshakeReceiver:
+    """Receives for a connection until the handshake is complete, then hands over to the link that ``make_link`` makes.
+
+    The next message may lie in the same buffer as the last one of the handshake, so the link is made in `on_message`.
 
     Args:
         introduction: this end of the handshake.
         wall_clock: seconds since the epoch.
-        make_link: called with the carrier, what the peer said and the measured round trip (seconds); sends
-            nothing yet. If it raises a `PeerError`, the other end learns no more.
+        make_link: called with the carrier, the result and the measured round trip (seconds); sends nothing yet. If
+            it raises a `PeerError`, the other end receives no further message.
     """
 
     def __init__(
@@ -41,21 +188,20 @@ class HandshakeProtocol:
     ) -> None:
         self._introduction, self._wall_clock, self._make_link = introduction, wall_clock, make_link
         self._loop = asyncio.get_running_loop()
-        self._spoke_at = self._loop.time()
+        self._sent_at = self._loop.time()
         self._carrier: WebSocket | None = None
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
     def use(self, carrier: WebSocket, *, start: bool) -> None:
-        """Speak over this carrier; ``start`` for the end that dialled."""
+        """Run the handshake over this carrier; ``start`` for the end that dialled."""
         self._carrier = carrier
         if start:
-            self._say(self._introduction.start())
+            self._send(self._introduction.start())
 
     def on_message(self, data: memoryview) -> None:
-        """The other end's next message."""
         if self.link.done() or self._carrier is None:
             return
-        rtt_s = self._loop.time() - self._spoke_at
+        rtt_s = self._loop.time() - self._sent_at
         try:
             answer = self._introduction.on_message(bytes(data), wall_time=self._wall_clock())
             if self._introduction.result is not None:
@@ -63,15 +209,14 @@ class HandshakeProtocol:
                 self._carrier.receiver = link
                 self.link.set_result(link)
             if answer is not None:
-                self._say(answer)
+                self._send(answer)
         except PeerError as error:
             self._fail(error)
 
     def on_writable(self, writable: bool) -> None:
-        """Handshakes are short."""
+        """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is gone."""
         if not self.link.done():
             self._fail(PeerLost(reason))
 
@@ -79,21 +224,42 @@ class HandshakeProtocol:
         self.link.set_exception(error)
         self.link.exception()  # there may be no waiter: the connection was refused, or is a circuit's
 
-    def _say(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         assert self._carrier is not None
-        self._spoke_at = self._loop.time()
+        self._sent_at = self._loop.time()
         self._carrier.send_bytes(message)
 
 
-logger = logging.getLogger(__name__)
+async def introduce(
+    connect: Callable[[], Awaitable[WebSocket]],
+    receiver: HandshakeReceiver,
+    *,
+    timeout_s: float,
+    name: str,
+    start: bool = True,
+) -> Link:
+    """Connect and shake hands; ``start`` for the end that sends first, ``name`` stands for the way in error texts.
 
-STAGGER_S = 0.25
-
-DETOUR_AFTER_S = 1.5
-
-"""How long addresses may take before detours are looked for, and looked for again if there are none."""
-
-T = TypeVar("T")
+    Raises:
+        PeerUnreachable: no peer answers there, or not in time.
+        PeerLost: refused; the text says why.
+        WrongPeer, NotAdmitted, ProtocolError: another peer answers, it may not link, or it sends garbage.
+    """
+    websocket: WebSocket | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            websocket = await connect()
+            receiver.use(websocket, start=start)
+            return await receiver.link
+    except TimeoutError:
+        raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
+    except PeerError:
+        raise
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise PeerUnreachable(f"{name}: {error}") from error
+    finally:
+        if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
+            websocket.abort("the handshake failed")
 
 
 async def dial_any(
@@ -101,10 +267,10 @@ async def dial_any(
     dial: Callable[[str], Awaitable[T]],
     detours: Callable[[], Sequence[str]] = lambda: (),
 ) -> T:
-    """What ``dial`` returns for the first address that answers; ``detours()`` are tried where these do not.
+    """Return what ``dial`` returns for the first address that answers; ``detours()`` are tried where these fail.
 
     Raises:
-        PeerError: none did; the text has each address's failure. `WrongPeer` if somebody else answered.
+        PeerError: no address answered; the text has each one's failure. `WrongPeer` if another peer answered.
     """
     waiting, detoured = list(addresses), False
     running: set[asyncio.Future[T]] = set()
@@ -135,73 +301,8 @@ async def dial_any(
     raise kind("; ".join(map(str, failures)))
 
 
-async def try_to_dial(
-    contact: Contact,
-    dial: Callable[[str], Awaitable[object]],
-    detours: Callable[[], Sequence[str]],
-    events: EventLog,
-) -> PeerError | None:
-    """Dial a peer as `dial_any` does; returns why no link came of it, if none did.
-
-    A failure that nobody foresaw is logged and a `Fault` besides, for those who wait want an answer all the same.
-    """
-    try:
-        if not contact.addresses:
-            return PeerUnreachable(f"no address of {short(contact.id)} is known")
-        await dial_any(contact.addresses, dial, detours)
-    except PeerError as error:
-        return error
-    except Exception as error:
-        fault = Fault.of(asyncio.get_running_loop().time(), f"dialling {short(contact.id)}", error)
-        logger.exception("%s failed", fault.where)
-        events.emit(fault)
-        return PeerUnreachable(f"{fault.where} failed: {fault.text}")
-    return None
-
-
-async def introduce(
-    connect: Callable[[], Awaitable[WebSocket]],
-    greeter: HandshakeProtocol,
-    *,
-    timeout_s: float,
-    name: str,
-    start: bool = True,
-) -> Link:
-    """Connect and shake hands; ``start`` for the end that begins, ``name`` tells the way in error texts.
-
-    Raises:
-        PeerUnreachable: nobody answers there, or not in time.
-        PeerLost: refused; the text says why.
-        WrongPeer, NotAdmitted, ProtocolError: somebody else answers, or a stranger, or garbage.
-    """
-    websocket: WebSocket | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            websocket = await connect()
-            greeter.use(websocket, start=start)
-            return await greeter.link
-    except TimeoutError:
-        raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
-    except PeerError:
-        raise
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerUnreachable(f"{name}: {error}") from error
-    finally:
-        if websocket is not None and (not greeter.link.done() or greeter.link.exception() is not None):
-            websocket.abort("the handshake failed")
-
-
-CONNECTING_S = 1.0
-
-TICKET = b"colab_swarm circuit "
-
-"""How a connection to a relay begins that is half of a circuit."""
-
-NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
-
-
 class _Refused(asyncio.Protocol):
-    """Hangs up."""
+    """Closes the connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -209,36 +310,35 @@ class _Refused(asyncio.Protocol):
 
 
 class Listener:
-    """Listens until `close`.
+    """Accepts connections until `close`.
 
     Args:
-        greet: makes the greeter of a new connection; raises `PeerError` to refuse it.
+        receive: makes the receiver of a new connection; raises `PeerError` to refuse it.
         scratch: memory to receive into.
-        timeout_s: for a connection to become a link; it is aborted afterwards.
-        max_fresh: connections that have not become a link; more are refused.
+        settings: ``handshake_timeout_s``, after which a connection that is not a link is aborted, and
+            ``max_handshakes``, the number of such connections; more are refused.
 
     Attributes:
-        on_ticket: takes connections whose first message begins with `TICKET`; None where nothing is relayed.
+        on_ticket: takes connections whose first message starts with `TICKET`; None if this peer is not a relay.
     """
 
     def __init__(
         self,
-        greet: Callable[[web.BaseRequest], HandshakeProtocol],
-        *,
+        receive: Callable[[web.BaseRequest], HandshakeReceiver],
         scratch: memoryview,
-        timeout_s: float,
-        max_fresh: int,
+        settings: NodeSettings,
     ) -> None:
-        self._greet, self._scratch, self._timeout_s, self._max_fresh = greet, scratch, timeout_s, max_fresh
+        self._receive, self._scratch = receive, scratch
+        self._timeout_s, self._max_fresh = settings.handshake_timeout_s, settings.max_handshakes
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None)
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
-        self._greeting = 0
+        self._shaking_hands = 0
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, for an empty host on every interface; returns the port.
+        """Listen, for an empty host on every interface; return the port.
 
         Raises:
             OSError: the port is taken.
@@ -251,11 +351,11 @@ class Listener:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening, drop connections that have not become links."""
+        """Stop listening, and drop connections that have not become links."""
         if self._server is not None:
             self._server.close()
         for connection in self._fresh:
-            self._hang_up(connection)
+            self._abort(connection)
         await self._http.shutdown(timeout=1.0)
 
     def _on_connection(self) -> asyncio.BaseProtocol:
@@ -265,16 +365,16 @@ class Listener:
             return _Refused()
         connection = self._http()
         self._fresh[connection] = now
-        self._loop.call_later(self._timeout_s, self._hang_up, connection)
+        self._loop.call_later(self._timeout_s, self._abort, connection)
         return connection
 
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
-        """Whether it is still aiohttp's; one without a transport is about to connect, or gone."""
+        """Return True if aiohttp still has it; one without a transport is about to connect, or gone."""
         if connection.transport is None:
             return now - since < CONNECTING_S
         return connection.transport.get_protocol() is connection
 
-    def _hang_up(self, connection: Any) -> None:
+    def _abort(self, connection: Any) -> None:
         """Abort a connection that sent no full request in time."""
         if connection.transport is not None and connection.transport.get_protocol() is connection:
             connection.transport.abort()
@@ -283,32 +383,32 @@ class Listener:
         if request.headers.get("Upgrade", "").lower() != "websocket":
             return web.Response(text=NO_BROWSER, status=426)
         try:
-            greeter = self._greet(request)
+            receiver = self._receive(request)
         except PeerError as error:
             return web.Response(status=503, reason=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
-                websocket, first, response = await accept(request, scratch=self._scratch, receiver=greeter)
-        except (PeerError, TimeoutError, ClientError):  # ClientError: it hung up again
+                websocket, first, response = await accept(request, scratch=self._scratch, receiver=receiver)
+        except (PeerError, TimeoutError, ClientError):  # ClientError: the caller closed the connection
             raise web.HTTPBadRequest(text=NO_BROWSER) from None
         if self.on_ticket is not None and first.startswith(TICKET):
-            self.on_ticket(first, websocket)  # at once: what comes next is not for the greeter
+            self.on_ticket(first, websocket)  # at once: the receiver must not get the next message
         else:
-            await self._shake_hands(greeter, websocket, first)
+            await self._shake_hands(receiver, websocket, first)
         await websocket.wait_closed()
         return response
 
-    async def _shake_hands(self, greeter: HandshakeProtocol, websocket: WebSocket, first: bytes) -> None:
-        if self._greeting >= self._max_fresh:
+    async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
+        if self._shaking_hands >= self._max_fresh:
             websocket.close("too many handshakes at once")
             return
-        self._greeting += 1
-        greeter.use(websocket, start=False)
-        greeter.on_message(memoryview(first))
+        self._shaking_hands += 1
+        receiver.use(websocket, start=False)
+        receiver.on_message(memoryview(first))
         try:
             async with asyncio.timeout(self._timeout_s):
-                await greeter.link
+                await receiver.link
         except (PeerError, TimeoutError) as error:
             websocket.close(str(error) or "the handshake stalled")
         finally:
-            self._greeting -= 1
+            self._shaking_hands -= 1

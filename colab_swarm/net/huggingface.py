@@ -1,4 +1,4 @@
-"""Who a Hugging Face token belongs to, asked of the Hub's ``whoami-v2``. The token is never logged."""
+"""The account behind a Hugging Face token, from the Hub's ``whoami-v2``. The token is never logged."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _Answer(msgspec.Struct):
 
 
 async def whoami(token: str, *, endpoint: str | None = None) -> Account | None:
-    """The account that a token belongs to; None if the Hub does not know the token.
+    """Return the account of a token; None if the Hub does not know the token.
 
     Args:
-        token: a user access token; one that may read suffices.
-        endpoint: the Hub; by default what the environment's ``HF_ENDPOINT`` names, else huggingface.co.
+        token: a user access token; the right to read is enough.
+        endpoint: URL of the Hub; by default the environment's ``HF_ENDPOINT``, else huggingface.co.
 
     Raises:
-        PeerUnreachable: the Hub did not answer in 10 s, or not in a way that can be understood.
+        PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.
     """
     if not TOKEN.fullmatch(token):
         return None
@@ -58,26 +58,20 @@ async def whoami(token: str, *, endpoint: str | None = None) -> Account | None:
                 return None
             if response.status != 200:
                 raise PeerUnreachable(f"{url} answers {response.status} {response.reason}: try again later")
-            return _account(await _read(response))
+            data = b""
+            async for piece in response.content.iter_any():
+                data += piece
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise ValueError("the answer is too long")
+            return _account(data)
     except (aiohttp.ClientError, ValueError, TimeoutError) as error:
         raise PeerUnreachable(f"{url} does not answer ({type(error).__name__}): try again later") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    data = b""
-    async for piece in response.content.iter_any():
-        data += piece
-        if len(data) > MAX_ANSWER_BYTES:
-            raise ValueError("an endless answer")
-    return data
-
-
 def _account(data: bytes) -> Account | None:
-    """What an answer says; None for a token that is an organisation's, not a person's."""
+    """Decode an answer; return None for a token of an organisation, not of a person."""
     try:
         answer = msgspec.json.decode(data, type=_Answer)
     except UNDECODABLE as error:
         raise ValueError("not an answer of whoami-v2") from error
-    if answer.type != "user":
-        return None
-    return Account(answer.name, tuple(one.name for one in answer.orgs))
+    return Account(answer.name, tuple(one.name for one in answer.orgs)) if answer.type == "user" else None

@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key pair; the SHA-256 of the public key is the peer's id."""
+"""A peer's identity: an Ed25519 key pair. The SHA-256 of the public key is the peer's id."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from colab_swarm.net.peers import PeerId
 
 
 def id_of(public_key: bytes) -> PeerId:
-    """The id that belongs to an Ed25519 public key (32 bytes)."""
+    """Return the id of an Ed25519 public key (32 bytes)."""
     return PeerId(hashlib.sha256(public_key).digest())
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether ``signature`` (64 bytes) over ``data`` was made by the owner of ``public_key`` (32 bytes)."""
+    """Return True if the owner of ``public_key`` (32 bytes) made ``signature`` (64 bytes) over ``data``."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -35,7 +35,7 @@ class Identity:
         self.id = id_of(self.public_key)
 
     def sign(self, data: bytes) -> bytes:
-        """Ed25519 signature over ``data`` (64 bytes)."""
+        """Return the Ed25519 signature over ``data`` (64 bytes)."""
         return self._key.sign(data)
 
     @classmethod
@@ -43,7 +43,7 @@ class Identity:
         """Read the key saved at ``path``, or make one and save it there, readable by its owner only.
 
         Raises:
-            ValueError: the file is there but is not a saved identity.
+            ValueError: the file exists but is not a saved identity.
         """
         path = Path(path)
         try:
@@ -51,7 +51,7 @@ class Identity:
         except FileNotFoundError:
             identity = cls()
             path.parent.mkdir(parents=True, exist_ok=True)
-            # written aside: no other process ever reads half a key, nor is one left behind by an interrupt
+            # renamed into place: no other process reads half a key, and an interrupt leaves none
             aside = path.with_name(f"{path.name}.{identity.id.hex()[:8]}")
             with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(identity._key.private_bytes_raw())

@@ -1,14 +1,13 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
-What is announced is public on that network: the run's id, who announces it, where, and whether an invitation
-is needed; nothing of it is to be trusted before the handshake. Each announcing peer is one service; peers of
-one run are merged. Where there is nobody to multicast to (Colab, Kaggle), nothing is found and nothing fails.
+The announcement is public on that network: the run's id, the announcing peer, its addresses, and whether an invitation
+is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one run are merged. On
+platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +20,8 @@ import ifaddr
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from colab_swarm.net.addresses import is_loopback
-from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.addresses import ip_of, is_loopback
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 VERSION = "1"
@@ -35,12 +33,12 @@ Access = Literal["open", "invite", "allowlist"]
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one peer says on its network.
+    """What one peer announces on its network.
 
     Attributes:
         run_id: the run's unique name, 64 bytes at most.
-        access: whom the run takes: anybody, whoever has an invitation, or whoever is on its list.
-        name: what the peer calls itself; cut to 48 characters.
+        access: the run admits every peer, holders of an invitation, or accounts on its list.
+        name: the peer's display name; cut to 48 characters.
         contact: the peer; of its addresses, the ``ws://IP:PORT`` ones of one port are announced.
     """
 
@@ -52,7 +50,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class LanSwarm:
-    """A run seen on the network; ``names`` are those of the peers in ``contacts``."""
+    """A run found on the network; ``names`` are those of the peers in ``contacts``."""
 
     run_id: str
     access: Access
@@ -61,12 +59,12 @@ class LanSwarm:
 
     @property
     def run(self) -> str:
-        """The run's name for people."""
+        """The run's display name."""
         return self.run_id.rpartition("-")[0] or self.run_id
 
 
 def write_properties(announcement: Announcement) -> dict[str, str]:
-    """The service's TXT record, under 300 bytes."""
+    """Return the service's TXT record, under 300 bytes."""
     return {
         "v": VERSION,
         "run": announcement.run_id,
@@ -79,7 +77,7 @@ def write_properties(announcement: Announcement) -> dict[str, str]:
 def read_announcement(
     properties: Mapping[bytes, bytes | None], ips: Iterable[str], port: int | None
 ) -> Announcement | None:
-    """What a service's records say; None if they are of another version, garbled or lead nowhere."""
+    """Decode a service's records; None if they are of another version, garbled or without address."""
     try:
         text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
         peer = bytes.fromhex(text["peer"])
@@ -95,7 +93,7 @@ def read_announcement(
 
 
 def merge(announcements: Iterable[Announcement]) -> list[LanSwarm]:
-    """The runs behind the announcements, by name; their access is what most of their peers say."""
+    """Return the announced runs, by name; their access is the one that most of their peers announce."""
     runs: dict[str, dict[PeerId, Announcement]] = {}
     for one in announcements:
         peers = runs.setdefault(one.run_id, {})
@@ -114,9 +112,9 @@ def merge(announcements: Iterable[Announcement]) -> list[LanSwarm]:
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
-    """The IP addresses and the port to announce (a service has one port); none and 0 if nobody can dial it.
+    """Return the IP addresses and the port to announce (a service has one port); none and 0 without dial address.
 
-    Loopback is announced only if there is nothing else: it leads every other machine to itself.
+    Loopback is announced only if there is no other address: it leads every other machine to itself.
     """
     found: dict[int, list[str]] = {}
     for address in contact.addresses:
@@ -133,7 +131,7 @@ class LanAnnouncer:
 
     def __init__(self, announcement: Announcement, zeroconf: AsyncZeroconf) -> None:
         self._announcement, self._zeroconf = announcement, zeroconf
-        # a name for each announcer: processes of one machine do not always hear each other's objections
+        # a random name: processes of one machine do not always hear each other's objections
         self._label = f"{announcement.contact.id.hex()[:8]}-{secrets.token_hex(4)}"
         self._info: AsyncServiceInfo | None = None
 
@@ -144,11 +142,11 @@ class LanAnnouncer:
         """Announce a peer; takes about a second, in which others may object to its name.
 
         Args:
-            announcement: what to say. While its contact has no addresses, nothing is said.
+            announcement: what to announce; nothing while its contact has no addresses.
             interfaces: IP addresses of the interfaces to use; None for all.
 
         Raises:
-            OSError: no interface takes part in multicast.
+            OSError: no interface supports multicast.
         """
         announcer = cls(announcement, _open(interfaces))
         try:
@@ -159,11 +157,20 @@ class LanAnnouncer:
         return announcer
 
     async def update(self, contact: Contact) -> None:
-        """Announce the peer's addresses of now."""
+        """Announce the peer's new addresses."""
         self._announcement = replace(self._announcement, contact=contact)
         ips, port = announced(contact)
         before = self._info
-        self._info = self._describe(ips, port, before.name if before else "") if ips else None
+        self._info = None
+        if ips:
+            self._info = AsyncServiceInfo(
+                SERVICE,
+                before.name if before else f"{self._label}.{SERVICE}",
+                parsed_addresses=ips,
+                port=port,
+                properties=write_properties(self._announcement),
+                server=f"{self._label}.local.",
+            )
         if self._info is not None and before is None:
             await (await self._zeroconf.async_register_service(self._info, allow_name_change=True))
         elif self._info is not None:
@@ -172,29 +179,16 @@ class LanAnnouncer:
             await (await self._zeroconf.async_unregister_service(before))
 
     async def close(self) -> None:
-        """Say goodbye. Idempotent."""
+        """Withdraw the announcement. Idempotent."""
         await self._zeroconf.async_close()
-
-    def _describe(self, ips: list[str], port: int, name: str) -> AsyncServiceInfo:
-        return AsyncServiceInfo(
-            SERVICE,
-            name or f"{self._label}.{SERVICE}",
-            parsed_addresses=ips,
-            port=port,
-            properties=write_properties(self._announcement),
-            server=f"{self._label}.local.",
-        )
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
-    """The swarms that announce themselves on the local network.
+    """Return the runs announced on the local network, by name; none where multicast does not work.
 
     Args:
         seconds: how long to listen.
         interfaces: IP addresses of the interfaces to use; None for all.
-
-    Returns:
-        Runs by name; none where multicast does not work.
     """
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
@@ -204,38 +198,34 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None 
 
 async def _listen(zeroconf: Zeroconf, seconds: float) -> list[Announcement]:
     found: dict[str, Announcement] = {}
-    asking: dict[str, asyncio.Task[None]] = {}
+    queries: dict[str, asyncio.Task[None]] = {}
 
-    async def ask(name: str) -> None:
+    async def query(name: str) -> None:
         info = AsyncServiceInfo(SERVICE, name)
         if await info.async_request(zeroconf, 1000 * seconds):
-            said = read_announcement(info.properties, info.parsed_addresses(), info.port)
-            if said is not None:
-                found[name] = said
+            announcement = read_announcement(info.properties, info.parsed_addresses(), info.port)
+            if announcement is not None:
+                found[name] = announcement
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed:
             found.pop(name, None)
-        elif len(asking) < MAX_SERVICES:
-            asking[name] = asyncio.create_task(ask(name))
+        elif len(queries) < MAX_SERVICES:
+            queries[name] = asyncio.create_task(query(name))
 
     browser = AsyncServiceBrowser(zeroconf, SERVICE, handlers=[on_change])
     try:
         await asyncio.sleep(seconds)
     finally:
         await browser.async_cancel()
-        for task in asking.values():
+        for task in queries.values():
             task.cancel()
-        await asyncio.gather(*asking.values(), return_exceptions=True)
+        await asyncio.gather(*queries.values(), return_exceptions=True)
     return list(found.values())
 
 
 def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
-    """Multicast sockets on the interfaces, IPv4 and IPv6 as far as the machine has them.
-
-    Raises:
-        OSError: there are none.
-    """
+    """Open multicast sockets on the interfaces, IPv4 and IPv6 as far as the machine has them."""
     if interfaces is not None:
         return AsyncZeroconf(interfaces=list(interfaces))
     found = [ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
@@ -244,20 +234,15 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     for choice in ([*old, *new], old, new):
         with suppress(OSError, RuntimeError):  # some interfaces have one version only, or no multicast
             return AsyncZeroconf(interfaces=choice)
-    raise OSError("no interface of this machine takes part in multicast")
+    raise OSError("no interface of this machine supports multicast")
 
 
-def _dialled(ip: str) -> str:
-    """The IP address as the host of an address; empty if it is none that others can dial."""
-    try:
-        parsed = ipaddress.ip_address(ip)
-    except ValueError:
+def _dialled(host: str) -> str:
+    ip = ip_of(host)
+    if ip is None or (ip.version == 6 and ip.is_link_local):  # link-local ones need an interface
         return ""
-    if parsed.version == 6:  # a link-local one means nothing without an interface, which has no place in it
-        return "" if parsed.is_link_local else f"[{parsed.compressed}]"
-    return str(parsed)
+    return str(ip) if ip.version == 4 else f"[{ip.compressed}]"
 
 
 def _printable(name: str) -> str:
-    """The name without control characters, and short."""
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS]

@@ -7,235 +7,185 @@ import logging
 import statistics
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Carrier, Cipher, LinkLimits, Remote, Traffic
+from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Remote, Traffic
 from colab_swarm.net.frames import Frame, FrameKind
-from colab_swarm.net.mux import Failure, Mux, Opening, encode_opening
+from colab_swarm.net.mux import (
+    Failure,
+    Handler,
+    Mux,
+    ServiceTable,
+    Unserved,
+    decoder_of,
+    encode_opening,
+    item_cost,
+)
+from colab_swarm.net.noise import Keys
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
     UNDECODABLE,
     Buffer,
+    M,
     Message,
     PeerId,
     R,
     Refusal,
-    Role,
+    StreamEnded,
     short,
 )
-from colab_swarm.net.stream import LinkStream, decoder_of
-
-Handler: TypeAlias = Callable[..., Awaitable[Any]]
-
-_opening_decoder = msgspec.msgpack.Decoder(Opening)
-
-
-@dataclass(frozen=True)
-class Service:
-    """A handler, the decoder of the message it takes, and the least role that it serves."""
-
-    decoder: msgspec.msgpack.Decoder[Any]
-    handler: Handler
-    role: Role
-
-
-class Unserved(Exception):
-    """No handler can take this opening.
-
-    Attributes:
-        code: ``unknown``, ``invalid``, ``refused`` or ``busy``, as in `CallRefused`.
-    """
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class ServiceTable:
-    """Handlers by the name of the message's class."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, Service] = {}
-
-    def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
-        """Answer messages of ``kind`` by peers of ``role`` or above.
-
-        Raises:
-            ValueError: they are answered already.
-        """
-        if kind.__name__ in self._by_name:
-            raise ValueError(f"{kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = Service(decoder_of(kind), handler, role)
-
-    def remove(self, kind: type[Message]) -> None:
-        """Stop answering ``kind``."""
-        self._by_name.pop(kind.__name__, None)
-
-    def find(self, encoded: memoryview, role: Role) -> tuple[Handler, Any]:
-        """The handler that takes an encoded `Opening` of a peer of this role, and the decoded message in it.
-
-        Raises:
-            Unserved: nobody serves it, or not to this role, or it does not decode.
-        """
-        try:
-            opening = _opening_decoder.decode(encoded)
-        except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
-        return self.find_named(opening.name, opening.body, role)
-
-    def find_named(self, name: str, body: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Like `find`, for the two parts of an opening.
-
-        Raises:
-            Unserved: see `find`.
-        """
-        service = self._by_name.get(name)
-        if service is None:
-            raise Unserved("unknown", f"{name[:100]} is not served here")
-        if role < service.role:
-            needed = f"{name} needs the role {service.role.name.lower()}"
-            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
-        try:
-            return service.handler, service.decoder.decode(body)
-        except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
-
+from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
-
+MAX_TASKS = 2048
+"""Handlers that may run for one link: a cancelled call frees its number before its handler has ended."""
+MAX_BACKLOG_BYTES = 64 << 20
+RTT_SAMPLES = 5
+LEAVE_TIMEOUT_S = 30.0
+"""A quiet link that only this end leaves is closed after this time."""
+_TOKEN = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
 
-MAX_TASKS = 2048
 
+class LinkStream:
+    """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
 
-class CallResponder:
-    """Runs handlers for one link. A lost link cancels call handlers; stream handlers see `PeerLost` instead.
+    def __init__(self, link: Link, id: int) -> None:
+        self._link, self.id = link, id
+        self._inbox: deque[tuple[memoryview, memoryview]] = deque()
+        self._fault: PeerError | None = None
+        self._got_end = self._sent_end = self._discarding = False
+        self._receiving: asyncio.Future[None] | None = None
+        self._credit = asyncio.Event()
 
-    Args:
-        link: where answers go.
-        services: those for calls and those for streams.
-        events: gets a `Fault` when a handler fails.
-    """
+    def __repr__(self) -> str:
+        state = "failed" if self._fault else f"inbox={len(self._inbox)}"
+        return f"LinkStream({short(self.peer)}, {self.id}, {state})"
 
-    def __init__(self, link: Link, services: tuple[ServiceTable, ServiceTable], events: EventLog) -> None:
-        self._link, self._events = link, events
-        self._call_services, self._stream_services = services
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
+    @property
+    def peer(self) -> PeerId:
+        return self._link.peer
 
-    def on_call(self, id: int, opening: memoryview) -> None:
-        """The peer calls."""
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        body = _encoder.encode(message)
+        view = memoryview(payload)
+        flat = view.cast("B") if view.nbytes else b""
+        if len(body) > MAX_MESSAGE_BYTES or len(flat) > MAX_PAYLOAD_BYTES:
+            limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
+            raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
+        while True:
+            if self._sent_end:
+                raise ValueError("send after end")
+            if self._fault is not None:
+                raise PeerLost(str(self._fault)) from self._fault
+            if not self._link.mux.may_send(self.id):
+                self._credit.clear()
+                await self._credit.wait()
+            elif not self._link.ready:
+                await self._link.wait_ready()
+            else:
+                self._link.send_item(self.id, body, flat)
+                return
+
+    async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
+        while not self._inbox:
+            if self._got_end:
+                raise StreamEnded(f"peer {short(self.peer)} ended the stream")
+            if self._fault is not None:
+                raise self._fault
+            if self._receiving is not None:
+                raise RuntimeError("two tasks receive from one stream")
+            self._receiving = asyncio.get_running_loop().create_future()
+            try:
+                await self._receiving
+            finally:
+                self._receiving = None
+        message, payload = self._inbox.popleft()
+        self._link.consumed(self.id, item_cost(message, payload))
         try:
-            self._require_room()
-            handler, message = self._call_services.find(opening, self._link.remote.role)
-        except Unserved as error:
-            self._link.mux.fail(id, error.code, str(error))
+            return decoder_of(kind).decode(message), payload
+        except UNDECODABLE as error:
+            self.reset("undecodable item")
+            raise ProtocolError(
+                f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
+            ) from error
+
+    async def end(self) -> None:
+        self._sent_end = True
+        self._link.end_stream(self.id)
+
+    def reset(self, reason: str = "") -> None:
+        self._link.reset_stream(self.id, "reset", reason)
+        self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
+
+    def leave(self) -> None:
+        """End our side and discard further items, so that the peer does not wait for credit."""
+        self._discarding = True
+        while self._inbox:
+            self._link.consumed(self.id, item_cost(*self._inbox.popleft()))
+        if not self._sent_end:
+            self._sent_end = True
+            self._link.end_stream(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
         else:
-            self._calls[id] = self._start(self._answer(id, handler, message))
+            self.reset(kind.__name__ if kind else "")
 
-    def on_open(self, stream: LinkStream, opening: memoryview) -> None:
-        """The peer opens a stream."""
-        try:
-            self._require_room()
-            handler, message = self._stream_services.find(opening, self._link.remote.role)
-        except Unserved as error:
-            self._link.mux.reset(stream.id, error.code, str(error))
-        else:
-            self._link.add_stream(stream)
-            self._start(self._converse(stream, handler, message))
+    def on_item(self, message: memoryview, payload: memoryview) -> None:
+        if self._discarding:
+            self._link.consumed(self.id, item_cost(message, payload))
+            return
+        if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
+            # a slice keeps its whole packet alive, which the credit does not count
+            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
+        self._inbox.append((message, payload))
+        self._wake()
 
-    def cancel(self, id: int) -> None:
-        """The peer no longer wants the answer."""
-        self._calls.pop(id).cancel()
+    def on_credit(self) -> None:
+        self._credit.set()
 
-    def on_lost(self) -> None:
-        """There is nobody left to answer."""
-        for task in self._calls.values():
-            task.cancel()
+    def on_end(self) -> None:
+        self._got_end = True
+        self._wake()
 
-    def _require_room(self) -> None:
-        """What the peer gave up it may begin anew, while the handler of the old still runs."""
-        if len(self.tasks) >= MAX_TASKS:
-            raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+    def on_fault(self, fault: PeerError) -> None:
+        """Fail the stream; items received before are still delivered."""
+        self._fault = self._fault or fault
+        self._credit.set()
+        self._wake()
 
-    def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self._link.touch()
-        task = asyncio.get_running_loop().create_task(handling)
-        self.tasks.add(task)
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        self._link.flush_soon()
-        self._link.close_if_done()
-
-    async def _answer(self, id: int, handler: Handler, message: Any) -> None:
-        mux, peer = self._link.mux, self._link.peer
-        try:
-            body = _encoder.encode(await handler(peer, message))
-            if len(body) > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a reply of {len(body)} bytes is over {MAX_MESSAGE_BYTES}")
-            mux.reply(id, body)
-        except Refusal as error:
-            mux.fail(id, "refused", str(error))
-        except asyncio.CancelledError:
-            mux.fail(id, "failed", "the handler was cancelled")
-            raise
-        except Exception as error:
-            self._report("call handler", error)
-            mux.fail(id, "failed", f"{type(error).__name__}: {error}")
-        finally:
-            self._calls.pop(id, None)
-
-    async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
-        try:
-            await handler(message, stream)
-            stream.leave()
-        except Refusal as error:
-            self._link.reset_stream(stream.id, "refused", str(error))
-        except asyncio.CancelledError:
-            stream.reset("the handler was cancelled")
-            raise
-        except PeerError as error:
-            logger.debug("stream with %s ended early: %s", short(stream.peer), error)
-            stream.reset(str(error))
-        except Exception as error:
-            self._report("stream handler", error)
-            self._link.reset_stream(stream.id, "failed", f"{type(error).__name__}: {error}")
-
-    def _report(self, where: str, error: Exception) -> None:
-        logger.exception("%s failed, serving %s", where, short(self._link.peer))
-        at = asyncio.get_running_loop().time()
-        self._events.emit(Fault(at, where, f"{type(error).__name__}: {error}"))
-
-
-MAX_BACKLOG_BYTES = 64 << 20
-
-RTT_SAMPLES = 5
-
-LEAVE_TIMEOUT_S = 30.0
-
-_TOKEN = struct.Struct("<d")
+    def _wake(self) -> None:
+        if self._receiving is not None and not self._receiving.done():
+            self._receiving.set_result(None)
 
 
 class Link:
-    """One link. Lives from the end of the handshake until ``on_lost``.
+    """One link, from the end of the handshake until ``on_lost``.
+
+    A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        remote: who is at the other end.
+        remote: the peer at the other end.
         carrier, cipher: how bytes travel and are sealed.
         dialled: whether this end opened the link.
-        services: calls and streams this end answers, one registry each.
+        services: handlers of calls, and of streams.
         traffic: meters and budgets.
-        limits: bounds on counts.
+        settings: bounds on the number of streams and calls.
         events: gets a `Fault` when a handler fails.
     """
 
@@ -243,28 +193,32 @@ class Link:
         self,
         remote: Remote,
         *,
-        carrier: Carrier,
-        cipher: Cipher,
+        carrier: WebSocket | Loopback,
+        cipher: Keys | NoCipher,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
-        limits: LinkLimits,
+        settings: NodeSettings,
         events: EventLog,
     ) -> None:
         self.remote, self.dialled = remote, dialled
         self.peer: PeerId = remote.contact.id
-        self.mux = Mux(initiator=dialled, max_streams=limits.max_streams, max_calls=limits.max_calls)
-        self._carrier, self._cipher, self._traffic, self._limits = carrier, cipher, traffic, limits
+        self._max_calls = settings.max_calls_per_link
+        self.mux = Mux(
+            initiator=dialled, max_streams=settings.max_streams_per_link, max_calls=self._max_calls
+        )
+        self._carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
+        self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
-        self._rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
+        self.rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, LinkStream] = {}
-        self._answers = CallResponder(self, services, events)
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
-        self._turn = asyncio.Lock()
-        self._writable = asyncio.Event()
+        self._turn, self._writable = asyncio.Lock(), asyncio.Event()
         self._writable.set()
         self.lost: str | None = None
         self.on_closed: Callable[[Link], None] = lambda link: None
@@ -282,16 +236,14 @@ class Link:
     @property
     def rtt_s(self) -> float | None:
         """Median of the last round-trip times, seconds."""
-        return statistics.median(self._rtts_s) if self._rtts_s else None
+        return statistics.median(self.rtts_s) if self.rtts_s else None
 
-    def add_rtt(self, rtt_s: float) -> None:
-        """Count a measured round trip."""
-        self._rtts_s.append(rtt_s)
+    # --- calls and streams of this end ----------------------------------------------------------------------
 
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """See `Peers.call`."""
+        """Call the peer, as `Peers.call` does."""
         opening = encode_opening(message)
-        if len(self._calls) >= self._limits.max_calls:
+        if len(self._calls) >= self._max_calls:
             raise CallRefused("busy", f"{len(self._calls)} calls to {short(self.peer)} are pending already")
         self._require_open()
         id = self.mux.call(opening)
@@ -308,7 +260,7 @@ class Link:
         try:
             return decoder_of(reply).decode(body)  # type: ignore[no-any-return]
         except UNDECODABLE as error:
-            text = f"the answer of {short(self.peer)} is no {reply.__name__}: {error}"
+            text = f"the answer of {short(self.peer)} is not a valid {reply.__name__}: {error}"
             raise ProtocolError(text) from error
 
     def _expire(self, id: int, name: str, timeout_s: float) -> None:
@@ -329,26 +281,20 @@ class Link:
             PeerLost: the link is closed or closing.
         """
         self._require_open()
-        stream = LinkStream(self, self.mux.open(encode_opening(opening)))
-        self.add_stream(stream)
-        return stream
+        return self._add_stream(LinkStream(self, self.mux.open(encode_opening(opening))))
 
-    def add_stream(self, stream: LinkStream) -> None:
-        """From now on, what comes for the stream goes to it."""
+    def _add_stream(self, stream: LinkStream) -> LinkStream:
         self._streams[stream.id] = stream
         self.flush_soon()
-
-    def _forget_if_over(self, id: int) -> None:
-        if not self.mux.knows_stream(id):
-            self._streams.pop(id, None)
+        return stream
 
     @property
     def ready(self) -> bool:
-        """Whether bulk data may be sent now: the carrier has room and the budgets allow."""
+        """Whether bulk data may be sent now: the carrier has room and the budgets allow it."""
         return self._writable.is_set() and (not self._traffic.upload or self._upload_delay() <= 0)
 
     async def wait_ready(self) -> None:
-        """Return when `ready`, in the order of asking."""
+        """Return when `ready`; tasks wait in the order of their calls."""
         async with self._turn:
             while not self.ready:
                 if not self._writable.is_set():
@@ -358,30 +304,103 @@ class Link:
 
     def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
-        self.touch()
+        self.used_at = self._loop.time()
         self.mux.send(id, message, payload)
         self._flush()
 
     def consumed(self, id: int, cost: int) -> None:
-        """The application took an item."""
+        """Grant credit for an item that the application took."""
         self.mux.consumed(id, cost)
         self.flush_soon()
 
     def end_stream(self, id: int) -> None:
-        """Say END."""
         self.mux.end(id)
         self._forget_if_over(id)
         self.flush_soon()
 
     def reset_stream(self, id: int, code: str, text: str) -> None:
-        """Say RESET and forget the stream."""
         self.mux.reset(id, code, text)
         self._streams.pop(id, None)
         self.flush_soon()
 
-    def touch(self) -> None:
-        """The link is in use."""
+    def _forget_if_over(self, id: int) -> None:
+        if not self.mux.knows_stream(id):
+            self._streams.pop(id, None)
+
+    # --- handlers for the peer ------------------------------------------------------------------------------
+
+    def _find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
+        if len(self.tasks) >= MAX_TASKS:
+            raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+        return services.find(opening, self.remote.role)
+
+    def _on_call(self, id: int, opening: memoryview) -> None:
+        try:
+            handler, message = self._find_handler(self._call_services, opening)
+        except Unserved as error:
+            self.mux.fail(id, error.code, str(error))
+        else:
+            self._answering[id] = self._start(self._answer(id, handler, message))
+
+    def _on_open(self, id: int, opening: memoryview) -> None:
+        try:
+            handler, message = self._find_handler(self._stream_services, opening)
+        except Unserved as error:
+            self.mux.reset(id, error.code, str(error))
+        else:
+            self._start(self._converse(self._add_stream(LinkStream(self, id)), handler, message))
+
+    def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.used_at = self._loop.time()
+        task = self._loop.create_task(handling)
+        self.tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.flush_soon()
+        self._close_if_done()
+
+    async def _answer(self, id: int, handler: Handler, message: Any) -> None:
+        try:
+            body = _encoder.encode(await handler(self.peer, message))
+            if len(body) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a reply of {len(body)} bytes is over {MAX_MESSAGE_BYTES}")
+            self.mux.reply(id, body)
+        except Refusal as error:
+            self.mux.fail(id, "refused", str(error))
+        except asyncio.CancelledError:
+            self.mux.fail(id, "failed", "the handler was cancelled")
+            raise
+        except Exception as error:
+            self.mux.fail(id, "failed", self._report("call handler", error))
+        finally:
+            self._answering.pop(id, None)
+
+    async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
+        try:
+            await handler(message, stream)
+            stream.leave()
+        except Refusal as error:
+            self.reset_stream(stream.id, "refused", str(error))
+        except asyncio.CancelledError:
+            stream.reset("the handler was cancelled")
+            raise
+        except PeerError as error:
+            logger.debug("stream with %s ended early: %s", short(stream.peer), error)
+            stream.reset(str(error))
+        except Exception as error:
+            self.reset_stream(stream.id, "failed", self._report("stream handler", error))
+
+    def _report(self, where: str, error: Exception) -> str:
+        """Log the failure of a handler and emit a `Fault`; return what to answer."""
+        logger.exception("%s failed, serving %s", where, short(self.peer))
+        fault = Fault.of(self._loop.time(), where, error)
+        self._events.emit(fault)
+        return fault.text
+
+    # --- life -----------------------------------------------------------------------------------------------
 
     def ping(self) -> None:
         """Measure the round trip."""
@@ -389,29 +408,24 @@ class Link:
         self.flush_soon()
 
     def leave(self) -> None:
-        """Take nothing new; close when what runs is done, at both ends."""
+        """Take nothing new; close when all calls and streams are over, at both ends."""
         if self.lost is None:
             if not self.mux.leaving:
-                self.touch()
+                self.used_at = self._loop.time()
             self.mux.leave()
             self.flush_soon()
-            self.close_if_done()
-
-    def outstays(self, now: float) -> bool:
-        """Whether this end left a quiet link long ago and the peer does not answer that it leaves too."""
-        return self.mux.leaving and self.mux.quiet and now - self.used_at > LEAVE_TIMEOUT_S
+            self._close_if_done()
 
     def close(self, reason: str) -> None:
         """Send what is queued, then close; calls and streams fail with `PeerLost`."""
         if self.lost is None:
             self._flush()
             self._carrier.close(reason)
-            self._lose(reason)
+            self.on_lost(reason)
 
     def abort(self, reason: str) -> None:
-        """Close at once."""
         self._carrier.abort(reason)
-        self._lose(reason)
+        self.on_lost(reason)
 
     async def wait_closed(self, *, timeout_s: float) -> None:
         """Return when the carrier is closed and no handler runs; the carrier is aborted at the deadline."""
@@ -422,12 +436,19 @@ class Link:
             self._carrier.abort("the peer does not close")
             await self._carrier.wait_closed()
 
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Tasks of handlers that run now."""
-        return list(self._answers.tasks)
+    def _require_open(self) -> None:
+        if self.leaving:
+            raise PeerLost(f"the link to {short(self.peer)} is closed: {self.lost or 'leaving'}")
+        self.used_at = self._loop.time()
+
+    def _close_if_done(self) -> None:
+        if self.mux.leaving and self.mux.peer_leaving and self.mux.quiet and not self.tasks:
+            self.close("no longer needed")
+
+    # --- the carrier's receiver -----------------------------------------------------------------------------
 
     def on_message(self, data: memoryview) -> None:
-        """The carrier received a sealed packet."""
+        """Take a sealed packet from the carrier."""
         if self.lost is not None:
             return
         now = self.heard_at = self._loop.time()
@@ -444,37 +465,56 @@ class Link:
             return
         self.flush_soon()
         if self._traffic.download:
-            self._throttle_download(len(data), now)
+            for bucket in self._traffic.download:
+                bucket.take(len(data), now)
+            delay = max(bucket.delay(now) for bucket in self._traffic.download)
+            if delay > 0:
+                self._carrier.pause_reading()
+                if self._resume is not None:  # an earlier message of the same read set a shorter pause
+                    self._resume.cancel()
+                self._resume = self._loop.call_later(delay, self._carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
-        """The carrier's buffer filled up, or has room again."""
         if writable:
             self._writable.set()
         else:
             self._writable.clear()
 
     def on_lost(self, reason: str) -> None:
-        """The carrier is gone."""
-        self._lose(reason)
+        """Fail all calls and streams: the carrier is gone. Idempotent."""
+        if self.lost is not None:
+            return
+        self.lost = reason
+        text = f"the link to {short(self.peer)} is lost: {reason}"
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(PeerLost(text))
+        for stream in self._streams.values():
+            stream.on_fault(PeerLost(text))
+        for task in self._answering.values():
+            task.cancel()
+        self._calls.clear()
+        self._writable.set()
+        self.on_closed(self)
 
     def _on_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
         if kind is FrameKind.ITEM:
             self._streams[id].on_item(frame.message, frame.payload)
         elif kind is FrameKind.CALL:
-            self._answers.on_call(id, frame.message)
+            self._on_call(id, frame.message)
         elif kind is FrameKind.REPLY:
             answer = self._calls.pop(id)
             if not answer.done():
                 answer.set_result(frame.message)
         elif kind is FrameKind.PONG:
             if len(frame.message) == _TOKEN.size:
-                self.add_rtt(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
+                self.rtts_s.append(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
         elif kind is FrameKind.LEAVING:
             self.leave()
         else:
             self._on_rare_frame(frame)
-        self.close_if_done()
+        self._close_if_done()
 
     def _on_rare_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
@@ -483,9 +523,9 @@ class Link:
             if not answer.done():
                 answer.set_exception(CallRefused(*self._failure(frame)))
         elif kind is FrameKind.CANCEL:
-            self._answers.cancel(id)
+            self._answering.pop(id).cancel()
         elif kind is FrameKind.OPEN:
-            self._answers.on_open(LinkStream(self, id), frame.message)
+            self._on_open(id, frame.message)
         elif kind is FrameKind.CREDIT:
             self._streams[id].on_credit()
         elif kind is FrameKind.END:
@@ -503,13 +543,10 @@ class Link:
             raise ProtocolError(f"an undecodable failure: {error}") from error
         return failure.code, f"{short(self.peer)}: {failure.text}"
 
-    def _require_open(self) -> None:
-        if self.leaving:
-            raise PeerLost(f"the link to {short(self.peer)} is closed: {self.lost or 'leaving'}")
-        self.touch()
+    # --- sending --------------------------------------------------------------------------------------------
 
     def flush_soon(self) -> None:
-        """Flush once per turn of the event loop, so that what is queued together travels together."""
+        """Flush once per turn of the event loop, so that frames queued together travel together."""
         if self.mux.queued and not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -532,33 +569,3 @@ class Link:
     def _upload_delay(self) -> float:
         now = self._loop.time()
         return max(bucket.delay(now) for bucket in self._traffic.upload)
-
-    def _throttle_download(self, size: int, now: float) -> None:
-        for bucket in self._traffic.download:
-            bucket.take(size, now)
-        delay = max(bucket.delay(now) for bucket in self._traffic.download)
-        if delay > 0:
-            self._carrier.pause_reading()
-            if self._resume is not None:  # an earlier message of the same read asked for a shorter pause
-                self._resume.cancel()
-            self._resume = self._loop.call_later(delay, self._carrier.resume_reading)
-
-    def close_if_done(self) -> None:
-        """Close if both ends are leaving and nothing runs."""
-        if self.mux.leaving and self.mux.peer_leaving and self.mux.quiet and not self._answers.tasks:
-            self.close("no longer needed")
-
-    def _lose(self, reason: str) -> None:
-        if self.lost is not None:
-            return
-        self.lost = reason
-        text = f"the link to {short(self.peer)} is lost: {reason}"
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(PeerLost(text))
-        for stream in self._streams.values():
-            stream.on_fault(PeerLost(text))
-        self._answers.on_lost()
-        self._calls.clear()
-        self._writable.set()
-        self.on_closed(self)

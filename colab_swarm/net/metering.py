@@ -1,18 +1,16 @@
-"""A node's traffic: meters for each peer and in all, and the budgets that all links share.
-
-How fast two peers exchange bytes: a short test over a stream, which the doctor runs before a training.
+"""Traffic of a node: meters per peer and in total, limits that all links share, and a speed test between two peers.
 
     asking peer                      answering peer
     MeasureSpeed  ------------------>
     Beat          <----------------->  Beat             `BEATS` times: round-trip time
     Burst, payload ----------------->
-                  <------------------  Took(seconds)    upload, again with larger bursts
+                  <------------------  TransferReport   upload, again with larger bursts
     Burst(0)      ------------------>
                   <----------------->                   the same the other way: download
 
-Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or is as large as was agreed: a slow line costs a
-second or two, a fast one not more than 4/3 of the size, and the last burst tells. An answering peer gives one test at
-a time, and each peer one in `PAUSE_S`.
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, and the last burst gives the
+rate. So a slow link needs a second or two, and a fast one carries at most 4/3 of the size. An answering peer runs one
+test at a time, and each peer gets one in `PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -24,52 +22,55 @@ from dataclasses import dataclass
 
 from colab_swarm.errors import PeerTimeout, ProtocolError
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
-from colab_swarm.net.carrier import LinkType, Path, RateMeter, TokenBucket, Traffic
+from colab_swarm.net.carrier import LinkType, NodeSettings, Path, RateMeter, TokenBucket, Traffic
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, short
-from colab_swarm.net.settings import NodeSettings
+
+MAX_SIZE_BYTES = 32 << 20
+FIRST_BYTES = 64 << 10
+GROWTH = 4
+ENOUGH_S = 0.5
+PAUSE_S = 10.0
+BEATS = 3
+ANSWER_TIMEOUT_S = 60.0
+PIECE = bytes(120 << 10)
+"""One packet, no copy."""
 
 
 class Metering:
-    """Counts what goes over a node's links, and bounds it."""
+    """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through its own tunnel."""
 
     def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._settings = settings
+        self._clock, self._settings = clock, settings
         self._upload: list[TokenBucket] = []  # shared with all links
         self._download: list[TokenBucket] = []
         self.limit(None)
-        self._sent, self._received, self._tunnelled = RateMeter(), RateMeter(), RateMeter()
+        self._sent, self._received, self.tunnelled = RateMeter(), RateMeter(), RateMeter()
         self._by_relay: dict[PeerId, RateMeter] = {}
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
     def limit(self, rate_bps: float | None) -> None:
-        """All links together, those that stand included, carry at most so many bits per second in each direction, nor
-        more than the settings say; None: as the settings say."""
-        settings, now = self._settings, self._clock()
-        limits = (self._upload, settings.upload_bps), (self._download, settings.download_bps)
+        """Limit all links together, open ones included, to ``rate_bps`` bits per second in each direction.
+
+        The limits of the settings stay; None leaves only them.
+        """
+        limits = (self._upload, self._settings.upload_bps), (self._download, self._settings.download_bps)
         for buckets, set_bps in limits:
             rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
-            buckets[:] = [TokenBucket(min(rates), now)] if rates else []
-
-    @property
-    def tunnelled_bytes(self) -> int:
-        """Bytes sent through this peer's own tunnel."""
-        return self._tunnelled.total_bytes
+            buckets[:] = [TokenBucket(min(rates), self._clock())] if rates else []
 
     def relayed_bytes(self) -> dict[PeerId, int]:
-        """Bytes that each relay carried for this peer, both ways."""
+        """Return the bytes that each relay carried for this peer, both ways."""
         return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
 
     def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> Traffic:
-        """Where a new link to the peer counts."""
+        """Return the meters and limits of a new link to the peer."""
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
             del self._by_peer[next(iter(self._by_peer))]
-        out = [sent, self._sent]
-        into = [received, self._received]
+        out, into = [sent, self._sent], [received, self._received]
         if path.way is LinkType.TUNNEL and not dialled:
-            out.append(self._tunnelled)
+            out.append(self.tunnelled)
         if path.relay is not None:
             carried = self._by_relay.setdefault(path.relay, RateMeter())
             out.append(carried)
@@ -77,7 +78,7 @@ class Metering:
         return Traffic(out, into, self._upload, self._download)
 
     def statistics(self, peer: PeerId | None, links: Sequence[Link]) -> LinkStatistics:
-        """Of one peer, or of all; ``links`` are those open now."""
+        """Return the totals of one peer, or of all; ``links`` are those open now."""
         totals = self._sent, self._received
         sent, received = totals if peer is None else self._by_peer.get(peer, (RateMeter(), RateMeter()))
         rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
@@ -91,25 +92,6 @@ class Metering:
         )
 
 
-MAX_SIZE_BYTES = 32 << 20
-
-FIRST_BYTES = 64 << 10
-
-GROWTH = 4
-
-ENOUGH_S = 0.5
-
-PAUSE_S = 10.0
-
-BEATS = 3
-
-ANSWER_TIMEOUT_S = 60.0
-
-PIECE = bytes(120 << 10)
-
-"""One packet, no copy."""
-
-
 class MeasureSpeed(Message, frozen=True):
     """Opens a test of at most ``size_bytes`` each way."""
 
@@ -121,17 +103,17 @@ class MeasureSpeed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """There and back."""
+    """Measures the round trip, or carries a piece of a burst."""
 
 
 class Burst(Message, frozen=True):
-    """So many bytes of payload come next; with 0, this direction is done."""
+    """Announces a burst of payload; 0 bytes end this direction."""
 
     size_bytes: int
 
 
 class TransferReport(Message, frozen=True):
-    """A burst came in ``seconds``, from its announcement to its last byte."""
+    """A burst took ``seconds``, from its announcement to its last byte."""
 
     seconds: float
 
@@ -150,7 +132,7 @@ class Speed:
 
 
 class SpeedTests:
-    """Answers the tests of others, within bounds; see the module."""
+    """Answers the speed tests of other peers, within bounds."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -159,11 +141,16 @@ class SpeedTests:
         peers.serve_stream(MeasureSpeed, self._answer)
 
     def close(self) -> None:
-        """Answer no more."""
         self._peers.unserve(MeasureSpeed)
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
-        self._admit(stream.peer, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        self._tested_at = {each: at for each, at in self._tested_at.items() if now - at < PAUSE_S}
+        if stream.peer in self._tested_at:
+            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
+        if self._busy:
+            raise Refusal("a speed test with another peer is running: wait a moment")
+        self._tested_at[stream.peer] = now
         self._busy = True
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -171,27 +158,19 @@ class SpeedTests:
                     await stream.receive(Beat)
                     await stream.send(Beat())
                 await _absorb(stream, test.size_bytes)
-                await _burst_rate(stream, test.size_bytes)
+                await _send_bursts(stream, test.size_bytes)
         except TimeoutError:
             raise Refusal(f"a speed test may take {ANSWER_TIMEOUT_S:g} s") from None
         finally:
             self._busy = False
 
-    def _admit(self, peer: PeerId, now: float) -> None:
-        self._tested_at = {each: at for each, at in self._tested_at.items() if now - at < PAUSE_S}
-        if peer in self._tested_at:
-            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
-        if self._busy:
-            raise Refusal("a speed test with another peer is going on: wait a moment")
-        self._tested_at[peer] = now
-
 
 async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
-    """Measure the way to ``peer`` and back; takes a second or two each way.
+    """Measure the speed to ``peer`` and back; takes a second or two each way.
 
     Args:
         peers: the network.
-        peer: who serves `SpeedTests`.
+        peer: a peer with `SpeedTests`.
         size_bytes: payload each way, at most `MAX_SIZE_BYTES`.
         timeout_s: for all of it, dialling included.
 
@@ -199,46 +178,38 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
         PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
         ValueError: size_bytes is out of range.
     """
-    test = MeasureSpeed(size_bytes)
+    test, loop, rtts_s = MeasureSpeed(size_bytes), asyncio.get_running_loop(), []
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            await peers.stream(peer, test, timeout_s=timeout_s) as stream,
-        ):
-            rtt_s = min([await _beat(stream) for _ in range(BEATS)])
-            upload_bps = await _burst_rate(stream, size_bytes)
+        async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
+            for _ in range(BEATS):
+                began_at = loop.time()
+                await stream.send(Beat())
+                await stream.receive(Beat)
+                rtts_s.append(loop.time() - began_at)
+            upload_bps = await _send_bursts(stream, size_bytes)
             download_bps = await _absorb(stream, size_bytes)
     except TimeoutError:
         raise PeerTimeout(f"the speed test with {short(peer)} did not end in {timeout_s:g} s") from None
-    return Speed(upload_bps, download_bps, rtt_s)
+    return Speed(upload_bps, download_bps, min(rtts_s))
 
 
-async def _beat(stream: Stream) -> float:
-    began_at = asyncio.get_running_loop().time()
-    await stream.send(Beat())
-    await stream.receive(Beat)
-    return asyncio.get_running_loop().time() - began_at
-
-
-async def _burst_rate(stream: Stream, limit_bytes: int) -> float:
-    """Send growing bursts; the rate at which the last one arrived, bits per second."""
+async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
+    """Send growing bursts; return the rate at which the last one arrived, bits per second."""
     size_bytes = min(FIRST_BYTES, limit_bytes)
-    while (took_s := await _burst(stream, size_bytes)) < ENOUGH_S and size_bytes < limit_bytes:
+    while True:
+        await stream.send(Burst(size_bytes))
+        for begin in range(0, size_bytes, len(PIECE)):
+            await stream.send(Beat(), PIECE[: size_bytes - begin])
+        took, _ = await stream.receive(TransferReport)
+        if took.seconds >= ENOUGH_S or size_bytes >= limit_bytes:
+            break
         size_bytes = min(GROWTH * size_bytes, limit_bytes)
     await stream.send(Burst(0))
-    return _bps(size_bytes, took_s)
-
-
-async def _burst(stream: Stream, size_bytes: int) -> float:
-    await stream.send(Burst(size_bytes))
-    for begin in range(0, size_bytes, len(PIECE)):
-        await stream.send(Beat(), PIECE[: size_bytes - begin])
-    took, _ = await stream.receive(TransferReport)
-    return took.seconds
+    return _bps(size_bytes, took.seconds)
 
 
 async def _absorb(stream: Stream, limit_bytes: int) -> float:
-    """Receive bursts until the peer is done; the rate of the last one, bits per second."""
+    """Receive bursts until the peer is done; return the rate of the last one, bits per second."""
     loop = asyncio.get_running_loop()
     allowed_bytes, rate_bps = 2 * limit_bytes, 0.0
     while size_bytes := (await stream.receive(Burst))[0].size_bytes:

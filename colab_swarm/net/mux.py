@@ -4,22 +4,25 @@ Rules:
 - The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
 - A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may overdraw
   it by itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and one item.
-- Both ends may send on a stream until they said END; it is over after both ENDs or one RESET.
-- What arrives late for a call or stream that is over is dropped; what names one that never was breaks the
-  protocol.
+- Both ends may send on a stream until they sent END; it is over after both ENDs or one RESET.
+- A frame for a call or stream that is over is dropped; one that names a number never used breaks the protocol.
+
+`ServiceTable` finds the handler of a call or stream of the peer.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import msgspec
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net.frames import Frame, FrameKind, FrameReader, encode, to_packets
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Buffer, Message
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, UNDECODABLE, Buffer, Message, Role
 
 STREAM_WINDOW_BYTES = 1 << 21
 ITEM_OVERHEAD_BYTES = 64
@@ -28,10 +31,11 @@ MAX_PING_BYTES = 32
 MAX_CREDIT_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 class Opening(Message, frozen=True):
-    """What begins a call or a stream: the name of the message's type, and the message."""
+    """First frame of a call or a stream: the name of the message's type, and the message."""
 
     name: str
     body: msgspec.Raw
@@ -44,14 +48,72 @@ class Failure(Message, frozen=True):
     text: str
 
 
+@lru_cache(maxsize=1024)
+def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+class Unserved(Exception):
+    """No handler takes this opening; ``code`` is ``unknown``, ``invalid``, ``refused`` or ``busy``."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ServiceTable:
+    """Handlers by the name of the message's class."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[msgspec.msgpack.Decoder[Any], Handler, Role]] = {}
+
+    def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
+        """Answer messages of ``kind`` from peers of ``role`` or above.
+
+        Raises:
+            ValueError: ``kind`` is served already.
+        """
+        if kind.__name__ in self._by_name:
+            raise ValueError(f"{kind.__name__} is served already; unserve it first")
+        self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
+
+    def remove(self, kind: type[Message]) -> None:
+        self._by_name.pop(kind.__name__, None)
+
+    def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
+        """Return the handler of an encoded `Opening` from a peer of this role, and its decoded message.
+
+        Raises:
+            Unserved: no handler takes it.
+        """
+        try:
+            opening: Opening = decoder_of(Opening).decode(encoded)
+        except UNDECODABLE as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error
+        return self.find_named(opening.name, opening.body, role)
+
+    def find_named(self, name: str, body: Buffer, role: Role) -> tuple[Handler, Any]:
+        """Do as `find`, with the two parts of an opening."""
+        if name not in self._by_name:
+            raise Unserved("unknown", f"{name[:100]} is not served here")
+        decoder, handler, least = self._by_name[name]
+        if role < least:
+            needed = f"{name} needs the role {least.name.lower()}"
+            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
+        try:
+            return handler, decoder.decode(body)
+        except UNDECODABLE as error:
+            raise Unserved("invalid", f"undecodable message: {error}") from error
+
+
 @dataclass(slots=True)
 class Flow:
-    """One stream's bookkeeping, in bytes.
+    """Flow control of one stream, in bytes.
 
     Attributes:
-        credit: what may still be sent; negative when the last item overdrew it.
+        credit: what this end may still send; negative when the last item overdrew it.
         window: what the peer may still send.
-        consumed: taken by the application but not yet granted anew.
+        consumed: taken by the application but not yet granted again.
         sent_end, got_end: which END has passed.
     """
 
@@ -63,7 +125,7 @@ class Flow:
 
 
 def item_cost(message: Buffer, payload: Buffer) -> int:
-    """What an item takes from the credit; empty items cost too, so that their number is bounded."""
+    """Return what an item takes from the credit; empty items cost too, so that their number is bounded."""
     return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
 
 
@@ -94,27 +156,27 @@ class Mux:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is going on: no call, no stream, either way."""
+        """Whether no call or stream is open, either way."""
         return not (self._calls or self._serving or self._streams)
 
     @property
     def queued(self) -> bool:
-        """Whether `take` has something to give."""
+        """Whether `take` returns any packet."""
         return bool(self._queue)
 
     def knows_stream(self, id: int) -> bool:
-        """Whether the stream is still open, at least one way."""
+        """Return True if the stream is still open, at least one way."""
         return id in self._streams
 
     def take(self) -> list[bytes]:
-        """The queued frames as packets to seal and send, in order."""
+        """Return the queued frames as packets to seal and send, in order."""
         if not self._queue:
             return []
         frames, self._queue = self._queue, []
         return to_packets(frames)
 
     def call(self, opening: bytes) -> int:
-        """Queue a call (an encoded `Opening`); returns its number."""
+        """Queue a call with an encoded `Opening`; return its number."""
         id = self._new_id()
         self._calls.add(id)
         self._queue.append(encode(FrameKind.CALL, id, opening))
@@ -127,26 +189,26 @@ class Mux:
             self._queue.append(encode(FrameKind.CANCEL, id))
 
     def reply(self, id: int, body: bytes) -> None:
-        """Answer a call of the peer; nothing if it was cancelled meanwhile."""
+        """Answer a call of the peer, unless it was cancelled."""
         if id in self._serving:
             self._serving.remove(id)
             self._queue.append(encode(FrameKind.REPLY, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
-        """Answer a call of the peer with an error; nothing if it was cancelled meanwhile."""
+        """Answer a call of the peer with an error, unless it was cancelled."""
         if id in self._serving:
             self._serving.remove(id)
             self._queue.append(encode(FrameKind.ERROR, id, _failure(code, text)))
 
     def open(self, opening: bytes) -> int:
-        """Open a stream (with an encoded `Opening`); returns its number."""
+        """Open a stream with an encoded `Opening`; return its number."""
         id = self._new_id()
         self._streams[id] = Flow()
         self._queue.append(encode(FrameKind.OPEN, id, opening))
         return id
 
     def may_send(self, id: int) -> bool:
-        """Whether an item may be sent now: the stream is there and has credit."""
+        """Return True if an item may be sent now: the stream is open and has credit."""
         flow = self._streams.get(id)
         return flow is not None and flow.credit > 0
 
@@ -158,7 +220,7 @@ class Mux:
         self._queue.append(encode(FrameKind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
-        """The application took an item: the peer may send as much again (told in half windows)."""
+        """Grant credit for an item that the application took (sent in half windows)."""
         flow = self._streams.get(id)
         if flow is None or flow.got_end:
             return
@@ -169,7 +231,7 @@ class Mux:
             flow.consumed = 0
 
     def end(self, id: int) -> None:
-        """Say that nothing more will be sent on the stream. Idempotent."""
+        """End this side of the stream. Idempotent."""
         flow = self._streams.get(id)
         if flow is not None and not flow.sent_end:
             flow.sent_end = True
@@ -182,19 +244,19 @@ class Mux:
             self._queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
-        """Ask for a PONG that carries ``token``."""
+        """Request a PONG that carries ``token``."""
         self._queue.append(encode(FrameKind.PING, 0, token))
 
     def leave(self) -> None:
-        """Say that this end starts nothing new, and wants the link closed when all is done. Idempotent."""
+        """Start no new calls or streams, and close the link when all are over. Idempotent."""
         if not self.leaving:
             self.leaving = True
             self._queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[Frame]:
-        """Take a packet from the peer; yields the frames that concern the application.
+        """Take a packet from the peer; yield the frames for the application.
 
-        Act on each before taking the next: what was refused or reset meanwhile gets no further frames.
+        Act on each frame before taking the next: a call or stream refused or reset meanwhile gets no further frames.
 
         Raises:
             ProtocolError: the peer broke the rules; close the link.
@@ -275,7 +337,6 @@ class Mux:
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
-        """The stream a frame names; None if it is over."""
         flow = self._streams.get(frame.id)
         if flow is None:
             self._require_known(frame.id)
@@ -290,10 +351,9 @@ class Mux:
 
     def _require_known(self, id: int) -> None:
         if not 0 < id <= (self._next_id - 1 if self._is_ours(id) else self._last_theirs):
-            raise ProtocolError(f"a frame names call or stream {id}, which never was")
+            raise ProtocolError(f"a frame names call or stream {id}, which was never opened")
 
     def _is_ours(self, id: int) -> bool:
-        """Whether this end numbers calls and streams so: one end takes the odd numbers, the other the even."""
         return (id - self._next_id) % 2 == 0
 
     def _forget_if_over(self, id: int, flow: Flow) -> None:
@@ -307,7 +367,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """An encoded `Opening` for this message.
+    """Return an encoded `Opening` with this message.
 
     Raises:
         ValueError: it is too big.

@@ -1,8 +1,8 @@
 """The Noise XX handshake (revision 34 of the Noise specification), free of I/O.
 
-    -> e                  each token in turn: e, s send a public key;
+    -> e                  e, s send a public key;
     <- e, ee, s, es       ee, es, se mix a Diffie-Hellman result into the keys.
-    -> s, se              What follows the tokens is the payload, encrypted as soon as there is a key.
+    -> s, se              The payload follows the tokens, encrypted as soon as there is a key.
 
 After three messages both ends have the same ``hash`` and a key for each direction. Names are the
 specification's: ``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key and nonce.
@@ -43,15 +43,15 @@ class CipherState:
         return nonce
 
     def encrypt(self, plaintext: Buffer, associated: bytes | None = None) -> bytes:
-        """Ciphertext and tag (16 bytes longer than ``plaintext``)."""
+        """Return ciphertext and tag (16 bytes longer than ``plaintext``)."""
         return self._aead.encrypt(self._nonce(), plaintext, associated)
 
     def encrypt_into(self, plaintext: Buffer, out: memoryview) -> None:
-        """As `encrypt` without associated data, into memory of the caller's."""
+        """Do as `encrypt` without associated data, into the caller's memory."""
         self._aead.encrypt_into(self._nonce(), plaintext, None, out)
 
     def decrypt(self, ciphertext: Buffer, associated: bytes | None = None) -> bytes:
-        """The plaintext, in memory of its own.
+        """Return the plaintext, in its own memory.
 
         Raises:
             ProtocolError: garbled, replayed, out of order, or sealed with another key.
@@ -64,7 +64,7 @@ class CipherState:
 
 @dataclass(frozen=True)
 class Keys:
-    """What a finished handshake leaves: a cipher for each direction."""
+    """Keys of a finished handshake: a cipher for each direction."""
 
     sending: CipherState
     receiving: CipherState
@@ -86,7 +86,7 @@ class Handshake:
     Args:
         initiator: whether this end dialled.
         static: this end's long-lived X25519 key.
-        prologue: what both ends must agree on beforehand; another prologue fails at the second message.
+        prologue: data that both ends must share; another prologue fails at the second message.
         suite: the AEAD.
         ephemeral: fixed ephemeral key, for test vectors only.
     """
@@ -112,7 +112,7 @@ class Handshake:
 
     @property
     def finished(self) -> bool:
-        """Whether all three messages are through."""
+        """Whether all three messages have passed."""
         return self._turn == len(PATTERN)
 
     @property
@@ -121,7 +121,7 @@ class Handshake:
         return self._remote["s"].public_bytes_raw()
 
     def write(self, payload: bytes) -> bytes:
-        """This end's next message, carrying ``payload``."""
+        """Return this end's next message, with ``payload`` in it."""
         message = b""
         for token in self._next_tokens(writing=True):
             if token == "e":
@@ -135,7 +135,7 @@ class Handshake:
         return message + self._encrypt_and_hash(payload)
 
     def read(self, message: bytes) -> bytes:
-        """The payload of the other end's next message.
+        """Return the payload of the other end's next message.
 
         Raises:
             ProtocolError: the message is truncated, oversized, garbled or made with another prologue.
@@ -154,16 +154,10 @@ class Handshake:
         return self._decrypt_and_hash(message)
 
     def split(self) -> Keys:
-        """The keys of the finished handshake."""
+        """Return the keys of the finished handshake."""
         assert self.finished
-        first, second = _hkdf(self._ck, b"")
-        towards_responder, towards_initiator = (
-            CipherState(self._suite, first),
-            CipherState(self._suite, second),
-        )
-        if self._initiator:
-            return Keys(towards_responder, towards_initiator)
-        return Keys(towards_initiator, towards_responder)
+        to_responder, to_initiator = (CipherState(self._suite, key) for key in _hkdf(self._ck, b""))
+        return Keys(to_responder, to_initiator) if self._initiator else Keys(to_initiator, to_responder)
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
         assert not self.finished and writing == (self._initiator == (self._turn % 2 == 0)), (

@@ -1,14 +1,13 @@
-"""What a service sees of the network: messages, calls and streams to peers, named by their id.
+"""The network as a service sees it: messages, calls and streams to peers, named by their id.
 
 Real links (`colab_swarm.net.node`) and the simulator (`colab_swarm.sim`) both implement `Peers`, so
 everything above runs unchanged on either. Rules that hold for both:
 
-- A *call* is one message there and one back. A *stream* carries any number of items both ways; an item is a
-  small message with an optional raw payload. Items arrive whole and in order or the stream fails with
-  `PeerLost`.
-- A stream that ends early is an error: `receive` raises `StreamEnded` only after the peer said `end()`.
-- A handler's `Refusal` travels to the caller as `CallRefused(code="refused")`; any other exception as
-  ``failed``. A call whose caller gave up or vanished is cancelled in the handler.
+- A *call* is one message and its reply. A *stream* carries any number of items both ways. An item is a small message
+  with an optional raw payload. Items arrive whole and in order, or the stream fails with `PeerLost`.
+- `receive` raises `StreamEnded` only after the peer called `end()`. An early end of the stream is `PeerLost`.
+- A handler's `Refusal` reaches the caller as `CallRefused(code="refused")`, any other exception as ``failed``. A
+  handler is cancelled when its caller gives up or is lost.
 - Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
 """
 
@@ -18,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, NewType, Protocol, Self, TypeAlias, TypeVar
+from typing import NewType, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -32,17 +31,21 @@ MAX_PAYLOAD_BYTES = 1 << 20
 """Largest raw payload of one stream item. Hot items are best at 120 KiB: one packet, no copy."""
 MAX_MESSAGE_BYTES = 1 << 18
 """Largest encoded message of a call or a stream item."""
-
+MAX_ADDRESSES = 16
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
+"""Errors of msgspec on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""
 
 
+class Ack(Message, frozen=True):
+    """Empty reply of a call that returns nothing."""
+
+
 class Role(IntEnum):
-    """What a peer may do; each role may do what those before it may."""
+    """Rights of a peer; each role includes those before it."""
 
     GUEST = 0
     """Ask the authority for a membership, and nothing else."""
@@ -57,13 +60,13 @@ class Role(IntEnum):
 
 
 CIRCUIT = "/relay/"
-"""What an address through a relay has before the relay's id; see `colab_swarm.net.addresses.CircuitAddress`."""
+"""Separates a relay's address from its id in the address of a circuit."""
 
 
 class Contact(Message, frozen=True):
-    """A peer's id and dial addresses, the best first; none if it cannot be dialled.
+    """A peer's id and dial addresses, the best first; a peer that cannot be dialled has none.
 
-    Direct ones look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a relay like
+    Direct addresses look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a relay like
     ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
     """
 
@@ -72,7 +75,7 @@ class Contact(Message, frozen=True):
 
     @property
     def direct(self) -> bool:
-        """Whether there is an address that needs no relay."""
+        """Whether an address needs no relay."""
         return not all(CIRCUIT in address for address in self.addresses)
 
 
@@ -85,7 +88,7 @@ class Refusal(Exception):
 
 
 class StreamEnded(PeerError):
-    """The peer ended its side of the stream in good order and nothing more will come."""
+    """The peer ended its side of the stream; no more items follow."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,17 @@ class LinkStatistics:
 
 
 class Stream(Protocol):
-    """One conversation with a peer. Use as an async context manager: leaving by an exception resets it."""
+    """Items to and from a peer. Use it as an async context manager: an exception resets the stream."""
 
     @property
     def peer(self) -> PeerId: ...
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send one item; waits while the peer has not made room. The payload may be reused after return.
+        """Send one item when the peer has room for it. The payload may be reused after return.
 
         Raises:
             PeerLost: the link broke or the peer reset the stream.
-            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side was ended before.
+            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side has ended.
         """
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
@@ -131,7 +134,7 @@ class Stream(Protocol):
         """
 
     async def end(self) -> None:
-        """Say that nothing more will be sent. Receiving goes on."""
+        """End this side; receiving continues."""
 
     def reset(self, reason: str = "") -> None:
         """Drop the stream both ways; the peer's `receive` and `send` raise `PeerLost`. Idempotent."""
@@ -142,10 +145,6 @@ class Stream(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End our side after a normal exit, reset after an exception or cancellation."""
-
-
-CallHandler: TypeAlias = Callable[[PeerId, Any], Awaitable[Message]]
-StreamHandler: TypeAlias = Callable[[Any, Stream], Awaitable[None]]
 
 
 class Peers(Protocol):
@@ -166,45 +165,40 @@ class Peers(Protocol):
         """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
 
     def time(self) -> float:
-        """Swarm time: seconds since the epoch, own clock moved by the median offset of the linked peers."""
+        """Return swarm time: seconds since the epoch, the own clock moved by the linked peers' median offset."""
 
     def learn(self, contact: Contact) -> None:
         """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
 
     def contact_of(self, peer: PeerId) -> Contact:
-        """What is known of the peer's addresses; an empty contact if nothing."""
+        """Return the peer's contact, without addresses if none is known."""
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message``, wait for the peer's reply of type ``reply``.
+        """Send ``message`` and return the peer's reply of type ``reply``.
 
         Raises:
             PeerUnreachable, PeerLost, PeerTimeout, WrongPeer, CallRefused, ProtocolError: all `PeerError`.
         """
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        """Open a stream; ``opening`` chooses the handler there. ``timeout_s`` bounds the dialling only.
+        """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.
 
         Raises:
-            PeerUnreachable, WrongPeer, PeerTimeout. A refused opening shows as `CallRefused` on the first
-            receive.
+            PeerUnreachable, WrongPeer, PeerTimeout. The first receive raises `CallRefused` if the peer refuses.
         """
 
     def serve(
-        self,
-        kind: type[M],
-        handler: Callable[[PeerId, M], Awaitable[Message]],
-        *,
-        role: Role = Role.VIEWER,
+        self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:
         """Answer calls of type ``kind`` by peers of ``role`` or above with ``await handler(peer, message)``."""
 
     def serve_stream(
         self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
     ) -> None:
-        """Run ``await handler(opening, stream)`` for each stream opened with ``kind``; it owns the stream."""
+        """Run ``await handler(opening, stream)`` for each stream that a peer opens with ``kind``."""
 
     def role_of(self, peer: PeerId) -> Role:
-        """What the peer may do, by the membership it showed on its link; ``GUEST`` without a link."""
+        """Return the role that the peer's membership gives; ``GUEST`` without a link."""
 
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
@@ -213,21 +207,21 @@ class Peers(Protocol):
         """Peers with an open link now."""
 
     def way_to(self, peer: PeerId) -> str:
-        """How the link to a peer runs, in words: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without one."""
+        """Return the type of link to a peer: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without a link."""
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        """Of one peer, or of all."""
+        """Return the totals of one peer, or of all."""
 
     def limit(self, rate_bps: float | None) -> None:
-        """From now on, all links together carry at most so many bits per second in each direction; None: no limit."""
+        """Limit all links together to ``rate_bps`` bits per second in each direction; None removes the limit."""
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
-        """Call ``listener(peer)`` when the last link to a peer is gone; returns a function that ends it."""
+        """Call ``listener(peer)`` when the last link to a peer is gone; return a function that stops this."""
 
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent."""
 
 
 def short(peer: PeerId) -> str:
-    """First 8 hex digits, for people."""
+    """Return the first 8 hex digits, for display."""
     return peer.hex()[:8]

@@ -1,12 +1,10 @@
-"""Finds out how others reach this peer, keeps that true, and tells others when it changes.
+"""Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-How others reach this peer: the ladder of ways, tried from the top. Free of I/O.
-
-Evidence comes in by the ``on_…`` verbs; `ReachabilityPolicy.decide` says on which rung this peer stands, why not
-higher, and which addresses to tell others. Only addresses that another peer has dialled are told, except before anybody
-could try: a peer that sees this one through a relay or a tunnel cannot, since it dials back only where it sees
-the caller. An address of a private network that a neighbour reaches is no use to peers outside: once one of
-these has tried in vain, this peer counts as behind a NAT.
+`ReachabilityPolicy` is free of I/O: evidence enters by its ``on_...`` methods, and `ReachabilityPolicy.decide` returns
+this peer's level, why no better level works, and which addresses to tell others. An address is reported once another
+peer has dialled it, or before any peer could try. A peer that sees this one through a relay or a tunnel cannot try,
+because it dials back only where it sees the caller. A private address that a neighbour reaches is of no use to peers
+outside: once one of them has failed to dial, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -23,16 +21,48 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import MAX_ADDRESS_CHARS, host_of, is_local, may_dial_back
+from colab_swarm.net.addresses import host_of, is_local, may_dial_back
 from colab_swarm.net.circuits import Circuits
+from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
+logger = logging.getLogger(__name__)
+PROBE_TIMEOUT_S = 1.5
+"""For one address; on the internet an open port answers within three round trips."""
+CALL_TIMEOUT_S = 5.0
+VERIFIERS = 3
+CHECK_EVERY_S = 5.0
+VERIFY_EVERY_S = 300.0
+DIAL_BACK_GAP_S = 1.0
+"""Least time between two dial-backs for the same peer."""
+MAX_PROBED = 8
+Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+
+
+class DialBack(Message, frozen=True):
+    """Requests to be dialled at these addresses."""
+
+    addresses: Addresses
+
+
+class DialledBack(Message, frozen=True):
+    """Where the caller is seen, and for each address that was tried why it failed, empty if it worked."""
+
+    seen_host: str
+    outcomes: tuple[tuple[Address, str], ...]
+
+
+class Moved(Message, frozen=True):
+    """The sender can be dialled at these addresses from now on, and nowhere else. Answered by `Ack`."""
+
+    addresses: Addresses
+
 
 class ReachabilityLevel(StrEnum):
-    """Ways to be reached, best first."""
+    """Ways in which a peer can be reached, best first."""
 
     DIRECT = "direct"
     LAN = "LAN"
@@ -48,44 +78,28 @@ class Reachability:
     """How others reach this peer.
 
     Attributes:
-        rung: the best way that works.
-        via: who relays, or the tunnel's address.
+        level: the best level that works.
+        via: the relays, or the tunnel's address.
         addresses: what to tell others, the best first.
-        reasons: for each higher rung why it does not work.
+        reasons: for each better level why it does not work.
     """
 
-    rung: ReachabilityLevel
+    level: ReachabilityLevel
     via: str = ""
     addresses: tuple[str, ...] = ()
     reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
 
     def __str__(self) -> str:
-        if self.rung is ReachabilityLevel.TUNNEL:
+        if self.level is ReachabilityLevel.TUNNEL:
             return f"tunnel {self.via}"
-        if (
-            self.rung is ReachabilityLevel.UNVERIFIED
-            and self.addresses
-            and all(map(_is_local, self.addresses))
-        ):
+        unverified = self.level is ReachabilityLevel.UNVERIFIED and self.addresses
+        if unverified and all(map(_is_local, self.addresses)):
             return "listening in the local network, nobody has tried yet"
-        return f"{self.rung.value} by {self.via}" if self.via else self.rung.value
+        return f"{self.level.value} by {self.via}" if self.via else self.level.value
 
     def explain(self) -> str:
-        """The rung, and a line for each higher one."""
-        return "\n".join((str(self), *(f"  not {rung.value}: {why}" for rung, why in self.reasons)))
-
-
-@dataclass(frozen=True)
-class DialReport:
-    """What a peer found that dialled back: where it sees us, and what became of each address ("" if it worked)."""
-
-    seen_host: str
-    outcomes: tuple[tuple[str, str], ...]
-
-    @property
-    def outside(self) -> bool:
-        """Whether the peer sees us across the internet."""
-        return not is_local(self.seen_host)
+        """Return the level, and one line for each better level with the reason why it does not work."""
+        return "\n".join((str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)))
 
 
 class ReachabilityPolicy:
@@ -93,19 +107,19 @@ class ReachabilityPolicy:
 
     Args:
         listening: addresses where this peer listens; none in client mode.
-        trusted: whether the user has given them: they are told unverified.
+        trusted: whether the user gave them: they are reported without a check.
     """
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
-        self._reports: dict[PeerId, DialReport] = {}
+        self._reports: dict[PeerId, DialledBack] = {}
         self._circuits: tuple[str, ...] = ()
         self._relays: tuple[PeerId, ...] = ()
         self._no_relay = "no relay of the run is known"
         self._punched: set[PeerId] = set()
         self._no_punch = "no peer has been met through a relay yet"
         self._tunnel: str | None = None
-        self._no_tunnel = "not asked for; tunnel='ngrok' opens one"
+        self._no_tunnel = "not requested; tunnel='ngrok' opens one"
 
     @property
     def verifiers(self) -> frozenset[PeerId]:
@@ -113,21 +127,20 @@ class ReachabilityPolicy:
         return frozenset(self._reports)
 
     def on_listening(self, addresses: tuple[str, ...]) -> None:
-        """The network changed: what was found out about the old addresses is void."""
+        """Note a network change: the evidence about the old addresses is void."""
         self.listening = addresses
         self._reports.clear()
 
-    def on_report(self, verifier: PeerId, report: DialReport) -> None:
-        """A peer has dialled back."""
+    def on_report(self, verifier: PeerId, report: DialledBack) -> None:
         self._reports[verifier] = report
 
     def on_places(self, relays: tuple[PeerId, ...], circuits: tuple[str, ...], why_none: str = "") -> None:
-        """Places at relays have changed."""
+        """Note the places at relays."""
         self._relays, self._circuits = relays, circuits
         self._no_relay = why_none or self._no_relay
 
     def on_punched(self, peer: PeerId, fault: str | None) -> None:
-        """A relayed link to the peer became a better one, or did not."""
+        """Note that a relayed link to the peer was upgraded, or why not."""
         if fault is None:
             self._punched.add(peer)
         else:
@@ -135,63 +148,60 @@ class ReachabilityPolicy:
             self._no_punch = fault
 
     def on_tunnel(self, address: str | None, why_none: str = "") -> None:
-        """The tunnel is open at an address, or is not."""
+        """Note the tunnel's address, or why there is none."""
         self._tunnel = address
         self._no_tunnel = why_none or self._no_tunnel
 
     @property
     def dialable(self) -> bool:
         """Whether others reach this peer without a relay or a tunnel."""
-        rung = self.decide().rung
-        return rung in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
-            rung is ReachabilityLevel.UNVERIFIED and not self._reports
+        level = self.decide().level
+        return level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
+            level is ReachabilityLevel.UNVERIFIED and not self._reports
         )
 
     def decide(self) -> Reachability:
-        """Where this peer stands."""
+        """Return the best level for which there is evidence."""
         public, local, outside = self._verified()
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
         if public:
             return Reachability(ReachabilityLevel.DIRECT, addresses=(*public, *local))
         reasons = [(ReachabilityLevel.DIRECT, self._why_not(local=False))]
+
+        def settle(level: ReachabilityLevel, *addresses: str, via: str = "") -> Reachability:
+            return Reachability(level, via, addresses, tuple(reasons))
+
         if local and not outside:
-            return Reachability(
-                ReachabilityLevel.LAN, addresses=(*local, *self._circuits), reasons=tuple(reasons)
-            )
+            return settle(ReachabilityLevel.LAN, *local, *self._circuits)
         if self.listening and not self._reports and not self._circuits and not self._tunnel:
-            return Reachability(
-                ReachabilityLevel.UNVERIFIED, addresses=self.listening, reasons=tuple(reasons)
-            )
+            return settle(ReachabilityLevel.UNVERIFIED, *self.listening)
         reasons.append((ReachabilityLevel.LAN, self._why_not(local=True)))
         untried = self._untried()
         addresses = (*self._circuits, *((self._tunnel,) if self._tunnel else ()), *untried)
-        relays = ", ".join(map(short, self._relays))
         if self._circuits and self._punched:
-            return Reachability(ReachabilityLevel.PUNCHED, addresses=addresses, reasons=tuple(reasons))
+            return settle(ReachabilityLevel.PUNCHED, *addresses)
         reasons.append((ReachabilityLevel.PUNCHED, self._no_punch))
         if self._circuits:
-            return Reachability(ReachabilityLevel.RELAYED, relays, addresses, tuple(reasons))
+            return settle(ReachabilityLevel.RELAYED, *addresses, via=", ".join(map(short, self._relays)))
         reasons.append((ReachabilityLevel.RELAYED, self._no_relay))
         if self._tunnel:
-            return Reachability(ReachabilityLevel.TUNNEL, self._tunnel, addresses, tuple(reasons))
+            return settle(ReachabilityLevel.TUNNEL, *addresses, via=self._tunnel)
         reasons.append((ReachabilityLevel.TUNNEL, self._no_tunnel))
         if untried:
-            return Reachability(
-                ReachabilityLevel.UNVERIFIED, addresses=(*untried, *local), reasons=tuple(reasons)
-            )
-        return Reachability(ReachabilityLevel.OUTGOING, addresses=tuple(local), reasons=tuple(reasons))
+            return settle(ReachabilityLevel.UNVERIFIED, *untried, *local)
+        return settle(ReachabilityLevel.OUTGOING, *local)
 
     def _verified(self) -> tuple[list[str], list[str], bool]:
-        """Public and private addresses that somebody has dialled, and whether somebody outside has tried."""
+        """Return the verified public and private addresses, and whether a peer outside has tried."""
         worked = {one for report in self._reports.values() for one, fault in report.outcomes if not fault}
         known = [address for address in self.listening if address in worked]
         public = [address for address in known if not _is_local(address)]
         local = [address for address in known if _is_local(address)]
-        return public, local, any(report.outside for report in self._reports.values())
+        return public, local, any(not is_local(report.seen_host) for report in self._reports.values())
 
     def _untried(self) -> tuple[str, ...]:
-        """Public addresses of this peer, while all who were asked see it through a relay or a tunnel."""
+        """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
         if not self._reports or any(report.seen_host for report in self._reports.values()):
             return ()
         return tuple(address for address in self.listening if not _is_local(address))
@@ -199,20 +209,15 @@ class ReachabilityPolicy:
     def _why_not(self, *, local: bool) -> str:
         if not self.listening:
             return "this peer does not listen (listen=False)"
-        tried = {
-            one: fault
-            for report in self._reports.values()
-            for one, fault in report.outcomes
-            if fault and _is_local(one) == local
-        }
-        if tried:
-            address, fault = next(iter(tried.items()))
-            return f"dialled back at {address}, {fault}; a NAT or firewall keeps it out"
+        for report in self._reports.values():
+            for address, fault in report.outcomes:
+                if fault and _is_local(address) == local:
+                    return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         kind = "private" if local else "public"
         if not any(_is_local(address) == local for address in self.listening):
             return f"this machine has no {kind} address"
         if not local and self._untried():
-            return "the peers that were asked see this one through a relay or a tunnel, and dial nothing back there"
+            return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
         return "nobody has tried" if not self._reports else "no peer outside this network has tried"
 
 
@@ -220,61 +225,13 @@ def _is_local(address: str) -> bool:
     return is_local(host_of(address))
 
 
-logger = logging.getLogger(__name__)
-
-PROBE_TIMEOUT_S = 1.5
-
-"""For one address; on a path of the internet an open port answers within three round trips."""
-
-CALL_TIMEOUT_S = 5.0
-
-VERIFIERS = 3
-
-CHECK_EVERY_S = 5.0
-
-VERIFY_EVERY_S = 300.0
-
-DIAL_BACK_GAP_S = 1.0
-
-"""A peer is dialled back no more often."""
-
-MAX_PROBED = 8
-
-Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
-
-Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=16)]
-
-
-class DialBack(Message, frozen=True):
-    """Try to dial me there."""
-
-    addresses: Addresses
-
-
-class DialledBack(Message, frozen=True):
-    """Where the caller is seen, and for each address that was tried why it failed, empty if it worked."""
-
-    seen_host: str
-    outcomes: tuple[tuple[Address, str], ...]
-
-
-class Moved(Message, frozen=True):
-    """From now on I can be dialled there, and nowhere else."""
-
-    addresses: Addresses
-
-
-class Noted(Message, frozen=True):
-    """Answers `Moved`."""
-
-
 class ReachabilityWatch:
-    """One peer's place on the ladder, from `start` to `close`.
+    """Keeps one peer reachable, from `start` to `close`.
 
     Args:
-        relays: relays of the run that this peer knows.
+        relays: returns the relays of the run that this peer knows.
         trusted: the addresses to tell others, if the user gave them.
-        use_relays, punch: whether to climb these rungs.
+        use_relays, punch: whether to use these levels.
         tunnel: which to open, if any.
 
     Attributes:
@@ -296,33 +253,44 @@ class ReachabilityWatch:
         self._node, self._events, self._rng = node, events, rng
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
-        self._ladder = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
+        self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dialled_back_at: dict[PeerId, float] = {}
         self._verified_at = float("-inf")
         self._verifying = asyncio.Lock()
         self._tunnel: Tunnel | None = None
-        self.current: Reachability = self._ladder.decide()
+        self.current: Reachability = self._policy.decide()
         self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
         self.upgrades = (
-            Upgrades(node, self.circuits.seen_at, self._on_upgrade, rng) if self.circuits and punch else None
+            Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
+            if self.circuits and punch
+            else None
         )
         if not use_relays:
-            self._ladder.on_places((), (), "this peer was told to use no relay (use_relays=False)")
+            self._policy.on_places((), (), "this peer uses no relay (use_relays=False)")
         if not punch:
-            self._ladder.on_punched(node.id, "this peer was told to punch no holes (punch=False)")
+            self._policy.on_punched(node.id, "this peer punches no holes (punch=False)")
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
-        """Find out where this peer stands; returns when that is known or after some seconds.
+        """Determine the level; return when it is known or after some seconds.
 
         Raises:
-            TunnelError: the tunnel that was asked for cannot be opened; the text says what to do.
+            TunnelError: the requested tunnel cannot be opened; the text names the fix.
         """
         if self._tunnel_settings is not None:
-            await self._open_tunnel(self._tunnel_settings)
+            if self._node.port is None:
+                raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")
+            self._tunnel = await Tunnel(
+                self._tunnel_settings,
+                self._node.port,
+                on_change=self._on_tunnel,
+                events=self._events,
+                sent_bytes=lambda: self._node.linker.metering.tunnelled.total_bytes,
+            ).open()
+            self._policy.on_tunnel(self._tunnel.address)
         await self.verify()
-        if not self._ladder.dialable and self.circuits is not None:
+        if not self._policy.dialable and self.circuits is not None:
             self.circuits.start()
             await self.circuits.wait_looked(CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
@@ -338,38 +306,37 @@ class ReachabilityWatch:
         if self._tunnel is not None:
             await self._tunnel.close()
 
-    # --- asking others --------------------------------------------------------------------------------------
+    # --- dial-backs -----------------------------------------------------------------------------------------
 
     async def verify(self) -> Reachability:
-        """Have linked peers dial back, and decide anew."""
+        """Have linked peers dial back, and decide again."""
         async with self._verifying:
             self._verified_at = self._loop.time()
-            if self._ladder.listening and not self._trusted:
-                asked = sorted(self._node.linked(), key=self._distance)[:VERIFIERS]
-                await asyncio.gather(*(self._ask(peer) for peer in asked))
+            if self._policy.listening and not self._trusted:
+                verifiers = sorted(self._node.linked(), key=self._distance)[:VERIFIERS]
+                await asyncio.gather(*(self._ask(peer) for peer in verifiers))
             self._update()
         return self.current
 
     def _distance(self, peer: PeerId) -> tuple[bool, float]:
-        """Peers across the internet first: what they reach, everybody reaches."""
+        """Sort peers across the internet first: what they reach, every peer reaches."""
         path = self._node.path_to(peer)
         local = path is None or path.remote is None or is_local(path.remote[0])
         return local, self._rng.random()
 
     async def _ask(self, peer: PeerId) -> None:
+        ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
-            found = await self._node.call(
-                peer, DialBack(self._ladder.listening[:16]), DialledBack, timeout_s=CALL_TIMEOUT_S
-            )
+            report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("no dial-back: %s", error)
         else:
-            self._ladder.on_report(peer, DialReport(found.seen_host, found.outcomes))
+            self._policy.on_report(peer, report)
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path, now = self._node.path_to(peer), self._loop.time()
         if path is None or path.remote is None:
-            raise Refusal("there is no direct way to see you")
+            raise Refusal("no direct link shows your address")
         if now - self._dialled_back_at.get(peer, float("-inf")) < DIAL_BACK_GAP_S:
             raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
         self._dialled_back_at = {one: at for one, at in self._dialled_back_at.items() if now - at < 60.0}
@@ -386,65 +353,53 @@ class ReachabilityWatch:
             return str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")[:200]
         return ""
 
-    # --- what changes ---------------------------------------------------------------------------------------
+    # --- changes --------------------------------------------------------------------------------------------
 
     def _on_places(self) -> None:
         assert self.circuits is not None
-        self._ladder.on_places(tuple(self.circuits.places), self.circuits.addresses)
+        self._policy.on_places(tuple(self.circuits.places), self.circuits.addresses)
         self._update()
 
     def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
-        self._ladder.on_punched(peer, fault)
+        self._policy.on_punched(peer, fault)
         self._update()
 
     def _on_tunnel(self, address: str | None) -> None:
-        self._ladder.on_tunnel(address, "it was lost and is being opened again")
+        self._policy.on_tunnel(address, "it was lost and is being opened again")
         self._update()
 
-    async def _open_tunnel(self, settings: TunnelSettings) -> None:
-        if self._node.port is None:
-            raise TunnelError("a tunnel leads to a port: listen=False leaves it nowhere to lead to")
-        self._tunnel = await Tunnel.open(
-            settings,
-            self._node.port,
-            on_change=self._on_tunnel,
-            events=self._events,
-            sent_bytes=lambda: self._node.linker.metering.tunnelled_bytes,
-        )
-        self._ladder.on_tunnel(self._tunnel.address)
-
     def _update(self) -> None:
-        decided = self._ladder.decide()
+        decided = self._policy.decide()
         before, self.current = self.current, decided
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
             for peer in self._node.linked():
-                self._node.linker.spawn(self._tell(peer))
-        if (decided.rung, decided.via) != (before.rung, before.via):
+                self._node.linker.spawn(self._send_moved(peer))
+        if (decided.level, decided.via) != (before.level, before.via):
             logger.info("reachability: %s", decided.explain())
             self._events.emit(ReachabilityChanged(self._loop.time(), str(decided)))
 
-    async def _tell(self, peer: PeerId) -> None:
+    async def _send_moved(self, peer: PeerId) -> None:
         try:
             moved = Moved(self._node.contact.addresses)
-            await self._node.call(peer, moved, Noted, timeout_s=CALL_TIMEOUT_S)
+            await self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
-            logger.info("%s does not know that this peer has moved: %s", peer.hex()[:8], error)
+            logger.info("%s did not get our new addresses: %s", short(peer), error)
 
-    async def _on_moved(self, peer: PeerId, moved: Moved) -> Noted:
+    async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
         self._node.linker.book.replace(Contact(peer, moved.addresses))
-        return Noted()
+        return Ack()
 
     async def _keep(self) -> None:
-        """Look again when the network changes, when there is somebody new to ask, and from time to time."""
+        """Verify again when the network changes, when new verifiers are linked, and from time to time."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()
-            moved = listening != self._ladder.listening
+            moved = listening != self._policy.listening
             if moved:
-                self._ladder.on_listening(listening)
-            few = len(self._ladder.verifiers) < VERIFIERS and self._node.linked() - self._ladder.verifiers
+                self._policy.on_listening(listening)
+            few = len(self._policy.verifiers) < VERIFIERS and self._node.linked() - self._policy.verifiers
             if moved or few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
             if self.circuits is not None:
-                (self.circuits.stop if self._ladder.dialable else self.circuits.start)()
+                (self.circuits.stop if self._policy.dialable else self.circuits.start)()

@@ -1,21 +1,19 @@
-"""A relay: joins two connections into a circuit and pumps bytes between them, within quotas.
+"""A relay: joins two connections into a circuit and copies bytes between them, within quotas.
 
-1. A peer that cannot be dialled keeps a link to the relay and asks for a place: `Reserve`.
-2. Whoever wants to reach it asks the relay: `OpenCircuit`. The relay gives a ticket to each end (`CircuitTicket`
-   to the one that asked, `CircuitOffer` to the other).
-   A peer that can be dialled needs no place: the relay links to it for callers that cannot (whose firewall only
-   lets them dial the port of https, say).
-3. Both connect to the relay's ordinary port and show their ticket as the first message. When both are there the
-   relay says `GO` to the end that asked, and from then on copies messages unread.
+1. A peer that cannot be dialled keeps a link to the relay and reserves a place: `Reserve`.
+2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to the caller,
+   `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the relay links to it for callers
+   that cannot, such as those whose firewall only allows the port of https.
+3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
+   the relay sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection, so the relay sees sizes and
-times, and who talks to whom, but no key and no content; and it spends no time on cryptography.
+The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees sizes, times and
+the two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,32 +26,31 @@ from colab_swarm.markup import settings
 from colab_swarm.net.carrier import HostPort, TokenBucket
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import Ack, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
-logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
 BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
-"""One read, and a message that came in fragments before."""
+"""One read, and a message received in fragments before."""
 TICKET_S = 15.0
-"""How long the two ends may take to show their tickets."""
+"""Time for the two ends to show their tickets."""
 OFFER_TIMEOUT_S = 10.0
 CIRCUITS_PER_PAIR = 4
-"""So that nobody alone can use up all the circuits that another peer may have."""
+"""Less than `RelayQuota.circuits_per_peer`: one caller cannot use up all circuits of another peer."""
 IDLE_S = 120.0
-"""A circuit that carries nothing for so long is dead: links ping. Ends that kill together close nothing."""
+"""A circuit that carries nothing for so long is dead, since links ping. Ends killed at once close nothing."""
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Reserve(Message, frozen=True):
-    """Keep a place for me: others may reach me through you."""
+    """Requests a place: others may reach the sender through the relay."""
 
 
 class Reserved(Message, frozen=True):
-    """A place is kept for ``seconds``, as long as the link stands; the relay sees the peer at ``seen``."""
+    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen_host``, ``seen_port``."""
 
     seconds: float
     seen_host: Host
@@ -61,13 +58,13 @@ class Reserved(Message, frozen=True):
 
 
 class OpenCircuit(Message, frozen=True):
-    """I want to reach ``peer``, which has a place here."""
+    """Requests a circuit to ``peer``, which has a place at the relay."""
 
     peer: Id
 
 
 class CircuitTicket(Message, frozen=True):
-    """Show this at the relay's port; ``seen`` as in `Reserved`."""
+    """The caller shows ``token`` at the relay's port; ``seen_host`` and ``seen_port`` as in `Reserved`."""
 
     token: Token
     seen_host: Host
@@ -75,27 +72,24 @@ class CircuitTicket(Message, frozen=True):
 
 
 class CircuitOffer(Message, frozen=True):
-    """``peer``, which I see at ``seen_host``, wants to reach you: show this ticket at my port."""
+    """``peer``, which the relay sees at ``seen_host``, calls: show ``token`` at the relay's port. Answered by `Ack`."""
 
     peer: Id
     token: Token
     seen_host: Host = ""
 
 
-class CircuitAccepted(Message, frozen=True):
-    """The offer is taken."""
-
-
 @dataclass(frozen=True)
 class RelayQuota:
-    """What a relay gives; None for no bound.
+    """Limits of a relay; None for no limit.
 
     Attributes:
         places: peers that may hold a place.
         circuits, circuits_per_peer: open at once, in all and for one peer.
         circuit_bytes, circuit_s: one circuit carries so much, for so long; then it is closed.
         circuit_bps, total_bps: bits per second of one circuit and of all.
-        total_bytes: all circuits together, since the relay began; then it opens no more.
+        total_bytes: all circuits together since the relay started; then it opens no more.
+        place_s: duration of a place, seconds.
     """
 
     places: int = 256
@@ -114,7 +108,7 @@ class RelayQuota:
 
 @dataclass(eq=False)
 class Circuit:
-    """One circuit; ``tokens`` are those that have not been shown, with which end they stand for."""
+    """One circuit; ``tokens`` maps the tickets not shown yet to the end that gets them (0 or 1)."""
 
     ends: tuple[PeerId, PeerId]
     opened_at: float
@@ -126,7 +120,7 @@ class Circuit:
 
 
 class RelayState:
-    """Who holds a place, which circuits there are, what they carried. Pure; illegal moves raise `Refusal`."""
+    """Places, circuits and the bytes they carried. Free of I/O; illegal moves raise `Refusal`."""
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
@@ -136,18 +130,17 @@ class RelayState:
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
     def reserve(self, peer: PeerId, now: float) -> None:
-        """Keep a place for the peer, or keep it for longer."""
+        """Give the peer a place, or extend it."""
         self.places = {one: until for one, until in self.places.items() if until > now}
         if peer not in self.places and len(self.places) >= self.quota.places:
             raise Refusal(f"all {self.quota.places} places are taken")
         self.places[peer] = now + self.quota.place_s
 
     def has_place(self, peer: PeerId, now: float) -> bool:
-        """Whether a place is kept for the peer."""
         return self.places.get(peer, 0.0) > now
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
-        """A circuit between two peers, with a ticket for each end."""
+        """Open a circuit between two peers, with a ticket for each end."""
         quota = self.quota
         if len(self.circuits) >= quota.circuits:
             raise Refusal(f"{quota.circuits} circuits are open here")
@@ -165,14 +158,14 @@ class RelayState:
         return circuit
 
     def find(self, token: bytes) -> tuple[Circuit, int] | None:
-        """The circuit that a ticket is for and the end it stands for; a ticket is good once."""
+        """Return the circuit and the end of a ticket; a ticket is valid once."""
         for circuit in self.circuits:
             if token in circuit.tokens:
                 return circuit, circuit.tokens.pop(token)
         return None
 
     def carry(self, circuit: Circuit, size: int, now: float) -> tuple[float, str | None]:
-        """Account for bytes: in how many seconds more may come, and why the circuit must end, if it must."""
+        """Count bytes; return the seconds until more may come, and why the circuit must end, or None."""
         quota = self.quota
         circuit.used_at = now
         circuit.carried_bytes += size
@@ -186,17 +179,18 @@ class RelayState:
         return max((bucket.delay(now) for bucket in circuit.buckets), default=0.0), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
-        """Circuits whose time is up, with the reason."""
+        """Return the circuits to end, each with the reason."""
         limit_s = self.quota.circuit_s
-        late = {one: "nobody spoke" for one in self.circuits if now - one.used_at > IDLE_S}
-        late |= {one: "the other end did not come" for one in self.circuits if self._stalled(one, now)}
-        if limit_s is not None:
-            text = f"the relay keeps a circuit for {limit_s:g} s"
-            late |= {one: text for one in self.circuits if now - one.opened_at > limit_s}
+        late: dict[Circuit, str] = {}
+        for circuit in self.circuits:
+            age_s = now - circuit.opened_at
+            if now - circuit.used_at > IDLE_S:
+                late[circuit] = "the circuit was silent"
+            if len(circuit.sockets) < 2 and age_s > TICKET_S:
+                late[circuit] = "the other end did not connect"
+            if limit_s is not None and age_s > limit_s:
+                late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
         return late
-
-    def _stalled(self, circuit: Circuit, now: float) -> bool:
-        return len(circuit.sockets) < 2 and now - circuit.opened_at > TICKET_S
 
 
 class Relay:
@@ -204,13 +198,13 @@ class Relay:
 
     Args:
         node: a peer that others can dial.
-        quota: what it gives.
+        quota: its limits.
     """
 
     def __init__(self, node: Node, quota: RelayQuota = RelayQuota()) -> None:
         self._node = node
         self._loop = asyncio.get_running_loop()
-        self.books = RelayState(quota, self._loop.time())
+        self.state = RelayState(quota, self._loop.time())
         self.batch = _Batch()
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
@@ -219,22 +213,22 @@ class Relay:
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
-        """End all circuits and relay no more."""
+        """End all circuits and stop relaying."""
         self._stop_listening()
         self._upkeep.cancel()
         self._node.linker.listener.on_ticket = None
         self._node.unserve(Reserve)
         self._node.unserve(OpenCircuit)
-        for circuit in list(self.books.circuits):
+        for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
 
     def __repr__(self) -> str:
-        books = self.books
-        return f"Relay({len(books.places)} places, {len(books.circuits)} circuits, {books.carried_bytes / 1e6:.1f} MB)"
+        state = self.state
+        return f"Relay({len(state.places)} places, {len(state.circuits)} circuits, {state.carried_bytes / 1e6:.1f} MB)"
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
-        self.books.reserve(peer, self._loop.time())
-        return Reserved(self.books.quota.place_s, *self._seen(peer))
+        self.state.reserve(peer, self._loop.time())
+        return Reserved(self.state.quota.place_s, *self._seen(peer))
 
     def _seen(self, peer: PeerId) -> HostPort:
         path = self._node.path_to(peer)
@@ -243,78 +237,71 @@ class Relay:
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
         if called in (peer, self._node.id):
-            raise Refusal("a circuit leads to another peer than you and this relay")
-        await self._require_reachable(called)
-        circuit = self.books.open(peer, called, self._loop.time(), os.urandom)
-        mine, theirs = circuit.tokens
-        path = self._node.path_to(peer)
-        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
-        self._node.linker.spawn(self._offer(circuit, called, offer))
-        return CircuitTicket(mine, *self._seen(peer))
-
-    async def _require_reachable(self, called: PeerId) -> None:
+            raise Refusal("a circuit must lead to a third peer")
         if not self._node.contact_of(called).direct:
-            if not self.books.has_place(called, self._loop.time()):
+            if not self.state.has_place(called, self._loop.time()):
                 raise Refusal(f"{short(called)} holds no place here")
         elif called not in self._node.linked():
             try:
                 await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
             except PeerError as error:
                 raise Refusal(f"the relay does not reach it either: {error}") from error
+        circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
+        mine, theirs = circuit.tokens
+        path = self._node.path_to(peer)
+        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
+        self._node.linker.spawn(self._offer(circuit, called, offer))
+        return CircuitTicket(mine, *self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
-            await self._node.call(called, offer, CircuitAccepted, timeout_s=OFFER_TIMEOUT_S)
+            await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
 
     def _on_ticket(self, ticket: bytes, socket: WebSocket) -> None:
-        """A connection showed a ticket; from here on what it receives goes through the circuit."""
-        found = self.books.find(ticket.removeprefix(TICKET))
+        found = self.state.find(ticket.removeprefix(TICKET))
         if found is None:
-            socket.close("this ticket is not valid, or no longer")
+            socket.close("this ticket is not valid, or no longer valid")
             return
         circuit, end = found
-        pump = socket.receiver = _Pump(self, circuit, socket)
+        socket.receiver = _Pump(self, circuit, socket)
         circuit.sockets[end] = socket
         if len(circuit.sockets) == 2:
-            near, far = circuit.sockets[0], circuit.sockets[1]
-            pumps = (near.receiver, far.receiver)
-            assert isinstance(pumps[0], _Pump) and isinstance(pumps[1], _Pump)
-            pumps[0].other, pumps[1].other = pumps[1], pumps[0]
-            near.send_bytes(GO)
-        logger.debug("%s at %s", pump, self)
+            near, far = circuit.sockets[0].receiver, circuit.sockets[1].receiver
+            assert isinstance(near, _Pump) and isinstance(far, _Pump)
+            near.other, far.other = far, near
+            near.socket.send_bytes(GO)
 
     def end(self, circuit: Circuit, reason: str) -> None:
         """Close the circuit, if it is still open."""
-        if circuit in self.books.circuits:
-            self.books.circuits.remove(circuit)
+        if circuit in self.state.circuits:
+            self.state.circuits.remove(circuit)
             for socket in circuit.sockets.values():
                 socket.close(reason)
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.books.places.pop(peer, None)
+        self.state.places.pop(peer, None)
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for circuit, reason in self.books.overdue(self._loop.time()).items():
+            for circuit, reason in self.state.overdue(self._loop.time()).items():
                 self.end(circuit, reason)
 
 
 class _Batch:
-    """The messages of one read, sent by one write: fewer system calls, and fewer times that the far end wakes."""
+    """The messages of one read, sent by one write: fewer system calls, and fewer wake-ups of the far end."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(BATCH_BYTES))
         self._size = 0
 
     def add(self, data: memoryview) -> None:
-        """One more message; it takes no more room than it took on its way here, for it is no longer masked."""
+        """Add a message; unmasked, it takes no more room than it took when it was received."""
         self._size += write_message(data, self._memory[self._size :])
 
     def flush(self, socket: WebSocket) -> None:
-        """Send them all."""
         size, self._size = self._size, 0
         if size and not socket.send_framed(self._memory[:size]):
             self._memory = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
@@ -334,45 +321,38 @@ class _Pump:
         self.other: _Pump | None = None
         socket.after_read = self._flush
 
-    def __repr__(self) -> str:
-        return f"_Pump({self._circuit.carried_bytes} bytes)"
-
     def on_message(self, data: memoryview) -> None:
-        """Copy to the other end."""
-        if self.other is None:  # it speaks before the relay's word: no peer of ours does
-            self._relay.end(self._circuit, "spoke too early")
+        if self.other is None:
+            self._relay.end(self._circuit, "sent a message before the circuit was open")
             return
-
         self._relay.batch.add(data)
-        delay_s, fault = self._relay.books.carry(self._circuit, len(data), self._loop.time())
+        delay_s, fault = self._relay.state.carry(self._circuit, len(data), self._loop.time())
         if fault is not None:
             self._flush()
             self._relay.end(self._circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
-            if self._quota_timer is not None:  # an earlier message of the same read asked for a shorter pause
+            if self._quota_timer is not None:  # an earlier message of the same read set a shorter pause
                 self._quota_timer.cancel()
-            self._quota_timer = self._loop.call_later(delay_s, self._go_on, "quota")
+            self._quota_timer = self._loop.call_later(delay_s, self._resume, "quota")
 
     def _flush(self) -> None:
-        """Send what this read has brought."""
         if self.other is not None:
             self._relay.batch.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
-        """This end's buffer filled up, or has room again: the other end waits."""
+        """Pause reading at the other end while this end's buffer is full."""
         if self.other is not None:
-            (self.other._go_on if writable else self.other._wait)("buffer")
+            (self.other._resume if writable else self.other._wait)("buffer")
 
     def on_lost(self, reason: str) -> None:
-        """This end is gone."""
         self._relay.end(self._circuit, f"the other end of the circuit is gone: {reason}")
 
     def _wait(self, reason: str) -> None:
         self._reasons_to_wait.add(reason)
         self.socket.pause_reading()
 
-    def _go_on(self, reason: str) -> None:
+    def _resume(self, reason: str) -> None:
         self._reasons_to_wait.discard(reason)
         if not self._reasons_to_wait:
             self.socket.resume_reading()

@@ -1,13 +1,12 @@
-"""The carrier: aiohttp shakes hands as a WebSocket (RFC 6455), then this protocol takes the socket over.
+"""The carrier: aiohttp completes the WebSocket handshake (RFC 6455), then this protocol takes the socket over.
 
-What goes over the wire stays legal WebSocket frames, so every proxy that passes WebSockets passes these; but
-aiohttp's Python no longer touches each message, and incoming bytes land in one buffer that all links of a
-loop share (reading and parsing happen in one synchronous step). The client masks with the key zero, which
-leaves bytes as they are: a mask protects proxies from chosen plaintext, and these bytes are ciphertext
-already.
+The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets passes them. But aiohttp's Python no
+longer touches each message, and received bytes land in one buffer that all links of a loop share, since reading and
+parsing happen in one synchronous step. The client masks with the key zero, which leaves bytes as they are: a mask
+protects proxies from chosen plaintext, and these bytes are ciphertext.
 
-To hand over without losing bytes, the server must have sent nothing, and the client one message only, which
-aiohttp delivers, before both have taken over: see `dial` and `accept`.
+The takeover loses no bytes if before it the server sends nothing and the client one message, which aiohttp delivers:
+see `dial` and `accept`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,15 +30,17 @@ MAX_MESSAGE_BYTES = 126 << 10
 MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
 LINGER_S = 10.0
-"""How long a closed connection may take to send what is queued."""
+"""Time for a closed connection to send what is queued."""
 NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
+CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
+"""Windows lacks it, and its SO_REUSEADDR lets any process take a port over."""
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _POLICY_VIOLATION = 1008
 
 
 class Head(NamedTuple):
-    """One frame's header (RFC 6455 section 5.2): where its body lies, and how it is masked."""
+    """Header of a frame (RFC 6455 section 5.2): the mask, and where the body begins and ends."""
 
     final: bool
     opcode: int
@@ -48,7 +50,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: memoryview, at: int) -> Head | None:
-    """The header of the frame at ``at``, or None if more bytes are needed to read it.
+    """Return the header of the frame at ``at``, or None if more bytes are needed to read it.
 
     Raises:
         ProtocolError: reserved bits, or a length over the limit.
@@ -76,7 +78,7 @@ def read_head(data: memoryview, at: int) -> Head | None:
 
 
 def unmask(data: memoryview, mask: bytes) -> memoryview:
-    """The body without its mask; no copy if the mask is zero."""
+    """Return the body without its mask; no copy if the mask is zero."""
     if mask in (b"", b"\0\0\0\0"):
         return data
     size = len(data)
@@ -85,7 +87,7 @@ def unmask(data: memoryview, mask: bytes) -> memoryview:
 
 
 def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
-    """The header of a final frame; masked with the key zero."""
+    """Return the header of a final frame; masked with the key zero."""
     bit = 0x80 if masked else 0
     first = bytes((0x80 | opcode,))
     if size < 126:
@@ -98,7 +100,7 @@ def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
 
 
 def write_message(data: memoryview, out: memoryview) -> int:
-    """Write the frame of a message as a server sends it, unmasked; returns its size."""
+    """Write the frame of a message as a server sends it, unmasked; return its size."""
     head = write_head(_BINARY, len(data), masked=False)
     end = len(head) + len(data)
     out[: len(head)] = head
@@ -109,13 +111,13 @@ def write_message(data: memoryview, out: memoryview) -> int:
 class WebSocket(asyncio.BufferedProtocol):
     """A taken-over connection. Set ``receiver`` before the next await after construction.
 
+    Args:
+        transport: the connection; its former protocol still gets ``connection_lost``.
+        scratch: `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
+        client: whether this end dialled (and so must mask).
+
     Attributes:
         after_read: called after each read, when the receiver has got all its messages.
-
-    Args:
-        transport: the connection; its protocol until now keeps being told of its end.
-        scratch: `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
-        client: whether this end dialled (and so has to mask).
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size()
 
     def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Send one message of ``size`` bytes, which ``fill`` writes behind the head; returns bytes on the wire."""
+        """Send one message of ``size`` bytes, which ``fill`` writes behind the head; return the bytes on the wire."""
         head = write_head(_BINARY, size, masked=self._client)
         message = bytearray(len(head) + size)
         message[: len(head)] = head
@@ -158,13 +160,12 @@ class WebSocket(asyncio.BufferedProtocol):
         return len(message)
 
     def send_framed(self, frames: memoryview) -> bool:
-        """Send whole frames, made by `write_message`; returns whether the memory may be used again at once."""
+        """Send whole frames made by `write_message`; return whether the memory may be reused at once."""
         if not self._transport.is_closing():
             self._transport.write(frames)
         return not self.backlog_bytes
 
     def send_bytes(self, data: bytes) -> int:
-        """Send one message as it is."""
 
         def copy(out: memoryview) -> None:
             out[:] = data
@@ -186,17 +187,14 @@ class WebSocket(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        """Take nothing more from the socket for now."""
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Take from the socket again."""
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
     async def wait_closed(self) -> None:
-        """Return when the connection is gone."""
         await asyncio.shield(self._closed)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -218,7 +216,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.abort(str(error))
         else:
             self._rest = bytes(data[at:])
-        self.after_read()  # even if that was the last read: what came before the end counts
+        self.after_read()  # after the last read too: messages before the end count
 
     def _on_frame(self, head: Head, body: memoryview) -> None:
         if head.opcode & 8:
@@ -268,8 +266,31 @@ class WebSocket(asyncio.BufferedProtocol):
 
 
 def _host_port(name: tuple[Any, ...] | None) -> HostPort | None:
-    """Without the prefix that IPv4 addresses have on a socket for both families."""
+    # a socket for both families puts ::ffff: before IPv4 addresses
     return (name[0].removeprefix("::ffff:"), name[1]) if name else None
+
+
+def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
+    """Return a TCP socket on a local port that further sockets made here may share; port 0 takes a free one.
+
+    Every connection whose port is to be punched from later must be dialled from such a socket.
+
+    Raises:
+        OSError: the port is taken, or the machine does not have the family.
+    """
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setblocking(False)
+        if CAN_PUNCH:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 async def dial(
@@ -306,10 +327,10 @@ async def dial(
 async def accept(
     request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver
 ) -> tuple[WebSocket, bytes, web.WebSocketResponse]:
-    """Upgrade an HTTP request: the WebSocket, the client's first message, and what the handler must return.
+    """Upgrade an HTTP request; return the WebSocket, the client's first message, and the handler's response.
 
     Raises:
-        PeerLost: the client went away, or sent no binary message first.
+        PeerLost: the client closed the connection, or its first message is not binary.
     """
     response = web.WebSocketResponse(compress=False, autoping=False, max_msg_size=MAX_MESSAGE_BYTES)
     await response.prepare(request)

@@ -451,7 +451,7 @@ def _swarm(swarm: MembershipFacts) -> Iterator[Check]:
         yield Check("swarm", GREEN, f"{swarm.run}: linked to {peers}, {len(swarm.trainers)} of the run train")
     reached = swarm.reachability
     words = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
-    fix = REACH_FIXES.get(reached.rung, "")
+    fix = REACH_FIXES.get(reached.level, "")
     yield Check("reachability", YELLOW if fix else GREEN, words, fix)
     if swarm.linked:
         yield _clock(swarm.skew_s)

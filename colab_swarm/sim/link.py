@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, ProtocolError
-from colab_swarm.net.mux import STREAM_WINDOW_BYTES, item_cost
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, decoder_of, item_cost
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -32,7 +32,6 @@ from colab_swarm.net.peers import (
     PeerId,
     StreamEnded,
 )
-from colab_swarm.net.stream import decoder_of
 from colab_swarm.sim.faults import Trap
 from colab_swarm.sim.profiles import HostProfile, NetworkProfile
 

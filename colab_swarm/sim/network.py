@@ -31,7 +31,7 @@ from colab_swarm.errors import (
     WrongPeer,
 )
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import ServiceTable, Unserved
+from colab_swarm.net.mux import ServiceTable, Unserved
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
 from colab_swarm.sim.faults import Script, ScriptedFault, Trap
 from colab_swarm.sim.link import Conditions, Connection, SimLink, SimStream, UnansweredCall, decode, encode

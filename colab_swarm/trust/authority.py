@@ -18,10 +18,10 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerError
-from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.huggingface import Account, whoami
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
+    MAX_MEMBERSHIP_BYTES,
     MAX_NAME_CHARS,
     MAX_USES,
     SLACK_S,

@@ -31,9 +31,8 @@ from colab_swarm.dht.service import DHT, Found
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import facts, plain, size
-from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import id_of
-from colab_swarm.net.membership import Key, MembershipAdmission
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
 
 logger = logging.getLogger(__name__)

@@ -182,9 +182,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             await self._coordination.start()
             port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
-                self._tunnel = await Tunnel.open(
+                self._tunnel = await Tunnel(
                     tunnel, port, on_change=self._on_tunnel, events=EventLog(), sent_bytes=float
-                )
+                ).open()
                 self._on_tunnel(self._tunnel.address)
             elif not self.url:
                 found = reachable_addresses(options.get("host", "0.0.0.0"), port)

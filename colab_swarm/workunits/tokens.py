@@ -17,9 +17,8 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import NotAdmitted
-from colab_swarm.net.hello import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.membership import Key, MembershipAdmission, Moment, Signed
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission, Moment, Signed
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role
 
 SCHEME = "Swarm "

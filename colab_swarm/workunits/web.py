@@ -26,8 +26,8 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
+from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.net.visitors import VisitLimit, source_of
 from colab_swarm.workunits.coordination import Coordination, Refused
 from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Taken
 from colab_swarm.workunits.overview import JobStatus
@@ -58,7 +58,7 @@ FAREWELL_S = 2.0
 """Time limit for draining a refused body, and for transfers under way when the server closes."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-"""Pages per visitor; see `colab_swarm.net.visitors`."""
+"""Pages for one visitor; see `colab_swarm.net.addresses`."""
 STATUSES = {
     "token": 401,
     "banned": 403,

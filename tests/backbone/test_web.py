@@ -94,7 +94,7 @@ def test_many_browsers_cost_one_look_a_second_and_too_many_get_429() -> None:
 
 
 def test_a_visitor_with_too_many_requests_shuts_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
+    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
 
     async def main() -> None:
         async with served() as scene:

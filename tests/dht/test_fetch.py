@@ -1,4 +1,4 @@
-"""Fetching: peers ask on for each other. Found everywhere, bounded, and a liar hides nothing that others tell."""
+"""Fetching: peers forward queries, within bounds, and a liar hides no answer of others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def holders(members: list[Member], key: str) -> list[Member]:
     return [member for member in members if key_id(key) in member.dht._storage]
 
 
-def test_everybody_fetches_what_one_stored() -> None:
+def test_every_peer_fetches_a_stored_value() -> None:
     async def main() -> tuple[list[object], set[int | None]]:
         _, members = await swarm(40)
         await members[1].dht.store("key", 7, ttl_s=60)
@@ -30,7 +30,7 @@ def test_everybody_fetches_what_one_stored() -> None:
     assert values == [7] * 40 and {0, 1} <= hops
 
 
-def test_what_nobody_holds_is_not_found() -> None:
+def test_a_key_without_holders_is_not_found() -> None:
     async def main() -> list[object]:
         _, members = await swarm(8)
         readings = [await member.dht.fetch("key") for member in (members[0], (await swarm(1))[1][0])]
@@ -39,7 +39,7 @@ def test_what_nobody_holds_is_not_found() -> None:
     assert run_virtual(main()) == [({}, None)] * 2
 
 
-def test_silent_peers_hold_nothing_up() -> None:
+def test_silent_peers_delay_nothing() -> None:
     async def main() -> tuple[list[object], float, list[str]]:
         network, members = await swarm(30, profile=HOME)
         await members[0].dht.store("key", 7, ttl_s=600)
@@ -59,7 +59,7 @@ def test_silent_peers_hold_nothing_up() -> None:
     assert values == [7] and seconds < 1 and fired == ["partition"]
 
 
-def test_a_forged_answer_is_passed_over() -> None:
+def test_a_forged_answer_is_skipped() -> None:
     async def main() -> tuple[list[object], int]:
         _, members = await swarm(8)
         alice, bob, *_ = members

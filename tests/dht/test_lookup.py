@@ -108,7 +108,7 @@ def test_it_finds_the_nearest_living_whatever_dies(seed: int, peers: int, dead_s
     assert search.nearest(3) == alive[:3]
 
 
-def test_patience_follows_what_answers_take() -> None:
+def test_patience_follows_the_answer_times() -> None:
     patience = Patience()
     assert patience.seconds == 1.0
     for _ in range(50):

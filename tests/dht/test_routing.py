@@ -1,4 +1,4 @@
-"""K-buckets: who is kept, who is pushed out, who is nearest."""
+"""K-buckets: which contacts stay, which are replaced, which are nearest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def far(number: int) -> Contact:
 
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(1, 0xFFFF), max_size=80), st.integers(0, 0xFFFF), st.integers(1, 30))
-def test_nearest_agrees_with_sorting_everybody(known: set[int], target: int, count: int) -> None:
+def test_nearest_agrees_with_sorting_all_contacts(known: set[int], target: int, count: int) -> None:
     table = RoutingTable(contact(0x5555).id, bucket_size=100)
     for number in known - {0x5555}:
         table.saw(contact(number), 0.0)
@@ -42,7 +42,7 @@ def test_a_full_bucket_keeps_its_old_members_while_they_answer() -> None:
     table.check_invariants()
 
 
-def test_the_latest_replacement_takes_the_place_of_who_fails() -> None:
+def test_the_latest_replacement_takes_the_place_of_a_failed_peer() -> None:
     table = RoutingTable(ME, bucket_size=2)
     for i in range(4):
         table.saw(far(i), 0.0)
@@ -60,7 +60,7 @@ def test_without_a_replacement_a_peer_may_fail_once() -> None:
     assert far(0).id not in table and len(table) == 0
 
 
-def test_who_was_dropped_is_remembered_until_it_is_back() -> None:
+def test_a_dropped_peer_is_remembered_until_it_is_back() -> None:
     table = RoutingTable(ME)
     table.saw(far(0), 0.0)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_who_was_dropped_is_remembered_until_it_is_back() -> None:
     assert not table.lost and far(0).id in table
 
 
-def test_who_stays_away_is_forgotten_and_the_lost_are_bounded() -> None:
+def test_a_peer_that_stays_away_is_forgotten_and_the_lost_are_bounded() -> None:
     table = RoutingTable(ME, bucket_size=1000)
     for i in range(MAX_LOST + 5):
         table.saw(far(i), 0.0)
@@ -91,7 +91,7 @@ def test_an_answer_makes_up_for_earlier_failures() -> None:
     assert far(0).id in table
 
 
-def test_peers_that_cannot_be_dialled_and_oneself_are_not_kept() -> None:
+def test_peers_that_cannot_be_dialled_and_oneself_do_not_enter() -> None:
     table = RoutingTable(ME)
     assert not table.saw(Contact(far(0).id), 0.0) and not table.saw(Contact(ME, ("sim://me",)), 0.0)
     assert len(table) == 0

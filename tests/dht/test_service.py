@@ -22,7 +22,7 @@ async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
 
 
-def test_everybody_finds_what_one_stored() -> None:
+def test_every_peer_finds_a_stored_value() -> None:
     async def main() -> tuple[int, list[Any]]:
         _, members = await swarm()
         replicas = await members[1].dht.store("key", {"step": 3}, ttl_s=60)
@@ -39,7 +39,7 @@ def test_a_peer_alone_stores_and_gets() -> None:
     assert run_virtual(main()) == (1, {b"": 1}, {})
 
 
-def test_everybody_sees_everybodys_progress_within_a_second() -> None:
+def test_every_peer_sees_all_progress_within_a_second() -> None:
     async def main() -> None:
         _, members = await swarm(profile=HOME)
         for step in range(5):
@@ -161,7 +161,7 @@ def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
     assert run_virtual(main()) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])
 
 
-def test_client_mode_peers_store_and_get_but_nobody_asks_them() -> None:
+def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     async def main() -> tuple[Any, bool]:
         network, members = await swarm(6)
         client = await join(network, "client", members[0].peers, listen=False)
@@ -177,11 +177,11 @@ def test_a_peer_is_found_by_its_id() -> None:
         found = await members[39].dht.find_peer(members[17].peers.id)
         return found, members[17].peers.contact, await members[3].dht.find_peer(PeerId(bytes(32)))
 
-    found, contact, nobody = run_virtual(main())
-    assert found == contact and nobody is None
+    found, contact, unknown = run_virtual(main())
+    assert found == contact and unknown is None
 
 
-def test_nobody_enters_a_table_under_anothers_name() -> None:
+def test_no_peer_enters_a_table_under_another_id() -> None:
     async def main() -> str:
         _, (alice, bob, carol) = await swarm(3)
         lie = FindValue(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
@@ -207,7 +207,7 @@ def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None
 def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
     async def main() -> tuple[int, int]:
         _, (alice, mallory) = await swarm(2)
-        lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://nobody",)) for i in range(3000))
+        lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
         asked: list[PeerId] = []
 
         async def lie(caller: PeerId, message: FindPeers) -> FoundPeers:
@@ -257,7 +257,7 @@ def test_records_follow_the_peers_that_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("upkeep", [True, False])
-def test_a_newcomer_is_given_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
+def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
     async def main() -> bool:
         network, members = await swarm(3)
         for member in members if upkeep else ():
@@ -353,12 +353,12 @@ def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     assert run_virtual(main()) == ({3}, {7}, ["partition", "heal"])
 
 
-def test_bootstrap_tells_how_many_answered() -> None:
+def test_bootstrap_returns_how_many_answered() -> None:
     async def main() -> tuple[int, int]:
         network, members = await swarm(4)
-        newcomer = network.peer("mallory")
-        dht = DHT(newcomer, DHTSettings(), random.Random(0))
-        nobody = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://nobody",))])
-        return nobody, await dht.bootstrap([newcomer.contact, members[2].peers.contact])
+        new = network.peer("mallory")
+        dht = DHT(new, DHTSettings(), random.Random(0))
+        none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
+        return none, await dht.bootstrap([new.contact, members[2].peers.contact])
 
     assert run_virtual(main()) == (0, 4)

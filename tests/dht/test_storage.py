@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.records import (
     CLOCK_SLACK_S,
+    DHTSettings,
     FindPeers,
     FindValue,
     FoundPeers,
     FoundValue,
     Inspector,
-    Limits,
     Record,
     Storage,
     Stored,
@@ -57,7 +57,7 @@ def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
 
 @pytest.fixture
 def storage() -> Storage:
-    return Storage(Inspector(Limits()))
+    return Storage(Inspector(DHTSettings()))
 
 
 def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
@@ -73,7 +73,7 @@ def test_subkeys_live_side_by_side(storage: Storage) -> None:
     assert values(storage) == {b"1", b"2"}
 
 
-def test_a_record_ends_on_time_and_tells_what_is_left(storage: Storage) -> None:
+def test_a_record_ends_on_time_and_its_ttl_counts_down(storage: Storage) -> None:
     put(storage, record(ttl_s=10))
     assert storage.get(KEY, now=4.0)[0].ttl_s == 6.0
     assert values(storage, now=10.0) == set() and storage.total_bytes == 0
@@ -100,12 +100,12 @@ def test_storing_the_same_record_again_is_fine_and_changes_nothing(storage: Stor
 def test_only_the_owner_replaces_an_owned_record(storage: Storage) -> None:
     assert put(storage, signed(ALICE, b"hers")) is None
     assert put(storage, signed(BOB, b"his", at=1)) == "the subkey belongs to another peer"
-    assert put(storage, record(b"nobody's", at=1)) == "a newer record is held"
+    assert put(storage, record(b"unsigned", at=1)) == "a newer record is held"
     assert put(storage, signed(ALICE, b"hers again", at=2)) is None
     assert values(storage) == {b"hers again"}
 
 
-def test_an_owner_takes_over_what_nobody_owned(storage: Storage) -> None:
+def test_an_owner_takes_over_an_unsigned_record(storage: Storage) -> None:
     put(storage, record(b"squatter", at=5))
     assert put(storage, signed(ALICE, b"hers")) is None and values(storage) == {b"hers"}
 
@@ -161,7 +161,10 @@ def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
 
 
 def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
-    for limits, text in ((Limits(key_bytes=600), "key is full"), (Limits(total_bytes=600), "peer is full")):
+    for limits, text in (
+        (DHTSettings(key_bytes=600), "key is full"),
+        (DHTSettings(total_bytes=600), "peer is full"),
+    ):
         storage = Storage(Inspector(limits))
         assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
         assert text in str(put(storage, record(subkey=b"c")))
@@ -189,11 +192,11 @@ wild_records = st.builds(
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
-def test_no_record_whatever_upsets_the_books(arrivals: list[tuple[Record, float]]) -> None:
-    storage = Storage(Inspector(Limits(total_bytes=1500)))
+def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> None:
+    storage = Storage(Inspector(DHTSettings(total_bytes=1500)))
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
-    assert values(storage, now=100.0 + storage._limits.max_ttl_s) == set()
+    assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
 
 
 @settings(max_examples=200, deadline=None)

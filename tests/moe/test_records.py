@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.records import Limits
+from colab_swarm.dht.records import DHTSettings
 from colab_swarm.dht.service import Found
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.records import (
@@ -139,5 +139,5 @@ def test_addresses_that_do_not_fit_are_dropped() -> None:
 def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
     row = RecordRow(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE, 1 << 45, 1 << 40, (512, 1024)),))
     record_bytes = len(msgspec.msgpack.encode(row)) + 32
-    assert PAGE * (record_bytes + 256) <= Limits().key_bytes  # as a holder counts
+    assert PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
     assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times

@@ -70,7 +70,7 @@ async def echo(peer: PeerId, message: Echo) -> Echo:
 
 
 async def sink(opening: Talk, stream: Stream) -> None:
-    """Receives until the end, then tells how many items came."""
+    """Receive until the end, then send the number of items."""
     count = 0
     async for _ in items(stream):
         count += 1
@@ -86,14 +86,14 @@ async def items(stream: Stream) -> AsyncIterator[tuple[Piece, memoryview]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give way until the condition holds (the deadline of `run` bounds it)."""
+    """Yield to the loop until the condition holds (the deadline of `run` bounds it)."""
     while not condition():
         await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
 async def silence() -> AsyncIterator[str]:
-    """The address of a server that accepts and never says a word."""
+    """The address of a server that accepts and never sends a byte."""
     writers: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
     try:
@@ -125,8 +125,7 @@ class Proxy:
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers += [writer, far_writer]
         await asyncio.gather(
-            self._pump(reader, far_writer, self._meddled),
-            self._pump(far_reader, writer, lambda data: data),
+            self._pump(reader, far_writer, self._meddled), self._pump(far_reader, writer, lambda data: data)
         )
 
     def _meddled(self, data: bytes) -> bytes:
@@ -141,7 +140,7 @@ class Proxy:
                 writer.write(change(data))
                 await writer.drain()
         except OSError:
-            pass  # one end was cut; the other learns it by the close below
+            pass  # one end was cut; the close below informs the other
         finally:
             writer.close()
 

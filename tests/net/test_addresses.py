@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from colab_swarm.net.addresses import AddressBook, reachable_addresses
-from colab_swarm.net.hello import MAX_ADDRESSES
-from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.net.settings import NodeSettings
+from colab_swarm.net.carrier import NodeSettings
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 BOB = PeerId(b"b" * 32)
 
@@ -45,7 +44,7 @@ def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
     book = AddressBook()
     book.learn(Contact(BOB, (wrong, "wss://[::1]:4500")))
     assert book.find(BOB).addresses == ("wss://[::1]:4500",)
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match="is not an address"):
         NodeSettings(announce=(wrong,))
 
 

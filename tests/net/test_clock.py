@@ -13,7 +13,7 @@ def test_two_skewed_peers_meet_in_the_middle() -> None:
     assert abs((1000.0 + alice.offset_s) - (1300.0 + bob.offset_s)) < 1e-6
 
 
-def test_a_clock_that_is_off_is_told_in_full_and_moved_by_ten_minutes_at_most() -> None:
+def test_a_skewed_clock_is_reported_in_full_and_moved_by_ten_minutes_at_most() -> None:
     clock = SwarmClock()
     for peer in ("bob", "carol"):
         clock.observe(peer, theirs=7200.0, ours=0.0, rtt_s=0.0)

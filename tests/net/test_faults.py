@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
-from colab_swarm.net.hello import Introduction
+from colab_swarm.net.handshake import Introduction
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact
 from tests.net.swarm import Echo, Proxy, identity, peers, proxied, run, silence, until

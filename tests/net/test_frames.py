@@ -18,7 +18,7 @@ def read_all(packets: list[bytes]) -> list[Frame]:
 
 @settings(max_examples=50)
 @given(st.lists(PARTS, max_size=8))
-def test_frames_come_out_as_they_went_in(parts: list[tuple[int, bytes, int]]) -> None:
+def test_frames_are_read_back_unchanged(parts: list[tuple[int, bytes, int]]) -> None:
     items = [(id, message, bytes([id % 251]) * size) for id, message, size in parts]
     packets = to_packets(encode(FrameKind.ITEM, *item) for item in items)
     assert all(len(packet) <= MAX_PACKET_BYTES for packet in packets)

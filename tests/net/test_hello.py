@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
-from colab_swarm.net.hello import Hello, Introduction
+from colab_swarm.net.handshake import Hello, Introduction
 from colab_swarm.net.noise import Keys
 from tests.net.swarm import identity
 
@@ -44,7 +44,7 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
 
 def test_another_run_is_named() -> None:
     alice, bob = ends(run_id="red", other_run_id="blue")
-    with pytest.raises(ProtocolError, match="this peer is of run 'blue', protocol 1"):
+    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 1"):
         reply(bob, alice.start())
 
 
@@ -55,7 +55,7 @@ def test_an_unexpected_peer_is_a_wrong_peer() -> None:
 
 
 def test_a_replayed_handshake_is_refused() -> None:
-    """Whoever recorded alice's messages, membership and all, and sends them again is not taken for her."""
+    """An attacker that replays alice's messages, membership included, is not taken for her."""
     alice, bob = ends()
     first = alice.start()
     last = reply(alice, reply(bob, first))
@@ -68,7 +68,7 @@ def test_a_replayed_handshake_is_refused() -> None:
 
 
 def test_a_hello_of_another_handshake_is_refused() -> None:
-    """A man in the middle cannot pass on somebody's hello: the signature covers this handshake's keys."""
+    """A man in the middle cannot pass on another peer's hello: the signature covers this handshake's keys."""
     alice, bob = ends()
     mallory = Introduction(identity("mallory"), addresses=(), run_id="", expected=None)
     hellos: list[bytes] = []

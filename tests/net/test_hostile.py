@@ -12,8 +12,7 @@ import pytest
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net import link as answers
 from colab_swarm.net.frames import FrameKind, encode
-from colab_swarm.net.handshake import dial_any
-from colab_swarm.net.hello import Introduction
+from colab_swarm.net.handshake import Introduction, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S
 from colab_swarm.net.peers import Stream
@@ -22,10 +21,10 @@ from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, start, unti
 
 def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
     async def main() -> None:
-        kept: list[memoryview] = []
+        received: list[memoryview] = []
 
         async def keep(opening: Talk, stream: Stream) -> None:
-            kept.append((await stream.receive(Piece))[1])
+            received.append((await stream.receive(Piece))[1])
 
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(Talk, keep)
@@ -33,8 +32,8 @@ def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
             (link,) = alice.linker.table.of(bob.id)
             link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
             await stream.send(Piece(1), b"12345678")
-            await until(lambda: bool(kept))
-            assert bytes(kept[0]) == b"12345678" and len(memoryview(kept[0].obj)) == 8
+            await until(lambda: bool(received))
+            assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
 
     run(main())
 
@@ -150,9 +149,9 @@ def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyP
             with pytest.raises(CallRefused, match="handlers still run"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             (link,) = bob.linker.table.of(alice.id)
-            assert len(link.tasks()) == 3
+            assert len(link.tasks) == 3
             release.set()
-            await until(lambda: not link.tasks())
+            await until(lambda: not link.tasks)
             assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")
 
     run(main())

@@ -19,9 +19,8 @@ from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import TICKET
-from colab_swarm.net.peers import Contact, PeerId, Refusal
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
-    CircuitAccepted,
     CircuitOffer,
     CircuitTicket,
     OpenCircuit,
@@ -61,14 +60,14 @@ def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
         async with peers("carol") as (carol,):
             relay = Relay(carol, RelayQuota(circuit_bps=8e4))
             loop = asyncio.get_running_loop()
-            circuit = relay.books.open(ALICE, BOB, loop.time(), os.urandom)
+            circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
             near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
             near.other, far.other = far, near
             while circuit.buckets[0].delay(loop.time()) < 1.0:
                 near.on_message(memoryview(bytes(100)))
             await asyncio.sleep(0.1)
             assert not near.socket.reading  # type: ignore[attr-defined]
-            relay.books.circuits.clear()
+            relay.state.circuits.clear()
             relay.close()
 
     run(main())
@@ -79,9 +78,9 @@ def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
         async with peers("alice", "carol") as (alice, carol):
             relay = Relay(carol)
             for called in (alice.id, carol.id):
-                with pytest.raises(CallRefused, match="another"):
+                with pytest.raises(CallRefused, match="a third peer"):
                     await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
-            assert not relay.books.circuits
+            assert not relay.state.circuits
             relay.close()
 
     run(main())
@@ -97,26 +96,26 @@ def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
 
 def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
     async def main() -> None:
-        unheard: list[str] = []
+        unhandled: list[str] = []
         asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: unheard.append(context["message"])
+            lambda loop, context: unhandled.append(context["message"])
         )
         async with peers("alice", "carol") as (alice, carol):
             relay = Relay(carol)
-            told = asyncio.get_running_loop().create_future()
+            lost = asyncio.get_running_loop().create_future()
 
             class Guesser:
                 def on_message(self, data: memoryview) -> None: ...
                 def on_writable(self, writable: bool) -> None: ...
                 def on_lost(self, reason: str) -> None:
-                    told.set_result(reason)
+                    lost.set_result(reason)
 
             socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
             socket.send_bytes(TICKET + b"guess")
-            assert "not valid" in await told
+            assert "not valid" in await lost
             relay.close()
         gc.collect()
-        assert unheard == []
+        assert unhandled == []
 
     run(main())
 
@@ -136,7 +135,7 @@ def test_offers_without_end_are_refused() -> None:
             refused = 0
             for _ in range(100):
                 try:
-                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), CircuitAccepted, timeout_s=5)
+                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
                 except CallRefused:
                     refused += 1
             await asyncio.sleep(0)
@@ -159,7 +158,7 @@ def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
     run(main())
 
 
-def test_a_relay_that_drops_whoever_it_gave_a_place_is_not_asked_without_a_pause(
+def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -228,7 +227,7 @@ EVIL = (
 )
 
 
-def test_a_relayed_peer_has_nobody_dialled_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
 
     async def main() -> None:
@@ -277,7 +276,7 @@ def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, se
 
 
 @pytest.mark.parametrize(
-    ("relay_at", "told", "believed"),
+    ("relay_at", "claimed", "believed"),
     [
         ("203.0.113.1", "203.0.113.9", "203.0.113.9"),
         ("192.168.1.2", "203.0.113.9", "203.0.113.9"),
@@ -289,19 +288,19 @@ def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, se
     ],
 )
 def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
-    relay_at: str, told: str, believed: str, monkeypatch: pytest.MonkeyPatch
+    relay_at: str, claimed: str, believed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
             upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
             monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
-            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=told)) == believed
+            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
             upgrades.close()
 
     run(main())
 
 
-def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
+def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
@@ -354,21 +353,21 @@ def test_a_peer_that_asks_for_upgrades_and_says_no_more_is_refused_after_a_few(
         ("ws://198.51.100.7:22", "no address", False),
     ],
 )
-def test_who_is_dialled_back_is_who_asked(address: str, seen: str, may: bool) -> None:
+def test_only_the_requesting_host_is_dialled_back(address: str, seen: str, may: bool) -> None:
     assert may_dial_back(address, seen) is may
 
 
 @pytest.mark.parametrize(
     ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
 )
-def test_nobody_outside_passes_for_the_tunnel_s_agent(
+def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
     remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
-            monkeypatch.setattr(alice.linker, "_greeter", lambda expected, path: path)
+            monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
             request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
-            path: Any = alice.linker._greet_caller(request)
+            path: Any = alice.linker._receive_caller(request)
             assert path.way is way
 
     run(main())

@@ -1,4 +1,4 @@
-"""The Hub's word about a token, asked of a stand-in on loopback."""
+"""The account behind a token, from a stand-in for the Hub on loopback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_token_names_its_user_and_organisations(monkeypatch: pytest.MonkeyPatc
     run(main())
 
 
-def test_an_organisations_token_is_nobodys() -> None:
+def test_a_token_of_an_organisation_has_no_account() -> None:
     async def main() -> None:
         async with hub({"type": "org", "name": "neuropark"}) as address:
             assert await whoami(TOKEN, endpoint=address) is None
@@ -65,7 +65,7 @@ def test_an_organisations_token_is_nobodys() -> None:
     ("answer", "status"),
     [("<html>", 200), (ALICE, 503), (ALICE, 302), ({"orgs": 3}, 200), ("x" * 2_000_000, 200)],
 )
-def test_a_hub_in_trouble_is_told_without_the_token(
+def test_a_hub_in_trouble_is_reported_without_the_token(
     answer: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -79,7 +79,7 @@ def test_a_hub_in_trouble_is_told_without_the_token(
     assert TOKEN not in caplog.text
 
 
-def test_no_hub_at_all_is_told() -> None:
+def test_a_missing_hub_is_reported() -> None:
     async def main() -> None:
         async with hub() as address:
             pass

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.hello import MAX_ADDRESSES
 from colab_swarm.net.lan import (
     Announcement,
     LanAnnouncer,
@@ -22,7 +21,7 @@ from colab_swarm.net.lan import (
     read_announcement,
     write_properties,
 )
-from colab_swarm.net.peers import Contact
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact
 from tests.net.swarm import identity, run
 
 ALICE, BOB = (identity(name).id for name in ("alice", "bob"))
@@ -38,7 +37,7 @@ def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
     return {key.encode(): value.encode() for key, value in properties.items()}
 
 
-def test_an_announcement_comes_back_as_it_was() -> None:
+def test_an_announcement_is_read_back_unchanged() -> None:
     said = announcement()
     assert read_announcement(as_bytes(write_properties(said)), ["192.0.2.7"], 4500) == said
     properties = write_properties(announcement("n" * 500, run_id="r" * 64))
@@ -59,7 +58,7 @@ def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
     assert announced(Contact(ALICE, addresses[1:2])) == ([], 0)
 
 
-def test_both_ip_versions_are_read_and_what_nobody_can_dial_is_left_out() -> None:
+def test_both_ip_versions_are_read_and_addresses_that_cannot_be_dialled_are_left_out() -> None:
     ips = ["192.0.2.7", "fe80::1", "fe80::1%eth0", "2001:DB8::7", "nonsense", "192.0.2.7"]
     said = read_announcement(as_bytes(write_properties(announcement())), ips, 4500)
     assert said is not None
@@ -97,7 +96,7 @@ VALUES = (
     ips=st.lists(st.ip_addresses().map(str) | st.text(max_size=9), max_size=18),
     port=st.none() | st.integers(0, 65535),
 )
-def test_whatever_is_multicast_is_an_announcement_in_bounds_or_nothing(
+def test_any_multicast_bytes_are_an_announcement_in_bounds_or_nothing(
     properties: dict[bytes, bytes | None], ips: list[str], port: int | None
 ) -> None:
     for garbled in (properties, as_bytes(write_properties(announcement())) | properties):

@@ -66,7 +66,7 @@ def test_the_authority_shows_nothing_but_its_key() -> None:
     assert admission().admit(AUTHORITY.public_key, b"", now=NOW) is Role.AUTHORITY
 
 
-def test_who_shows_nothing_is_a_guest_at_the_authority_and_nowhere_else() -> None:
+def test_a_peer_without_membership_is_a_guest_at_the_authority_and_nowhere_else() -> None:
     refused(b"", "no membership: join with an invitation")
     assert admission(AUTHORITY).admit(ALICE.public_key, b"", now=NOW) is Role.GUEST
     assert admission(AUTHORITY).admit(ALICE.public_key, b"garbage", now=NOW) is Role.GUEST
@@ -76,14 +76,14 @@ def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
     at = admission(AUTHORITY)
     for seconds in (0, GUEST_S / 2, GUEST_S):
         assert at.admit(ALICE.public_key, b"", now=NOW + seconds) is Role.GUEST
-    with pytest.raises(NotAdmitted, match="no membership was asked for in a minute"):
+    with pytest.raises(NotAdmitted, match="no membership was requested in a minute"):
         at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 2) is Role.GUEST
     assert admit(membership(), at=at, now=NOW + GUEST_S + 3) is Role.WORKER
     assert at.admit(ALICE.public_key, b"", now=NOW + 3 * GUEST_S) is Role.GUEST
 
 
-def test_a_newcomer_that_was_refused_may_come_again_an_hour_later() -> None:
+def test_a_refused_guest_may_come_again_an_hour_later() -> None:
     at = admission(AUTHORITY)
     for hours in range(3):
         assert at.admit(ALICE.public_key, b"", now=NOW + hours * HOUR) is Role.GUEST
@@ -93,7 +93,7 @@ def test_guests_are_counted() -> None:
     at = admission(AUTHORITY)
     for i in range(MAX_GUESTS):
         at.admit(i.to_bytes(32), b"", now=NOW)
-    with pytest.raises(NotAdmitted, match="too many newcomers"):
+    with pytest.raises(NotAdmitted, match="too many peers request"):
         at.admit(ALICE.public_key, b"", now=NOW)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1) is Role.GUEST
 
@@ -103,10 +103,10 @@ def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
     assert admit(membership(), now=end + SLACK_S - 1) is Role.WORKER
     refused(membership(), "ended 3 hours ago: join again with a new invitation", now=end + 3 * HOUR)
     assert admit(membership(), now=NOW - SLACK_S + 1) is Role.WORKER
-    refused(membership(), "begins in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
+    refused(membership(), "starts in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
 
 
-def test_a_member_remembered_is_put_out_when_its_time_is_over() -> None:
+def test_a_cached_membership_expires() -> None:
     at = admission()
     assert admit(membership(), at=at) is Role.WORKER
     with pytest.raises(NotAdmitted, match="ended 20 hours ago"):
@@ -118,8 +118,8 @@ def test_a_member_remembered_is_put_out_when_its_time_is_over() -> None:
     [
         ({"key": BOB.public_key}, "another peer's"),
         ({"run_id": "other-run-1"}, "another run"),
-        ({"role": Role.AUTHORITY}, "nobody can give"),
-        ({"role": Role.GUEST}, "nobody can give"),
+        ({"role": Role.AUTHORITY}, "cannot be granted"),
+        ({"role": Role.GUEST}, "cannot be granted"),
     ],
 )
 def test_what_even_the_authority_cannot_sign(change: dict[str, Any], match: str) -> None:
@@ -218,7 +218,7 @@ def test_a_revoked_peer_is_out_though_its_membership_is_sound() -> None:
         guarded.admit(ALICE.public_key, b"", now=NOW)
 
 
-def test_a_revoked_invitation_puts_out_who_signed_in_by_it_and_keeps_the_others() -> None:
+def test_a_revoked_invitation_removes_its_members_and_no_others() -> None:
     at = admission()
     at.learn(revocations(LINK.id))
     with pytest.raises(NotAdmitted, match="revoked"):

@@ -81,7 +81,7 @@ def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
     ]
 
 
-def test_a_sender_stops_at_the_window_and_goes_on_with_credit() -> None:
+def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:
     pair = Pair()
     id, payload = pair.alice.open(b""), bytes(1 << 16)
     count = 0
@@ -128,8 +128,8 @@ def test_a_ping_comes_back_as_a_pong() -> None:
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
-        ([encode(FrameKind.REPLY, 2)], "never was"),
-        ([encode(FrameKind.ITEM, 1)], "never was"),
+        ([encode(FrameKind.REPLY, 2)], "never opened"),
+        ([encode(FrameKind.ITEM, 1)], "never opened"),
         ([encode(FrameKind.CALL, 2, b"")], "number 2"),
         ([encode(FrameKind.CALL, 3, b""), encode(FrameKind.CALL, 1, b"")], "after 3"),
         ([encode(FrameKind.OPEN, 1), encode(FrameKind.END, 1), encode(FrameKind.ITEM, 1)], "after its end"),

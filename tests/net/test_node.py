@@ -24,7 +24,7 @@ from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, 
 
 
 class Without(OpenAdmission):
-    """Admits everybody but one."""
+    """Admits all peers but one."""
 
     def __init__(self, public_key: bytes) -> None:
         self.barred = {public_key}
@@ -95,7 +95,7 @@ def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
 def test_a_reply_of_another_shape_is_a_protocol_error() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
-            with pytest.raises(ProtocolError, match="is no Piece"):
+            with pytest.raises(ProtocolError, match="is not a valid Piece"):
                 await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
 
     run(main())
@@ -146,7 +146,7 @@ def test_a_peer_in_client_mode_is_called_back_over_its_own_link() -> None:
     run(main())
 
 
-def test_somebody_else_at_the_address_is_a_wrong_peer() -> None:
+def test_another_peer_at_the_address_is_a_wrong_peer() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             carol = identity("carol").id
@@ -164,7 +164,7 @@ def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
     async def main() -> None:
         async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
             alice.learn(bob.contact)
-            with pytest.raises(PeerUnreachable, match=r"of run 'blue'.*we are of run 'red'"):
+            with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
     run(main())
@@ -185,7 +185,7 @@ def test_a_key_that_is_not_admitted_gets_no_link() -> None:
     run(main())
 
 
-def test_a_peer_that_is_no_longer_admitted_is_put_out() -> None:
+def test_a_peer_that_is_no_longer_admitted_loses_its_link() -> None:
     async def main() -> None:
         door = Without(b"")
         bob = await start("bob", admission=door)
@@ -233,7 +233,7 @@ def test_two_peers_with_one_identity_say_so() -> None:
     run(main())
 
 
-def test_nobody_at_the_address_is_unreachable() -> None:
+def test_an_address_without_a_peer_is_unreachable() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob):
             await bob.close()
@@ -269,7 +269,7 @@ def test_both_dialling_at_once_loses_nothing_and_leaves_one_link() -> None:
     run(main())
 
 
-def test_events_and_listeners_tell_when_a_peer_comes_and_goes() -> None:
+def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     async def main() -> None:
         events, lost = EventLog(), []
         alice = await start("alice", events=events)
@@ -319,7 +319,7 @@ def test_skewed_clocks_agree_on_the_swarms_time() -> None:
     run(main())
 
 
-def test_an_unused_link_is_closed_and_a_client_modes_link_is_kept() -> None:
+def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
     async def main() -> None:
         changes = {"idle_link_s": 0.05, "keep_alive_s": 0.1}
         client_mode = peers("carol", listen=False, **changes)
@@ -365,7 +365,7 @@ def test_a_busy_peer_refuses_more_links() -> None:
     run(main())
 
 
-def test_close_wakes_those_who_wait_for_a_link_and_refuses_new_calls() -> None:
+def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
             bob = identity("bob").id

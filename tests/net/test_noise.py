@@ -106,7 +106,7 @@ def test_handshake_and_transport_equal_the_published_vectors(vector: Vector) -> 
         assert alice.hash == bob.hash
     keys, other_keys = alice.split(), bob.split()
     for index in range(3, 6):
-        # the published vectors go on alternating: message 4 is the responder's
+        # the published vectors keep alternating: message 4 is the responder's
         sender, receiver = (other_keys, keys) if index % 2 else (keys, other_keys)
         sealed = sender.sending.encrypt(bytes.fromhex(PAYLOADS[index]))
         assert sealed.hex() == vector.ciphertexts[index]

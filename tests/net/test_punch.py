@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.net.punch import CAN_PUNCH, Endpoint, bound_socket, plan_tries, punch
+from colab_swarm.net.upgrade import Endpoint, plan_tries, punch
+from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
 from tests.net.swarm import run
 
 needs_reuse = pytest.mark.skipif(not CAN_PUNCH, reason="this system has no SO_REUSEPORT")
@@ -102,7 +103,7 @@ def test_without_the_other_end_punching_ends_in_silence_and_frees_the_port() -> 
 
 
 @needs_reuse
-def test_a_connection_to_oneself_is_none() -> None:
+def test_a_connection_to_oneself_is_refused() -> None:
     async def main() -> None:
         port = free_port()
         assert await first_name(b"alice", port, [Endpoint("127.0.0.1", port)], seconds=0.05) is None
@@ -121,7 +122,7 @@ def test_the_port_of_an_open_connection_can_be_bound_again() -> None:
 
 
 @given(st.floats(0.0, 0.4), st.floats(0.0, 1.0), st.integers())
-def test_syns_cross_though_the_way_there_is_slower_than_the_way_back(
+def test_syns_cross_even_if_the_two_directions_differ_in_latency(
     rtt_s: float, way_there: float, seed: int
 ) -> None:
     """Sent at 0, the signal takes any part of the round trip; the direct way takes half of it."""

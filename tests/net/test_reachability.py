@@ -1,4 +1,4 @@
-"""Peers that dial each other back, and tell when they have moved."""
+"""Peers dial each other back, and announce new addresses."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ async def watched(
 def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() -> None:
     async def main() -> None:
         async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
-            assert watch.current.rung is ReachabilityLevel.UNVERIFIED
+            assert watch.current.level is ReachabilityLevel.UNVERIFIED
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
             assert (
-                watch.current.rung is ReachabilityLevel.LAN
+                watch.current.level is ReachabilityLevel.LAN
                 and alice.contact.addresses == watch.current.addresses
             )
             assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
@@ -49,7 +49,7 @@ def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() -> None:
     run(main())
 
 
-def test_a_peer_behind_a_wall_gets_a_place_at_a_relay_and_tells_everybody() -> None:
+def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
     async def main() -> None:
         events = EventLog()
         async with peers("alice", "bob", "carol") as (alice, bob, carol):
@@ -57,11 +57,11 @@ def test_a_peer_behind_a_wall_gets_a_place_at_a_relay_and_tells_everybody() -> N
             async with watched(alice, bob, relays=(carol,), events=events) as (watch, _):
                 for other in (bob, carol):
                     await alice.call(other.id, Echo(), Echo, timeout_s=5)
-                alice.port = 1  # nobody listens there: all who dial back are refused
-                watch._ladder.on_listening(alice.listening()[:1])
+                alice.port = 1  # no peer listens there: dial-backs are refused
+                watch._policy.on_listening(alice.listening()[:1])
                 await watch.start()
                 assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
-                assert "keeps it out" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
+                assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
                 assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
                 await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
                 assert not bob.contact_of(alice.id).direct
@@ -77,7 +77,7 @@ def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> No
             async with watched(alice, use_relays=False) as (watch,):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
                 await watch.start()
-                assert watch.current.rung is ReachabilityLevel.OUTGOING
+                assert watch.current.level is ReachabilityLevel.OUTGOING
                 assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
 
     run(main())
@@ -95,7 +95,7 @@ def test_private_addresses_of_other_networks_are_not_tried() -> None:
     assert not may_dial_back(f"ws://203.0.113.7:1/relay/{'0' * 64}", "203.0.113.7")
 
 
-def test_nobody_is_dialled_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 60.0)
 
     async def main() -> None:
@@ -108,7 +108,7 @@ def test_nobody_is_dialled_back_all_the_time(monkeypatch: pytest.MonkeyPatch) ->
     run(main())
 
 
-def test_somebody_else_at_the_address_is_no_success() -> None:
+def test_a_dial_back_that_meets_another_peer_fails() -> None:
     async def main() -> None:
         async with peers("alice", "bob", "carol") as (alice, bob, carol), watched(bob):
             ask = DialBack(carol.contact.addresses)

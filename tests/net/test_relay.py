@@ -1,4 +1,4 @@
-"""Circuits: the relay's books, and two peers that cannot be dialled talking through one."""
+"""Circuits: the relay's state, and two peers that cannot be dialled talking through a relay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
 from colab_swarm.net.circuits import Circuits, choose
-from colab_swarm.net.hello import VERSION
+from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
@@ -24,20 +24,20 @@ from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
 
-def books(**quota: float) -> RelayState:
+def state(**quota: float) -> RelayState:
     made = RelayState(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
     made.reserve(BOB, now=0.0)
     return made
 
 
-def test_a_place_is_kept_for_its_time() -> None:
-    one = books(place_s=100)
+def test_a_place_lasts_for_its_time() -> None:
+    one = state(place_s=100)
     assert one.has_place(BOB, 1.0) and not one.has_place(ALICE, 1.0)
     assert not one.has_place(BOB, 101.0)
 
 
 def test_places_and_circuits_are_counted() -> None:
-    one = books(places=1, circuits=2, circuits_per_peer=1, place_s=10)
+    one = state(places=1, circuits=2, circuits_per_peer=1, place_s=10)
     with pytest.raises(Refusal, match="all 1 places"):
         one.reserve(CAROL, now=1.0)
     one.reserve(BOB, now=5.0)
@@ -49,7 +49,7 @@ def test_places_and_circuits_are_counted() -> None:
 
 
 def test_a_ticket_is_good_once() -> None:
-    one = books()
+    one = state()
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     mine, theirs = circuit.tokens
     assert one.find(theirs) == (circuit, 1) and one.find(theirs) is None
@@ -57,7 +57,7 @@ def test_a_ticket_is_good_once() -> None:
 
 
 def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
-    one = books(circuit_bytes=1000, circuit_s=60, circuit_bps=8e6)
+    one = state(circuit_bytes=1000, circuit_s=60, circuit_bps=8e6)
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     assert one.carry(circuit, 1000, 0.0) == (0.0, None)
     assert one.carry(circuit, 1, 0.0)[1] == "the relay carries 0.001 MB per circuit"
@@ -67,7 +67,7 @@ def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
 
 
 def test_bandwidth_and_total_are_bounded() -> None:
-    one = books(circuit_bps=8e6, total_bytes=2_000_000)
+    one = state(circuit_bps=8e6, total_bytes=2_000_000)
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     delay_s, fault = one.carry(circuit, 1_100_000, 0.0)
     assert delay_s == pytest.approx(1.0) and fault is None
@@ -76,13 +76,13 @@ def test_bandwidth_and_total_are_bounded() -> None:
         one.open(ALICE, BOB, 9.0, os.urandom)
 
 
-def test_a_circuit_whose_far_end_does_not_come_is_dropped() -> None:
-    one = books()
+def test_a_circuit_whose_far_end_does_not_connect_is_dropped() -> None:
+    one = state()
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     assert one.overdue(14.0) == {} and list(one.overdue(16.0)) == [circuit]
 
 
-def test_the_nearest_relays_are_chosen_and_not_changed_for_nothing() -> None:
+def test_the_nearest_relays_are_chosen_and_not_changed_needlessly() -> None:
     assert choose({ALICE: 0.1, BOB: 0.02, CAROL: 0.05}, (), places=2) == [BOB, CAROL]
     assert choose({ALICE: 0.02, BOB: 0.019}, [ALICE], places=1) == [ALICE]
     assert choose({ALICE: 0.1, BOB: 0.019}, [ALICE], places=1) == [BOB]
@@ -119,7 +119,7 @@ def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
             for one, other in ((alice, bob), (bob, alice)):
                 path = one.path_to(other.id)
                 assert path and path.way is LinkType.RELAYED and path.relay == carol.id
-            assert relay.books.carried_bytes > 400_000
+            assert relay.state.carried_bytes > 400_000
 
     run(main())
 
@@ -179,7 +179,7 @@ def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     run(main())
 
 
-def test_a_transfer_through_a_dying_relay_goes_on_over_another() -> None:
+def test_a_transfer_through_a_dying_relay_continues_over_another() -> None:
     async def main() -> None:
         async with peers("carol", "dave") as (carol, dave), relayed(carol, dave) as (alice, bob, relays):
             got: list[int] = []
@@ -244,7 +244,7 @@ def test_a_slow_circuit_holds_back_its_sender() -> None:
 def test_peers_without_a_place_are_not_called() -> None:
     async def main() -> None:
         async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
-            relay.books.places.clear()
+            relay.state.places.clear()
             with pytest.raises(PeerError, match="holds no place"):
                 await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
@@ -258,7 +258,9 @@ def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: p
         async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
             carol.learn(dave.contact)
             using = Circuits(dave, no_relays, lambda: None, random.Random(3))
-            bob.learn(Contact(dave.id, ("ws://127.0.0.1:1",)))  # as if a firewall of bob's kept him from dave
+            bob.learn(
+                Contact(dave.id, ("ws://127.0.0.1:1",))
+            )  # as if a firewall of bob's blocked the way to dave
             assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
             path = bob.path_to(dave.id)
             assert path and path.relay == carol.id

@@ -1,4 +1,4 @@
-"""The speed test tells what the network can do, and cannot be used to load a peer."""
+"""The speed test measures the network, and cannot be used to load a peer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
     return network, alice, bob
 
 
-def test_the_speeds_of_a_known_line_are_found() -> None:
+def test_the_speeds_of_a_known_link_are_measured() -> None:
     async def main() -> Speed:
         _, alice, bob = pair()
         return await measure(alice, bob.id, size_bytes=2 << 20)
@@ -49,7 +49,7 @@ def test_the_speeds_of_a_known_line_are_found() -> None:
     assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_a_slow_line_ends_the_test_by_time_and_not_by_size() -> None:
+def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     async def main() -> float:
         _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
         await measure(alice, bob.id, size_bytes=MAX_SIZE_BYTES, timeout_s=30)
@@ -101,7 +101,7 @@ def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None
     run_virtual(main())
 
 
-def test_a_peer_that_vanishes_amid_the_test_is_lost_and_the_next_test_goes_on() -> None:
+def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
     async def main() -> None:
         network, alice, bob = pair()
         network.at(0.5).crash("alice")

@@ -37,21 +37,21 @@ def test_items_arrive_whole_and_in_order_and_the_buffer_may_be_reused() -> None:
     run(main())
 
 
-def test_a_float_payload_arrives_aligned_and_can_be_kept() -> None:
+def test_a_float_payload_arrives_aligned_and_stays_valid() -> None:
     async def main() -> None:
-        kept: list[memoryview] = []
+        held: list[memoryview] = []
 
         async def keep(opening: Talk, stream: Stream) -> None:
             async for _, payload in items(stream):
-                kept.append(payload.cast("f"))
+                held.append(payload.cast("f"))
 
         async with peers("alice", "bob") as (alice, bob):
             bob.serve_stream(Talk, keep)
             async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
                 for index in range(20):
                     await stream.send(Piece(index), memoryview(array.array("f", [index] * 1000)))
-            await until(lambda: len(kept) == 20)
-            assert [view[0] for view in kept] == list(range(20))
+            await until(lambda: len(held) == 20)
+            assert [view[0] for view in held] == list(range(20))
 
     run(main())
 
@@ -100,7 +100,7 @@ def test_a_slow_reader_blocks_its_own_stream_only() -> None:
     run(main())
 
 
-def test_streams_to_oneself_work_alike() -> None:
+def test_streams_to_oneself_work() -> None:
     async def main() -> None:
         async with peers("alice") as (alice,):
             alice.serve_stream(Talk, sink)
@@ -198,7 +198,7 @@ def test_an_undecodable_item_resets_the_stream() -> None:
 
             bob.serve_stream(Talk, send_text)
             stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-            with pytest.raises(ProtocolError, match="is no Piece"):
+            with pytest.raises(ProtocolError, match="is not a valid Piece"):
                 await stream.receive(Piece)
             with pytest.raises(PeerLost):
                 await stream.send(Piece(0))
@@ -225,7 +225,7 @@ def test_what_a_finished_handler_did_not_read_does_not_block_the_sender() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["upload_bps", "download_bps"])
-def test_a_bandwidth_limit_is_kept(limit: str) -> None:
+def test_a_bandwidth_limit_holds(limit: str) -> None:
     async def main() -> None:
         alice_limit = {} if limit == "download_bps" else {limit: 16e6}
         bob_limit = {limit: 16e6} if limit == "download_bps" else {}

@@ -17,9 +17,8 @@ import pytest
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
-from colab_swarm.net.agents import ADVICE, Guardian, explain
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import QuotaMeter, Tunnel, TunnelSettings, probe
+from colab_swarm.net.tunnels import ADVICE, Guardian, Tunnel, TunnelSettings, explain, passed_marks, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, run, until
@@ -40,7 +39,7 @@ def running(folder: Path) -> list[int]:
 
 
 def agent_of(folder: Path) -> int:
-    """The one process that is no guardian."""
+    """The one process that is not a guardian."""
     (agent,) = [pid for pid in running(folder) if b"sys.stdin" not in read(pid, "cmdline")]
     return agent
 
@@ -57,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the stand-ins are; no user's configuration and no token is in sight."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NGROK_AUTHTOKEN", "of the environment, not asked for")
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "of the environment, not used")
     return tmp_path
 
 
@@ -69,7 +68,7 @@ def ngrok(folder: Path, token: str = TOKEN, **settings: float) -> TunnelSettings
 @asynccontextmanager
 async def tunnel(settings: TunnelSettings, port: int = 9, **more: object) -> AsyncIterator[Tunnel]:
     wiring = {"on_change": lambda address: None, "events": EventLog(), "sent_bytes": lambda: 0, **more}
-    opened = await Tunnel.open(settings, port, **wiring)
+    opened = await Tunnel(settings, port, **wiring).open()
     try:
         yield opened
     finally:
@@ -86,18 +85,18 @@ async def call_through(address: str, alice: Node, bob: Node) -> None:
 @pytest.mark.slow
 def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_times(folder: Path) -> None:
     async def main() -> None:
-        told: asyncio.Queue[str | None] = asyncio.Queue()
+        changes: asyncio.Queue[str | None] = asyncio.Queue()
         events = EventLog()
         async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
             settings = ngrok(folder)
-            async with tunnel(settings, bob.port, on_change=told.put_nowait, events=events) as opened:
+            async with tunnel(settings, bob.port, on_change=changes.put_nowait, events=events) as opened:
                 assert opened.address is not None
                 await call_through(opened.address, alice, bob)
                 for _ in range(3):
                     before, killed_at = opened.address, time.monotonic()
                     os.kill(agent_of(folder), signal.SIGKILL)
-                    assert await told.get() is None
-                    assert await told.get() == opened.address != before
+                    assert await changes.get() is None
+                    assert await changes.get() == opened.address != before
                     await until(lambda: bob.id not in alice.linked())
                     await call_through(opened.address, alice, bob)
                     assert time.monotonic() - killed_at < 10
@@ -114,18 +113,18 @@ def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_
 def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.agents.API_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("colab_swarm.net.tunnels.API_TIMEOUT_S", 0.2)
     events = EventLog()
 
     async def main() -> None:
-        told: asyncio.Queue[str | None] = asyncio.Queue()
-        more = {"on_change": told.put_nowait, "events": events}
+        changes: asyncio.Queue[str | None] = asyncio.Queue()
+        more = {"on_change": changes.put_nowait, "events": events}
         async with peers("bob") as (bob,):
             async with tunnel(ngrok(folder), bob.port, **more):
                 os.kill(agent_of(folder), signal.SIGSTOP)
-                assert await told.get() is None and await told.get() is not None
-            async with tunnel(ngrok(folder, probe_s=0.05), **more):  # nobody listens at that port
-                assert await told.get() is None
+                assert await changes.get() is None and await changes.get() is not None
+            async with tunnel(ngrok(folder, probe_s=0.05), **more):  # no peer listens at that port
+                assert await changes.get() is None
 
     run(main())
     reasons = [change.reason for change in events.recent(TunnelChanged) if change.address is None]
@@ -144,15 +143,14 @@ def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
         ("offline", "Kaggle: Settings, Internet on"),
     ],
 )
-def test_what_ngrok_refuses_is_said_with_its_fix_and_without_the_token(
+def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token(
     folder: Path, token: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         caplog.set_level(logging.DEBUG)
         with pytest.raises(TunnelError, match=text) as caught:
-            await Tunnel.open(
-                ngrok(folder, token), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0
-            )
+            async with tunnel(ngrok(folder, token)):
+                pass
         assert "Your authtoken: " + token not in str(caught.value) + caplog.text
         assert caught.value.__suppress_context__
         assert running(folder) == []
@@ -163,7 +161,9 @@ def test_what_ngrok_refuses_is_said_with_its_fix_and_without_the_token(
 def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
     async def main() -> None:
         opening = asyncio.create_task(
-            Tunnel.open(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0)
+            Tunnel(
+                ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0
+            ).open()
         )
         await until(lambda: bool(running(folder)))
         opening.cancel()
@@ -218,17 +218,19 @@ def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
         async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]):
             sent_bytes[0] += 600
             await until(lambda: bool(events.recent(QuotaWarning)))
-        (warning,) = events.recent(QuotaWarning)
+            await asyncio.sleep(0.15)
+            (warning,) = events.recent(QuotaWarning)
+            sent_bytes[0] += 370
+            await until(lambda: len(events.recent(QuotaWarning)) == 2)
         assert (warning.used_bytes, warning.quota_bytes) == (600, 1000)
         assert "60% of the plan's" in describe(warning)
 
     run(main())
 
 
-def test_a_quota_warns_at_50_80_and_95_percent_once_each() -> None:
-    meter = QuotaMeter(100.0)
-    assert [used for used in range(120) if meter.on_used(used)] == [50, 80, 95]
-    assert QuotaMeter(100.0).on_used(90.0), "marks passed together are one warning"
+def test_a_quota_has_marks_at_50_80_and_95_percent() -> None:
+    passed = [passed_marks(used, 100.0) for used in range(120)]
+    assert [passed.index(count) for count in (0, 1, 2, 3)] == [0, 50, 80, 95] and passed == sorted(passed)
 
 
 def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
@@ -263,12 +265,12 @@ def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
 @pytest.mark.slow
 def test_cloudflared_is_opened_and_opened_again(folder: Path) -> None:
     async def main() -> None:
-        told: asyncio.Queue[str | None] = asyncio.Queue()
+        changes: asyncio.Queue[str | None] = asyncio.Queue()
         settings = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder), check_s=0.05)
-        async with tunnel(settings, on_change=told.put_nowait) as opened:
+        async with tunnel(settings, on_change=changes.put_nowait) as opened:
             assert opened.address == "wss://calm-green-otter.trycloudflare.com"
             os.kill(agent_of(folder), signal.SIGKILL)
-            assert await told.get() is None and await told.get() == opened.address
+            assert await changes.get() is None and await changes.get() == opened.address
         assert running(folder) == []
         (folder / "refused").mkdir()
         refusing = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder / "refused"))
@@ -294,7 +296,9 @@ import asyncio, sys
 from colab_swarm.events import EventLog
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 settings = TunnelSettings("ngrok", auth_token=sys.argv[1], agent=sys.argv[2])
-asyncio.run(Tunnel.open(settings, 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0))
+async def main():
+    await Tunnel(settings, 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0).open()
+asyncio.run(main())
 """
 
 
@@ -310,7 +314,7 @@ def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts(folde
     run(main())
 
 
-def test_a_released_guardian_kills_nobody() -> None:
+def test_a_released_guardian_kills_no_process() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         guardian = Guardian(child.pid)
         guardian.release()

@@ -22,7 +22,7 @@ from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 async def relayed(
     *, alice_listens: bool = False
 ) -> AsyncIterator[tuple[Node, Node, dict[PeerId, str | None]]]:
-    """Alice and bob; bob cannot be dialled and holds a place at carol's; what became of upgrades, by peer."""
+    """Alice and bob; bob cannot be dialled and holds a place at carol's; the outcomes of upgrades, by peer."""
     async with (
         peers("carol") as (carol,),
         peers("alice", listen=alice_listens) as (alice,),
@@ -37,7 +37,7 @@ async def relayed(
         ways = []
         for node in (alice, bob):
             circuits = Circuits(node, candidates, lambda: None, random.Random(1))
-            ways += [circuits, Upgrades(node, circuits.seen_at, outcomes.__setitem__, random.Random(2))]
+            ways += [circuits, Upgrades(node, circuits.seen_at.get, outcomes.__setitem__, random.Random(2))]
         bobs = ways[2]
         assert isinstance(bobs, Circuits)
         bobs.start()
@@ -89,7 +89,7 @@ def test_the_other_end_dials_back_where_it_can() -> None:
     run(main())
 
 
-def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
+def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upgrade, "CAN_PUNCH", False)
@@ -105,13 +105,13 @@ def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_told(
     run(main())
 
 
-def test_an_end_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = Upgrades._on_upgrade, 0
+def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, requests = Upgrades._on_upgrade, 0
 
     async def busy_at_first(self: Upgrades, opening: upgrade.Upgrade, stream: Stream) -> None:
-        nonlocal asked
-        asked += 1
-        if asked > upgrade.TRIES + 1:
+        nonlocal requests
+        requests += 1
+        if requests > upgrade.TRIES + 1:
             await real(self, opening, stream)
         else:
             await stream.send(upgrade.UpgradeReady(busy=True))
@@ -126,4 +126,4 @@ def test_an_end_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
             await until(lambda: outcomes.get(bob.id, "not yet") is None)
 
     run(main())
-    assert asked == upgrade.TRIES + 2
+    assert requests == upgrade.TRIES + 2

@@ -205,7 +205,7 @@ def test_random_bytes_never_raise(pieces: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("end", [b"\x88\x02\x03\xe8", b"\x81\x02hi"], ids=["close", "protocol error"])
-def test_what_came_in_the_same_read_before_the_end_is_handed_on(end: bytes) -> None:
+def test_messages_of_the_same_read_before_the_end_are_delivered(end: bytes) -> None:
     # a relay sends after each read what it brought: left behind, it would be sent to the next circuit's peer
     handed_on: list[list[bytes]] = []
 

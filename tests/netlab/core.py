@@ -45,7 +45,7 @@ def open_wan(space: str, address: str) -> int:
 
 
 def forward(wans: dict[bytes, int], *, delay_s: float, loss: float, hops: int) -> None:
-    """Pass packets for ever."""
+    """Pass packets forever."""
     poll = select.epoll()
     for wan in wans.values():
         poll.register(wan, select.EPOLLIN)

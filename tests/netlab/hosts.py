@@ -11,7 +11,7 @@ HTTPS = 443
 
 
 class LabPeer:
-    """A peer that is told what to do; see `tests.netlab.peer`.
+    """A peer that obeys commands; see `tests.netlab.peer`.
 
     Attributes:
         contact: its id in hex, and its addresses.
@@ -29,7 +29,7 @@ class LabPeer:
         return str(self.contact[0])
 
     def look(self) -> list[str]:
-        """The addresses that the peer tells others now."""
+        """The addresses that the peer announces now."""
         self.contact = self.ask("reach")["contact"]
         return list(self.contact[1])
 
@@ -48,7 +48,7 @@ class LabPeer:
         self.program.process.stdin.close()
 
     def send(self, other: LabPeer, size: int, *, timeout_s: float = 60.0) -> Any:
-        """What became of a tensor of ``size`` bytes."""
+        """The outcome of sending a tensor of ``size`` bytes."""
         answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
         return self.program.line(timeout_s) if "half" in answer else answer
 
@@ -61,6 +61,6 @@ def create(lab: Lab, host: str, **options: Any) -> LabPeer:
 
 def join(lab: Lab, invite: str, *hosts: str, **options: Any) -> list[LabPeer]:
     """Join the run from each of the hosts, all at once."""
-    told = json.dumps({"lan": False, **options})
-    programs = [lab.python(host, "tests.netlab.peer", "join", invite, told) for host in hosts]
+    options_json = json.dumps({"lan": False, **options})
+    programs = [lab.python(host, "tests.netlab.peer", "join", invite, options_json) for host in hosts]
     return [LabPeer(program) for program in programs]

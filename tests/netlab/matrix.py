@@ -30,7 +30,7 @@ PUNCHED |= {frozenset(("cone", "random")), frozenset(("neighbour",))}
 
 
 def expected_way(pair: tuple[str, str]) -> str:
-    """How the two come to be linked, whoever of them begins."""
+    """How the two are linked, whichever end dials."""
     if "public" in pair:
         return "relayed" if "strict" in pair else "direct"
     return "punched" if frozenset(pair) in PUNCHED else "relayed"

@@ -1,4 +1,4 @@
-"""A program of the lab: a real peer that does what it is told on stdin, a JSON line each, and answers likewise.
+"""A program of the lab: a real peer that obeys commands on stdin, a JSON line each, and answers likewise.
 
     python -m tests.netlab.peer create RUN OPTIONS
     python -m tests.netlab.peer join INVITATION OPTIONS
@@ -113,7 +113,7 @@ COMMANDS = {command.__name__: command for command in (send, path, call, drop)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:
-    """Do what is asked with the peer of the contact."""
+    """Run one command with the peer of the contact."""
     peer, began_at = PeerId(bytes.fromhex(contact[0])), time.monotonic()
     node.learn(Contact(peer, tuple(contact[1])))
     try:

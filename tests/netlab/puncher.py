@@ -18,14 +18,15 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from colab_swarm.net.punch import Endpoint, bound_socket, plan_tries, punch
+from colab_swarm.net.upgrade import Endpoint, plan_tries, punch
+from colab_swarm.net.websocket import bound_socket
 
 GREETING = {True: b"I was asked", False: b"I asked you"}
 COORDINATION_S = 30.0
 
 
 async def coordinate(port: int) -> None:
-    """Pair connections as they come; tell each how it is seen, then pass their lines to each other."""
+    """Pair connections as they come; report to each its address, then pass their lines to each other."""
     waiting: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

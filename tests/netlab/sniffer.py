@@ -1,4 +1,4 @@
-"""A program of the lab: keeps every byte that passes the host's interfaces, and tells whether some were among them.
+"""A program of the lab: captures every byte on the host's interfaces, and reports whether given bytes are among them.
 
     python -m tests.netlab.sniffer
 

@@ -1,4 +1,4 @@
-"""Peers behind all kinds of NATs come and go, and everybody reaches everybody, all the time."""
+"""Peers behind all kinds of NATs come and go, and all reach each other at all times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAVE_S = 20.0
 
 
 def meet_all(peers: list[LabPeer]) -> None:
-    """Everybody calls everybody, all at once."""
+    """All peers call each other at once."""
     for k in range(1, len(peers)):
         for n, peer in enumerate(peers):
             peer.tell("call", peers[(n + k) % len(peers)].contact, CALL_S)
@@ -38,7 +38,7 @@ def open_files(peer: LabPeer) -> int:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_everybody_reaches_everybody_while_peers_come_and_go_and_the_relays_keep_nothing_of_them() -> None:
+def test_all_peers_reach_each_other_under_churn_and_the_relays_forget_them() -> None:
     rng = Random(1)
     with Lab(*(Site(host, nat=nat) for host, nat in HOSTS.items()), public=("pub", "pub2")) as lab:
         first = create(lab, "pub")

@@ -33,14 +33,14 @@ with socket.create_server(("", int(sys.argv[1]))) as server:
 
 
 def tell(lab: Lab, host: str, port: int) -> None:
-    """A server that tells its callers how it sees them."""
+    """A server that reports to its callers how it sees them."""
     assert lab.run(host, [sys.executable, "-c", TELL, str(port)]).line() == "ready"
 
 
 def dial(
     lab: Lab, host: str, address: str, port: int, *, patience_s: float = 10.0, source: int = 4444
 ) -> object:
-    """What the server tells, or the error's name."""
+    """The server's answer, or the error's name."""
     arguments = (address, port, patience_s, source)
     program: Program = lab.run(host, [sys.executable, "-c", DIAL, *map(str, arguments)])
     return program.line()

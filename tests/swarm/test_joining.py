@@ -105,7 +105,7 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
 
 
 def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.net.agents.find_spec", lambda name: None)
+    monkeypatch.setattr("colab_swarm.net.tunnels.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):

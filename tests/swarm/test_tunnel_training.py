@@ -83,8 +83,8 @@ def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
             ThreadPoolExecutor(2) as pool,
         ):
             assert (
-                alice.reachability.rung is ReachabilityLevel.TUNNEL
-                and bob.reachability.rung is ReachabilityLevel.OUTGOING
+                alice.reachability.level is ReachabilityLevel.TUNNEL
+                and bob.reachability.level is ReachabilityLevel.OUTGOING
             )
             rounds, lost = RoundsOfTwo(bob), list[TunnelChanged]()
             alice.events.listen(lambda event: lost.append(event) if _is_loss(event) else None)
@@ -98,7 +98,7 @@ def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
                     wait(lambda: alice.id in bob.services.peers.linked(), timeout_s=10)
                     assert (
                         alice.contact.addresses != address
-                        and alice.reachability.rung is ReachabilityLevel.TUNNEL
+                        and alice.reachability.level is ReachabilityLevel.TUNNEL
                     ), kill
                 rounds.wait_more(3)
             finally:

@@ -251,7 +251,7 @@ def test_too_many_page_requests_must_retry(tmp_path: Path) -> None:
 def test_a_visitor_that_floods_the_page_shuts_out_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
+    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
 
     async def main() -> None:
         async with coordinating(tiny_job(), tmp_path) as scene:

@@ -16,7 +16,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
             writer.write(data)
             await writer.drain()
     except OSError:
-        pass  # one end left; the close tells the other
+        pass  # one end left; the close informs the other
     finally:
         writer.close()
 
@@ -24,7 +24,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def open_edge(upstream_port: int) -> int:
     """Listen on a port that leads to the upstream one, as the real edge does it.
 
-    It adds a header, and shows a page to whoever does not ask to be spared it.
+    It adds a header, and shows a page to requests without the header that skips it.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """Stands in for ngrok's agent (version 3), as far as pyngrok 7.2 to 9 uses it.
 
-The token tells it what to do: ``session-NNN`` fails at the start with ERR_NGROK_NNN, ``tunnel-NNN`` at the
-opening of a tunnel, ``offline`` never reaches ngrok, ``silent`` says nothing for ever.
+The token selects what it does: ``session-NNN`` fails at the start with ERR_NGROK_NNN, ``tunnel-NNN`` at the
+opening of a tunnel, ``offline`` never reaches ngrok, ``silent`` stays silent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fail(error: str) -> None:
 
 def read_token() -> str:
     if "--authtoken" in sys.argv:
-        sys.exit("a token on the command line is one for everybody to read")
+        sys.exit("every user can read a token on the command line")
     config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     return str((config["agent"] if config["version"] == "3" else config)["authtoken"])
 

@@ -1,4 +1,4 @@
-"""Visitors of public pages, of whom none may shut out another."""
+"""Visitors of public pages: none may lock out another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from colab_swarm.net import visitors
-from colab_swarm.net.visitors import VisitLimit, source_of
+from colab_swarm.net import addresses
+from colab_swarm.net.addresses import VisitLimit, source_of
 
 
 def test_a_source_has_its_own_limit_in_each_window() -> None:
@@ -21,7 +21,7 @@ def test_a_source_has_its_own_limit_in_each_window() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_the_quietest_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitors, "MAX_SOURCES", 2)
+    monkeypatch.setattr(addresses, "MAX_SOURCES", 2)
     limit = VisitLimit(1)
     assert limit.admit("alice", 0.0) and limit.admit("bob", 0.0) and not limit.admit("alice", 0.0)
     assert limit.admit("carol", 0.0) and len(limit) == 2
