@@ -1,6 +1,6 @@
-"""Pieces of web pages, and of the text that Prometheus reads. Pure functions; they make HTML of what is told to them.
+"""Pieces of web pages, and the text format of Prometheus. Pure functions.
 
-A page shows what ``/live`` answers, anew every three seconds; a browser is allowed nothing else.
+A page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
@@ -34,12 +35,12 @@ setInterval(async () => {
 
 
 def page(title: str, live: str, *, lost: str, style: str = "") -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         title: escaped.
         live: HTML of the part that changes.
-        lost: what to say while the server does not answer.
+        lost: shown while the server does not answer.
         style: CSS of this page only.
     """
     return _template().substitute(title=title, live=live, lost=lost, style=style, script=SCRIPT)
@@ -51,25 +52,24 @@ def _template() -> Template:
 
 
 def content_security_policy() -> str:
-    """What a browser may do with a page: run its one script, ask where it came from, nothing else."""
+    """Return the header that lets a page run its one script and fetch from its own server, and no more."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
 
 
 def card(title: str, inside: str) -> str:
-    """A box with a title; both are HTML."""
+    """Return a box with a title; both are HTML."""
     return f'<div class="card"><h3>{title}</h3>{inside}</div>'
 
 
 def tiles(figures: Mapping[str, str]) -> str:
-    """A row of figures by what they tell; both are HTML."""
-    shown = (f'<div class="card"><h3>{name}</h3><b>{value}</b></div>' for name, value in figures.items())
-    return f'<div class="tiles">{"".join(shown)}</div>'
+    """Return a row of figures by name; both are HTML."""
+    return f'<div class="tiles">{"".join(card(name, f"<b>{value}</b>") for name, value in figures.items())}</div>'
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under their columns; cells are HTML."""
+def table(columns: Sequence[str], rows: Rows) -> str:
+    """Return a table; cells are HTML."""
     if not rows:
         return '<p class="soft">None yet.</p>'
     head = "".join(f"<th>{column}</th>" for column in columns)
@@ -77,8 +77,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of plain cells as lines for terminals, columns one under the other, all two to the right."""
+def aligned(rows: Rows) -> list[str]:
+    """Return rows of plain cells as lines with aligned columns, indented by two."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -86,17 +86,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def facts(title: str, told: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
-    """What there is to say of an object, as a small table in the page's own colours; for ``_repr_html_``.
+def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
+    """Return an object's facts as a small HTML table in the page's own colours; for ``_repr_html_``.
 
     Args:
-        title: what it is.
-        told: figures by their names.
-        columns, rows: of a table below; at most `MAX_FACT_ROWS` rows are shown.
+        title: of the object.
+        figures: values by name.
+        columns, rows: of a table below; the first `MAX_FACT_ROWS` rows are shown.
     """
     pairs = "".join(
         f'<tr><th scope="row" style="{CELL}">{text(name)}</th><td style="{CELL}">{text(str(value))}</td></tr>'
-        for name, value in told.items()
+        for name, value in figures.items()
     )
     head = "".join(f'<th scope="col" style="{CELL}">{text(column)}</th>' for column in columns)
     body = "".join(
@@ -111,7 +111,7 @@ def facts(title: str, told: Mapping[str, object], columns: Sequence[str] = (), r
 
 
 def settings(of: Any) -> str:
-    """A dataclass of settings in a line: what differs from the defaults, functions by their names; for ``repr``."""
+    """Return a settings dataclass in one line: the values that differ from the defaults; for ``repr``."""
     given = [
         f"{field.name}={name_of(value) if callable(value) else repr(value)}"
         for field in fields(of)
@@ -121,41 +121,38 @@ def settings(of: Any) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What people call a function, without where it lies in memory."""
+    """Return a function's name without its address in memory."""
     if isinstance(function, partial):
-        given = [
-            *map(repr, function.args),
-            *(f"{name}={value!r}" for name, value in function.keywords.items()),
-        ]
-        return f"{name_of(function.func)}({', '.join(given)})"
+        named = (f"{name}={value!r}" for name, value in function.keywords.items())
+        return f"{name_of(function.func)}({', '.join([*map(repr, function.args), *named])})"
     return getattr(function, "__name__", type(function).__name__)
 
 
 def legend(keys: Iterable[tuple[str, str]]) -> str:
-    """Names, each after a square of its CSS class."""
+    """Return names, each after a square of its CSS class."""
     return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
 
 
-def plain(told: str, limit: int = 200) -> str:
-    """Of printable characters, which steer no terminal, ``limit`` of them at most."""
-    printable = told[: limit + 1]
+def plain(words: str, limit: int = 200) -> str:
+    """Return at most ``limit`` printable characters, which cannot control a terminal."""
+    printable = words[: limit + 1]
     if not printable.isprintable():
         printable = "".join(letter if letter.isprintable() else "?" for letter in printable)
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"
 
 
-def text(told: str, limit: int = 200) -> str:
-    """The same, escaped for HTML."""
-    return html.escape(plain(told, limit))
+def text(words: str, limit: int = 200) -> str:
+    """Return `plain` text escaped for HTML."""
+    return html.escape(plain(words, limit))
 
 
 def count(number: int, noun: str) -> str:
-    """``1 peer``, ``2 peers``."""
+    """Return ``1 peer`` or ``2 peers``."""
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits."""
+    """Return a time in the unit that fits."""
     seconds = max(0.0, seconds)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -164,8 +161,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
+def milliseconds(seconds: float | None) -> str:
+    """Return a round-trip time in ms; empty if it was not measured."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    return "<1 ms" if seconds < 0.001 else f"{1000 * seconds:,.0f} ms"
+
+
 def size(size_bytes: float) -> str:
-    """In the unit that fits, of 1000 each."""
+    """Return a size in the unit that fits; 1 kB has 1000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.3g} {unit}"
@@ -174,18 +178,14 @@ def size(size_bytes: float) -> str:
 
 
 def exposition(metrics: Iterable[Metric]) -> str:
-    """Figures in the text format that Prometheus reads, one a line."""
+    """Return metrics in the text format of Prometheus, one per line."""
     lines = []
     for name, kind, samples in metrics:
         lines.append(f"# TYPE colab_swarm_{name} {kind}")
-        lines += [
-            f"colab_swarm_{name}{{{_labels(labels)}}} {float(value)!r}" for labels, value in samples.items()
-        ]
+        for labels, value in samples.items():
+            shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels)
+            lines.append(f"colab_swarm_{name}{{{shown}}} {float(value)!r}")
     return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Labels) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
 
 
 def _escaped(value: str) -> str:

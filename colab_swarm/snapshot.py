@@ -1,4 +1,4 @@
-"""What a person sees of a swarm at one moment: frozen records that `Swarm` writes and widgets draw."""
+"""Snapshots of a swarm for people: frozen records that `Swarm` makes and views draw."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class PeerRow:
     """One peer, as this peer knows it.
 
     Attributes:
-        name: what the peer calls itself; not to be trusted.
+        name: chosen by the peer; untrusted.
         id: short hex id.
         role: trainer, backbone, catching up and the like.
-        step: global step the peer is at.
+        step: its global step.
         samples_per_s: its speed.
-        samples: samples it holds towards the next step.
-        reachable: whether others can dial it; None if this is not known.
+        samples: accumulated towards the next step.
+        reachable: whether others can dial it; None if unknown.
         me: whether it is this peer.
-        rtt_s: round-trip time to it; None if not measured, or there is no link.
-        connected: how this peer's link to it goes: ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty
-            if there is none.
-        upload_bps, download_bps: bits per second that the peer says its line carries; None if it does not tell.
+        rtt_s: round-trip time; None if not measured, or without a link.
+        connected: type of this peer's link to it: ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty
+            without a link.
+        upload_bps, download_bps: its bandwidth by its own report, bits per second; None if it reports none.
     """
 
     name: str
@@ -66,12 +66,12 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class ContributionRow:
-    """A line of the leaderboard: what others saw a peer give.
+    """A row of the leaderboard: a peer's contribution as seen by the others.
 
     Attributes:
         name, id: of the peer; the id is short hex.
-        samples: that its gradients came from.
-        reduced_bytes: of the common vector that it averaged for others.
+        samples: in its gradients.
+        reduced_bytes: that it averaged for others.
         me: whether it is this peer.
     """
 
@@ -84,13 +84,13 @@ class ContributionRow:
 
 @dataclass(frozen=True)
 class SessionTime:
-    """How long the platform lets this session run.
+    """The duration of this session.
 
     Attributes:
         platform: its name, for people.
-        elapsed_s: since the session began.
-        limit_s: when the platform ends it, at the latest.
-        leaves_s: when this peer leaves by itself, before that; None if it does not.
+        elapsed_s: since the start.
+        limit_s: from the start to the latest end.
+        leaves_s: from the start to when this peer leaves; None if it does not.
     """
 
     platform: str
@@ -100,46 +100,30 @@ class SessionTime:
 
 
 @dataclass(frozen=True)
-class Energy:
-    """What this peer's machine has used since it joined.
-
-    Attributes:
-        joules: so much.
-        source: how it is known: ``NVML``, or the assumptions of an estimate, in words.
-        estimated: whether it is an estimate.
-    """
-
-    joules: float
-    source: str
-    estimated: bool
-
-
-@dataclass(frozen=True)
 class SwarmSnapshot:
-    """The swarm, as this peer knows it.
+    """The swarm as this peer knows it.
 
     Attributes:
         run, me: names of the run and of this peer.
         reached: how others reach this peer, in words.
-        state: what it does, in a word; ``left`` is the last one.
+        state: of this peer, in one word; ``left`` is the last one.
         peers: this peer and the others.
         step: global step.
         samples_per_s: speed of all peers together.
-        target_batch_size, accumulated: samples that make a global step, and how many of them there are.
+        target_batch_size, accumulated: samples needed for a global step, and those accumulated so far.
         loss_history: (step, loss), oldest first.
         sent_bytes, received_bytes: at this peer, since it joined.
         uptime_s: seconds since it joined.
         log: the last events as lines, oldest first.
         own_samples_per_s: speed of this peer.
-        eta_s: until the next global step, at the present speed; None if nobody trains.
-        last_share: part of the last global step's samples that came from this peer, 0 to 1; None before the first.
+        eta_s: until the next global step at the present speed; None if no peer trains.
+        last_share: this peer's part of the last global step's samples, 0 to 1; None before the first.
         rounds: the last averaging rounds, oldest first.
-        leaderboard: who gave how much, the most samples first; as of the last reading.
-        sent_bps, received_bps: bits per second at this peer, now.
-        energy: None if not even an estimate is possible.
-        session: None where no limit is known.
-        paused: whether this peer's work stands still on the user's wish.
-        names: what peers call themselves, by short id; those that are gone among them.
+        leaderboard: contributions, most samples first; as of the last reading.
+        sent_bps, received_bps: current rates of this peer, bits per second.
+        session: None if its limit is unknown.
+        paused: whether the user has paused this peer's work.
+        names: of peers by short id, those that left included.
     """
 
     run: str
@@ -163,7 +147,6 @@ class SwarmSnapshot:
     leaderboard: tuple[ContributionRow, ...] = ()
     sent_bps: float = 0.0
     received_bps: float = 0.0
-    energy: Energy | None = None
     session: SessionTime | None = None
     paused: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -183,7 +166,7 @@ def _round(event: RoundFinished) -> str:
 
 
 def describe(event: Event) -> str:
-    """The event as a line of the log."""
+    """Return the event as a line of the log."""
     match event:
         case PeerJoined(peer=peer):
             return f"{peer[:8]} is linked"
@@ -200,8 +183,7 @@ def describe(event: Event) -> str:
         case BudgetChosen(choice=choice):
             return f"budget: {choice}"
         case StateReceived(step=step, size_bytes=size, donors=donors):
-            givers = "1 donor" if len(donors) == 1 else f"{len(donors)} donors"
-            return f"state of step {step}: {size / 1e6:.1f} MB from {givers}"
+            return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
         case BatchDropped(reason=reason):
             return f"batch dropped: {reason}"
         case TunnelChanged(address=None, reason=reason):
@@ -217,7 +199,7 @@ def describe(event: Event) -> str:
         case ClockSkewed(text=text):
             return text
         case PeersRevoked(count=number):
-            return f"the authority put {number} out"
+            return f"the authority revoked {number} peers or invitations"
         case SessionEnding(seconds=seconds, reason=reason):
             return f"this session ends in {seconds / 60:.0f} min: {reason}"
         case ExpertHosted(uid=uid, step=step, taken_over=taken_over):

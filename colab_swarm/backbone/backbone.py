@@ -1,4 +1,4 @@
-"""A backbone: assistant, keeper of checkpoints, collector of figures and their web page, for one run."""
+"""A backbone of one run: assistant, keeper of checkpoints, observer, and their web page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from colab_swarm.backbone.config import CollaborationFile, RunFile
-from colab_swarm.backbone.hub import Forwarder, HubPush, HubSettings
+from colab_swarm.backbone.hub import Forwarder, HubPush
 from colab_swarm.backbone.keeper import Checkpoint, Keeper, Vault
 from colab_swarm.backbone.observer import LossPoint, Observer
 from colab_swarm.backbone.web import CollaborationView, ContributionView, DashboardServer, View
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import short
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.swarm.joining import create
 from colab_swarm.swarm.swarm import Swarm
@@ -31,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 CONTRIBUTIONS_S = 30.0
 
-Contributions = Callable[[], Awaitable[Sequence[Contribution]]]
-
-
-async def _nobodys() -> Sequence[Contribution]:
-    return ()
-
 
 class Backbone:
     """Stays with a run from `start` to `stop`.
@@ -44,13 +38,13 @@ class Backbone:
     Args:
         services: of this peer.
         run_id: of the run.
-        file: what its ``run.toml`` says.
-        reached: how others reach this peer, in words.
-        contributions: reads the leaderboard.
-        hub_token: of Hugging Face; None for the one that is logged in on this machine.
+        file: its ``run.toml``.
+        reached: describes how other peers reach this one.
+        contributions: reads the leaderboard; None for a run without one.
+        hub_token: of Hugging Face; None for the login of this machine.
 
     Raises:
-        ValueError: a package that the file asks for is not installed.
+        ValueError: a package that the file needs is not installed.
     """
 
     def __init__(
@@ -60,16 +54,13 @@ class Backbone:
         file: RunFile,
         *,
         reached: Callable[[], str] = lambda: "",
-        contributions: Contributions = _nobodys,
+        contributions: Callable[[], Awaitable[Sequence[Contribution]]] | None = None,
         hub_token: str | None = None,
     ) -> None:
-        self._services = services
-        self._run_id = run_id
-        self._file = file
-        self._reached = reached
+        self._services, self._run_id, self._file = services, run_id, file
+        self._reached, self._hub_token = reached, hub_token
         self._read_contributions = contributions
         self._contributions: Sequence[Contribution] = ()
-        self._hub_token = hub_token
         self._since = time.time()
         self._task: asyncio.Task[None] | None = None
         self._hubs: dict[str, HubPush] = {}
@@ -83,15 +74,7 @@ class Backbone:
         prefix, folder = f"{self._run_id}/{settings.name}", Path(self._file.folder) / settings.name
         vault = Vault(folder, keep=settings.keep)
         if settings.repo:
-            self._hubs[prefix] = HubPush(
-                HubSettings(
-                    repo=settings.repo,
-                    run=self._file.name,
-                    private=settings.private,
-                    every_s=60 * settings.push_every_minutes,
-                    token=self._hub_token,
-                )
-            )
+            self._hubs[prefix] = HubPush(settings, self._file.name, token=self._hub_token)
         if self._file.forward is not None:
             self._forwarders[prefix] = Forwarder(self._file.forward, prefix)
         return Keeper(
@@ -115,17 +98,14 @@ class Backbone:
             self._hubs[prefix].push(saved, path, tuple(vault.history))
 
     async def _stored(self, prefix: str) -> Snapshot | None:
-        keeper = self.keepers.get(prefix)
-        return None if keeper is None else await keeper.stored()
+        return self.keepers[prefix].stored if prefix in self.keepers else None
 
     def _on_round(self, helped: AssistedRound) -> None:
         if helped.prefix in self.keepers:
             self.keepers[helped.prefix].observer.on_round(helped)
 
-    # --- life ---------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
-        """Begin.
+        """Start all parts.
 
         Raises:
             OSError: the dashboard's port is taken.
@@ -135,10 +115,11 @@ class Backbone:
         await self.assistant.start()
         for keeper in self.keepers.values():
             keeper.start()
-        self._task = asyncio.create_task(self._read(), name="contributions")
+        if self._read_contributions is not None:
+            self._task = asyncio.create_task(self._read(self._read_contributions), name="contributions")
 
     async def stop(self) -> None:
-        """End, and say so to the others; what is in the folder stays."""
+        """Leave the run; the folder stays."""
         if self._task is not None:
             self._task.cancel()
         await self.dashboard.close()
@@ -147,24 +128,22 @@ class Backbone:
         try:
             await self.assistant.stop()
         except PeerError as error:
-            logger.info("left without a word: %s", error)
+            logger.info("left without notice to other peers: %s", error)
         for push in self._hubs.values():
             push.close()
         for forwarder in self._forwarders.values():
             await asyncio.to_thread(forwarder.close)
 
-    async def _read(self) -> None:
+    async def _read(self, contributions: Callable[[], Awaitable[Sequence[Contribution]]]) -> None:
         while True:
             try:
-                self._contributions = await self._read_contributions()
+                self._contributions = await contributions()
             except PeerError as error:
                 logger.info("contributions not read: %s", error)
             await asyncio.sleep(CONTRIBUTIONS_S)
 
-    # --- what it shows ------------------------------------------------------------------------------------------
-
     def view(self) -> View:
-        """The run as this peer knows it."""
+        """Return the run as this peer knows it."""
         peers = self._services.peers
         total = peers.statistics()
         return View(
@@ -176,11 +155,11 @@ class Backbone:
             linked=len(peers.linked()),
             sent_bytes=total.sent_bytes,
             received_bytes=total.received_bytes,
-            collaborations=tuple(self._shown(prefix, one) for prefix, one in self.keepers.items()),
-            contributions=tuple(map(self._given, self._contributions)),
+            collaborations=tuple(self._collaboration(prefix, one) for prefix, one in self.keepers.items()),
+            contributions=tuple(map(self._contribution, self._contributions)),
         )
 
-    def _shown(self, prefix: str, keeper: Keeper) -> CollaborationView:
+    def _collaboration(self, prefix: str, keeper: Keeper) -> CollaborationView:
         observer, hub, branch = keeper.observer, self._hubs.get(prefix), keeper.observer.branch
         trainers = observer.trainers.values()
         catching_up = sum(record.syncing for record in trainers)
@@ -192,31 +171,26 @@ class Backbone:
             catching_up=catching_up,
             assistants=len(observer.assistants.records),
             points=tuple(observer.curve.points),
-            peers=observer.roster.lines(),
+            peers=observer.peers(),
             rounds=tuple(observer.rounds),
             round_count=observer.round_count,
             checkpoints=tuple(keeper.vault.history),
             standing_in=keeper.standing_in,
             hub="" if hub is None else hub.state,
             hub_failures=0 if hub is None else hub.failures,
-            reference=keeper.settings.reference,
         )
 
-    def _given(self, one: Contribution) -> ContributionView:
-        return ContributionView(
-            self._name_of(one.peer), one.peer.hex(), one.samples, one.reduced_bytes, one.relayed_bytes
-        )
-
-    def _name_of(self, peer: PeerId) -> str:
-        if peer == self._services.peers.id:
-            return self._file.peer_name
-        names = (keeper.observer.roster.name_of(peer) for keeper in self.keepers.values())
-        return next((name for name in names if name is not None), short(peer))
+    def _contribution(self, one: Contribution) -> ContributionView:
+        names = (keeper.observer.name_of(one.peer) for keeper in self.keepers.values())
+        name = next((name for name in names if name is not None), short(one.peer))
+        if one.peer == self._services.peers.id:
+            name = self._file.peer_name
+        return ContributionView(name, one.peer.hex(), one.samples, one.reduced_bytes, one.relayed_bytes)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A backbone at work: its place in the run, the invitation for others, and where its page is (may be empty)."""
+    """A running backbone: its swarm, an invitation to the run, and the address of its page (may be empty)."""
 
     swarm: Swarm
     invite: Invitation
@@ -225,12 +199,12 @@ class Served:
 
 @contextmanager
 def serve(file: RunFile, *, accept_terms: bool = False) -> Iterator[Served]:
-    """Begin the run of a ``run.toml``, or go on with it, until the block ends.
+    """Start or continue the run of a ``run.toml`` until the block ends.
 
     Raises:
-        ValueError: the folder is another run's, or a package that is asked for is not installed.
+        ValueError: the folder belongs to another run, or a package that the file needs is not installed.
         OSError: a port is taken.
-        SwarmError: the run cannot be begun.
+        SwarmError: the run cannot be started.
     """
     with create(
         file.name,

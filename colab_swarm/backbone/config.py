@@ -1,4 +1,4 @@
-"""``run.toml``: what an organiser says once, so that a backbone can be started again and again.
+"""``run.toml``: the settings of a run that an organizer writes once, so that a backbone can be restarted.
 
 name = "sahajbert"                  # of the run
 folder = "sahajbert"                # identity, checkpoints and history; beside this file
@@ -20,7 +20,6 @@ every_steps = 50
 every_minutes = 30
 keep = 3
 repo = "neuropark/sahajBERT"
-reference = "sahajbert"
 
 [forward]
 to = "wandb"
@@ -47,20 +46,19 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file; a key that it does not know is an error."""
+    """A table of the file; an unknown key is an error."""
 
 
 class Network(_Table, frozen=True):
-    """How others reach the backbone; the port stays the same, so that they find it again after a restart.
+    """How other peers reach the backbone. The port stays the same, so that they find it again after a restart.
 
     Attributes:
         listen: accept connections.
         port: TCP.
-        announce: addresses to tell others, such as ``ws://203.0.113.7:4500``; found out if empty.
+        announce: addresses for other peers, such as ``ws://203.0.113.7:4500``; detected if empty.
         tunnel: one that leads to this peer.
         lan: let peers in the local network find the run.
     """
@@ -73,14 +71,14 @@ class Network(_Table, frozen=True):
 
 
 class RelayLimits(_Table, frozen=True):
-    """What the backbone relays for others: ``gb`` in all, ``mbit_s`` at once; None for no bound."""
+    """Limits of the relay: ``gb`` in total, ``mbit_s`` at any time; None for no limit."""
 
     gb: Positive | None = None
     mbit_s: Positive | None = None
 
 
 class Dashboard(_Table, frozen=True):
-    """Where the web page is; port 0 takes a free one. Other machines see it with ``host = "0.0.0.0"`` only."""
+    """Address of the web page; port 0 takes a free one. Other machines need ``host = "0.0.0.0"`` to see it."""
 
     enabled: bool = True
     host: str = "127.0.0.1"
@@ -88,16 +86,15 @@ class Dashboard(_Table, frozen=True):
 
 
 class CollaborationFile(_Table, frozen=True):
-    """A model of the run, and how it is kept.
+    """A model of the run and its checkpoints.
 
     Attributes:
         name: as given to `Swarm.optimizer`.
         every_steps, every_minutes: a checkpoint after so many, whatever comes first; 0 for never.
         keep: checkpoints on disk.
         repo: of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty.
-        private: make the repository a private one.
-        push_every_minutes: at the most often.
-        reference: the published run whose loss is shown beside this one's.
+        private: make the repository private.
+        push_every_minutes: least time between two pushes.
     """
 
     name: Name = "model"
@@ -107,11 +104,10 @@ class CollaborationFile(_Table, frozen=True):
     repo: Annotated[str, Meta(pattern=r"^$|^[\w.-]+/[\w.-]+$")] = ""
     private: bool = False
     push_every_minutes: Positive = 30.0
-    reference: Literal["sahajbert"] | None = None
 
 
 class Forward(_Table, frozen=True):
-    """Where the curves go besides; the package of that name has to be installed."""
+    """A tracker that also gets the curves; the package of that name must be installed."""
 
     to: Literal["wandb", "trackio"]
     project: str
@@ -122,11 +118,11 @@ class RunFile(_Table, frozen=True):
 
     Attributes:
         name: of the run.
-        folder: where everything is kept; the run's name if empty.
-        peer_name: what others see of the backbone.
-        access: whom the run takes.
+        folder: for all files; the run's name if empty.
+        peer_name: the backbone's name for other peers.
+        access: who may join.
         allow_users, allow_organisations: of Hugging Face, for the allowlist.
-        invitation_hours: life of the invitation that is printed.
+        invitation_hours: life of the printed invitation.
     """
 
     name: str
@@ -144,32 +140,25 @@ class RunFile(_Table, frozen=True):
 
     @property
     def allowlist(self) -> Allowlist | None:
-        """Whom the run takes, where it takes those on a list."""
+        """Return the list of those who may join, or None without ``access = "allowlist"``."""
         return Allowlist(self.allow_users, self.allow_organisations) if self.access == "allowlist" else None
 
     @property
     def options(self) -> NetworkOptions:
-        """How the backbone takes part in the network."""
+        """Return the backbone's network options."""
         quota = RelayQuota(
             total_bytes=None if self.relay.gb is None else self.relay.gb * 1e9,
             total_bps=None if self.relay.mbit_s is None else self.relay.mbit_s * 1e6,
         )
-        return NetworkOptions(
-            listen=self.network.listen,
-            port=self.network.port,
-            announce=self.network.announce,
-            identity=Path(self.folder) / "identity",
-            relay=quota,
-            tunnel=self.network.tunnel,
-            lan=self.network.lan,
-        )
+        network = msgspec.structs.asdict(self.network)
+        return NetworkOptions(**network, identity=Path(self.folder) / "identity", relay=quota)
 
 
 def read_run_file(path: str | Path) -> RunFile:
     """Read and check a ``run.toml``.
 
     Raises:
-        ValueError: it is not TOML, or says something that makes no sense; the text says where.
+        ValueError: it is not TOML, or a value is not valid; the message names the place.
         OSError: it cannot be read.
     """
     path = Path(path)
@@ -179,15 +168,14 @@ def read_run_file(path: str | Path) -> RunFile:
         raise ValueError(f"{path}: {error}{_advice(str(error))}") from error
     names = [one.name for one in run.collaborations]
     if not names or len(set(names)) != len(names):
-        raise ValueError(f"{path}: each of [[collaborations]] needs a name of its own, and one there must be")
+        raise ValueError(f"{path}: needs at least one of [[collaborations]], each with a name of its own")
     return msgspec.structs.replace(run, folder=str(path.parent / (run.folder or run.name)))
 
 
 def _advice(error: str) -> str:
-    found = _UNKNOWN.search(error)
-    if found is None:
-        return ""
+    """Return a hint at the known key that is most like an unknown one."""
+    found = re.search(r"unknown field `(.*?)`", error)
     tables: list[Any] = [RunFile, Network, RelayLimits, Dashboard, CollaborationFile, Forward]
     names = {name for table in tables for name in table.__struct_fields__}
-    near = difflib.get_close_matches(found[1], sorted(names), 1)
+    near = difflib.get_close_matches(found[1], sorted(names), 1) if found else []
     return f": did you mean `{near[0]}`?" if near else ""

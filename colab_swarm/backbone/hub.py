@@ -1,4 +1,7 @@
-"""Pushing checkpoints to the Hugging Face Hub, in a thread of its own: whatever goes wrong there, the run goes on."""
+"""Pushes of checkpoints to the Hugging Face Hub and of losses to a tracker.
+
+Each has its own thread; whatever goes wrong there, the run continues.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,46 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from colab_swarm.backbone.config import Forward
+from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.backbone.keeper import Checkpoint
 from colab_swarm.backbone.observer import LossPoint
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-
 _RESUMES = {"wandb": "id", "trackio": "name"}
+"""The argument of ``init`` by which each tracker finds a run again after a restart."""
+FIRST_RETRY_S, MAX_RETRY_S = 60.0, 3600.0
+CARD_ROWS = 30
+FILE = "state.safetensors"
+CARD = """---
+tags:
+- colab_swarm
+- collaborative-training
+---
+# {run}
 
-"""The argument of ``init`` by which each finds a run again after a restart."""
+Trained together by the peers of the run `{run}` with colab_swarm. `{file}` holds parameters, optimizer and schedule of
+**{newest}**. To continue from it, build the same model and optimizer and load it:
+
+```python
+from huggingface_hub import hf_hub_download
+optimizer.load(hf_hub_download("{repo}", "{file}"))
+```
+
+| step | loss | saved (UTC) |
+|---|---|---|
+{rows}
+"""
 
 
 class Forwarder:
-    """Logs points to the tracker; one that cannot be reached costs points, never the run.
+    """Logs points to a tracker. If the tracker cannot be reached, points are lost.
 
     Raises:
         ValueError: the tracker's package is not installed.
@@ -52,10 +74,10 @@ class Forwarder:
             try:
                 self._waiting.put_nowait(point)
             except queue.Full:
-                logger.warning("%s does not keep up: a point is lost", self._settings.to)
+                logger.warning("%s is too slow: a point is lost", self._settings.to)
 
     def close(self, wait_s: float = 5.0) -> None:
-        """Log what waits and finish, in ``wait_s`` at most."""
+        """Log the waiting points and finish, in ``wait_s`` seconds at most."""
         try:
             self._waiting.put(None, timeout=wait_s)
             self._thread.join(wait_s)
@@ -65,9 +87,14 @@ class Forwarder:
     def _run(self) -> None:
         tracker: Any = None
         while (point := self._waiting.get()) is not None:
+            values = {
+                "loss": point.loss,
+                "trainers": float(point.peers),
+                "samples_per_s": point.samples_per_s,
+            }
             try:
                 tracker = tracker or self._begin()
-                tracker.log(_values(point), step=point.step)
+                tracker.log(values, step=point.step)
             except Exception as error:  # a tracker's errors are its own
                 logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
         if tracker is not None:
@@ -80,88 +107,41 @@ class Forwarder:
         return tracker
 
 
-def _values(point: LossPoint) -> dict[str, float]:
-    return {"loss": point.loss, "trainers": float(point.peers), "samples_per_s": point.samples_per_s}
-
-
-FIRST_RETRY_S = 60.0
-
-MAX_RETRY_S = 3600.0
-
-CARD_ROWS = 30
-
-FILE = "state.safetensors"
-
-CARD = """---
-tags:
-- colab_swarm
-- collaborative-training
----
-# {run}
-
-Trained together by the peers of the run `{run}` with colab_swarm. `{file}` holds parameters, optimizer and schedule of
-**{newest}**; to go on from it, build the same model and optimizer and load it:
-
-```python
-from huggingface_hub import hf_hub_download
-optimizer.load(hf_hub_download("{repo}", "{file}"))
-```
-
-| step | loss | saved (UTC) |
-|---|---|---|
-{rows}
-"""
-
-
-@dataclass(frozen=True)
-class HubSettings:
-    """Where and how to push.
-
-    Attributes:
-        repo: ``user/model``; made if need be.
-        run: its name, for people.
-        private: make it a private one.
-        every_s: push no more often; what came in between is left out.
-        token: that may write; None for the one that is logged in on this machine.
-        endpoint: the Hub; None for the usual one.
-        first_retry_s: after a failure; doubled with each.
-    """
-
-    repo: str
-    run: str
-    private: bool = False
-    every_s: float = 1800.0
-    token: str | None = None
-    endpoint: str | None = None
-    first_retry_s: float = FIRST_RETRY_S
-
-    def __repr__(self) -> str:
-        return f"HubSettings({self.repo})"
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    saved: Checkpoint
-    path: Path
-    history: tuple[Checkpoint, ...]
+_Parcel = tuple[Checkpoint, Path, tuple[Checkpoint, ...]]
+"""A checkpoint, its file, and the history up to it."""
 
 
 class HubPush:
-    """Pushes the newest checkpoint that it was given.
+    """Pushes the newest checkpoint of a collaboration.
+
+    Args:
+        settings: the repository, whether it is private, and the least time between pushes.
+        run: the run's name, for people.
+        token: one that may write; None for the login of this machine.
+        endpoint: the Hub; None for the usual one.
+        first_retry_s: seconds after the first failure; doubled with each.
 
     Raises:
         ValueError: huggingface_hub is not installed.
     """
 
-    def __init__(self, settings: HubSettings) -> None:
+    def __init__(
+        self,
+        settings: CollaborationFile,
+        run: str,
+        *,
+        token: str | None = None,
+        endpoint: str | None = None,
+        first_retry_s: float = FIRST_RETRY_S,
+    ) -> None:
         try:
             from huggingface_hub import HfApi
             from huggingface_hub.utils.tqdm import disable_progress_bars
         except ImportError as error:
             raise ValueError(f"to push to {settings.repo}: pip install huggingface_hub") from error
         disable_progress_bars()
-        self._api = HfApi(endpoint=settings.endpoint, token=settings.token)
-        self._settings = settings
+        self._api = HfApi(endpoint=endpoint, token=token)
+        self._settings, self._run_name, self._first_retry_s = settings, run, first_retry_s
         self._changed = threading.Condition()
         self._next: _Parcel | None = None
         self._closed = False
@@ -171,47 +151,49 @@ class HubPush:
 
     @property
     def state(self) -> str:
-        """What was pushed last, and whether it works, in words; any thread."""
+        """Describe the last push and its success. Thread-safe."""
         return f"{self._settings.repo}: {self._state}"
 
     def push(self, saved: Checkpoint, path: Path, history: Sequence[Checkpoint]) -> None:
-        """Push a checkpoint when its time has come; returns at once. A newer one takes its place."""
-        link = path.with_name(f"push-{saved.step}")  # the checkpoint itself may be deleted before its turn
+        """Push a checkpoint when its time has come, unless a newer one replaces it; returns at once."""
+        link = path.with_name(f"push-{saved.step}")  # the checkpoint itself may be deleted earlier
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
             os.link(path, link)
-        with self._changed:
-            _discard(self._next)
-            self._next = _Parcel(saved, link if link.exists() else path, tuple(history))
-            self._changed.notify()
+        self._replace_next((saved, link if link.exists() else path, tuple(history)))
 
     def close(self) -> None:
-        """Push no more; what is being pushed is let go."""
+        """Stop pushing; a push under way is not finished."""
+        self._closed = True
+        self._replace_next(None)
+
+    def _replace_next(self, parcel: _Parcel | None) -> None:
         with self._changed:
-            self._closed = True
             _discard(self._next)
-            self._next = None
+            self._next = parcel
             self._changed.notify()
 
     def _run(self) -> None:
-        pushed_at, retry_s = float("-inf"), self._settings.first_retry_s
-        while (parcel := self._take(pushed_at + self._settings.every_s)) is not None:
+        every_s, retry_s = 60 * self._settings.push_every_minutes, self._first_retry_s
+        not_before = float("-inf")
+        while (parcel := self._take(not_before)) is not None:
+            saved = parcel[0]
             try:
-                self._push(parcel)
-            except Exception as error:  # the Hub's and the network's errors are many: all are tried again
+                self._push(*parcel)
+            except Exception as error:  # the Hub's and the network's errors are many: all are retried
                 self.failures += 1
-                self._state = f"{parcel.saved} not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
-                logger.warning("%s not pushed to %s: %s", parcel.saved, self._settings.repo, error)
+                self._state = f"{saved} not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
+                logger.warning("%s not pushed to %s: %s", saved, self._settings.repo, error)
                 self._put_back(parcel)
-                pushed_at = time.monotonic() + retry_s - self._settings.every_s
+                not_before = time.monotonic() + retry_s
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
             else:
-                self._state = f"{parcel.saved} pushed"
-                pushed_at, retry_s = time.monotonic(), self._settings.first_retry_s
+                self._state = f"{saved} pushed"
+                not_before, retry_s = time.monotonic() + every_s, self._first_retry_s
                 _discard(parcel)
 
     def _take(self, not_before: float) -> _Parcel | None:
-        """Wait for something to push, and for its time; None when closed."""
+        """Wait for a checkpoint and its time; None when closed."""
         with self._changed:
             while not self._closed:
                 wait_s = not_before - time.monotonic()
@@ -228,35 +210,28 @@ class HubPush:
             else:
                 _discard(parcel)
 
-    def _push(self, parcel: _Parcel) -> None:
+    def _push(self, saved: Checkpoint, path: Path, history: Sequence[Checkpoint]) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        settings = self._settings
-        self._api.create_repo(settings.repo, private=settings.private, exist_ok=True)
-        lines = b"".join(msgspec.json.encode(one) + b"\n" for one in parcel.history)
+        repo = self._settings.repo
+        self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
+        rows = (
+            f"| {one.step} | {'' if one.loss is None else f'{one.loss:.3f}'} | "
+            f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(one.at))} |"
+            for one in history[: -CARD_ROWS - 1 : -1]
+        )
+        card = CARD.format(run=self._run_name, repo=repo, file=FILE, newest=saved, rows="\n".join(rows))
         files: dict[str, bytes | Path] = {
-            FILE: parcel.path,
-            "history.jsonl": lines,
-            "README.md": model_card(settings, parcel.history).encode(),
+            FILE: path,
+            "history.jsonl": b"".join(msgspec.json.encode(one) + b"\n" for one in history),
+            "README.md": card.encode(),
         }
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
-        self._api.create_commit(settings.repo, added, commit_message=str(parcel.saved))
-
-
-def model_card(settings: HubSettings, history: Sequence[Checkpoint]) -> str:
-    """The repository's README: what it is, how to go on from it, and the run's history."""
-    rows = (
-        f"| {one.step} | {'' if one.loss is None else f'{one.loss:.3f}'} | "
-        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(one.at))} |"
-        for one in history[: -CARD_ROWS - 1 : -1]
-    )
-    return CARD.format(
-        run=settings.run, repo=settings.repo, file=FILE, newest=history[-1], rows="\n".join(rows)
-    )
+        self._api.create_commit(repo, added, commit_message=str(saved))
 
 
 def _discard(parcel: _Parcel | None) -> None:
     """Delete the link to a checkpoint that need not be pushed any more."""
-    if parcel is not None and parcel.path.name.startswith("push-"):
+    if parcel is not None and parcel[1].name.startswith("push-"):
         with contextlib.suppress(OSError):
-            parcel.path.unlink(missing_ok=True)
+            parcel[1].unlink(missing_ok=True)

@@ -1,12 +1,10 @@
-"""Keeps one collaboration's state: checkpoints while there are trainers, and the newest of them when there are none.
+"""The checkpoints of one collaboration: saved while there are trainers, given to peers when there are none.
 
-When nobody trains who is as far as the newest checkpoint, the backbone tells a progress record of that step, as a peer
-that cannot reduce: it is outvoted by any trainer that is further, and newcomers fetch the state from it.
+When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that step, as a peer
+that cannot reduce. Any trainer that is further outvotes it, and late joiners download the state from it.
 
-The checkpoints of one collaboration on the backbone's disk, made of snapshots; no torch, no model.
-
-A file is what `SwarmOptimizer.save` writes: a trainer loads it, or the folder, with ``optimizer.load``. Beside the
-files lies ``history.jsonl``, a line for each checkpoint there ever was.
+A checkpoint is made of a snapshot, without torch or a model. Its file equals that of `SwarmOptimizer.save`: a trainer
+loads it, or the folder, with ``optimizer.load``. ``history.jsonl`` beside the files lists all checkpoints ever saved.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +20,9 @@ from pathlib import Path
 import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile
-from colab_swarm.backbone.observer import Journal, Observer
+from colab_swarm.backbone.observer import Observer, append_records, read_records
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
-from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import Branch, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
@@ -35,19 +31,23 @@ from colab_swarm.training.state import Snapshot, download_state, snapshot_of, te
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 200
-
-"""Entries held and shown."""
+"""Entries in memory and on the page."""
+LOOK_S = 3.0
+RETRY_S = 30.0
+"""After a checkpoint that failed."""
+PUBLISH_S = 15.0
+TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that was saved.
+    """A saved checkpoint.
 
     Attributes:
         step: global step.
-        loss: of the swarm at that step, if anybody told.
+        loss: of the swarm at that step, if a trainer reported one.
         at: seconds since the epoch.
         size_bytes: of its tensors.
-        file: name in the folder; gone when newer ones took its place.
+        file: name in the folder; deleted when newer ones replace it.
     """
 
     step: int
@@ -65,16 +65,16 @@ class Vault(StepFiles):
 
     Args:
         path: the folder; made at the first save.
-        keep: how many files to keep.
+        keep: number of files.
     """
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         super().__init__(path, keep=keep)
-        self._journal = Journal(self.path / "history.jsonl", Checkpoint)
-        self.history: deque[Checkpoint] = deque(self._journal.read(), MAX_HISTORY)
+        self._records = self.path / "history.jsonl"
+        self.history: deque[Checkpoint] = deque(read_records(self._records, Checkpoint), MAX_HISTORY)
 
     def save(self, snapshot: Snapshot, *, loss: float | None, at: float) -> Checkpoint:
-        """Write a snapshot, whole or not at all, and delete what is beyond ``keep``.
+        """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
 
         Raises:
             StateError: it is not sound, or the disk is full; older checkpoints are untouched.
@@ -84,12 +84,12 @@ class Vault(StepFiles):
         write_tensors(path, *tensors_of(snapshot))
         self.prune(path)
         saved = Checkpoint(step, loss, at, snapshot.manifest.size_bytes, path.name)
-        self._journal.append(saved)
+        append_records(self._records, saved)
         self.history.append(saved)
         return saved
 
     def latest(self) -> Snapshot | None:
-        """The newest checkpoint that can be read, else None; skips the others with a warning."""
+        """Return the newest readable checkpoint, or None; skips the others with a warning."""
         for path in self.paths():
             try:
                 return snapshot_of(*read_tensors(path))
@@ -98,21 +98,8 @@ class Vault(StepFiles):
         return None
 
 
-LOOK_S = 3.0
-
-RETRY_S = 30.0
-
-"""After a checkpoint that failed."""
-
-TELL_S = 15.0
-
-TTL_S = 4 * TELL_S
-
-GONE_S = 0.5
-
-
 class Keeper:
-    """Looks after one collaboration until it is stopped.
+    """Keeps the checkpoints of one collaboration until it is stopped.
 
     Args:
         prefix: of the collaboration.
@@ -120,8 +107,8 @@ class Keeper:
         settings: when to save.
         observer: what is known of the peers.
         vault: where checkpoints are.
-        on_saved: hears of each checkpoint and its file.
-        on_standing_in: called before newcomers get a checkpoint: the steps after it are going to be made again.
+        on_saved: called with each checkpoint and its file.
+        on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
     """
 
     def __init__(
@@ -136,44 +123,34 @@ class Keeper:
         on_saved: Callable[[Checkpoint, Path], None],
         on_standing_in: Callable[[], None],
     ) -> None:
-        self._services = services
-        self._prefix = prefix
-        self._name = name
-        self.settings = settings
-        self.observer = observer
-        self.vault = vault
-        self._on_saved = on_saved
-        self._on_standing_in = on_standing_in
+        self._services, self._prefix, self._name = services, prefix, name
+        self.settings, self.observer, self.vault = settings, observer, vault
+        self._on_saved, self._on_standing_in = on_saved, on_standing_in
         self._saved_step, self._saved_at = vault.newest_step, time.time()
-        self._standing_in: Snapshot | None = None
-        self._told_at = float("-inf")
-        self._failed_at = float("-inf")
+        self.stored: Snapshot | None = None  # for late joiners, while nobody trains
+        self._published_at = self._failed_at = float("-inf")
         self._saving: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def standing_in(self) -> int | None:
-        """The step of the checkpoint that is given to newcomers, while nobody trains."""
-        return None if self._standing_in is None else self._standing_in.manifest.step
-
-    async def stored(self) -> Snapshot | None:
-        """The checkpoint for newcomers, while nobody trains."""
-        return self._standing_in
+        """Return the step of the checkpoint for late joiners, or None while there are trainers."""
+        return None if self.stored is None else self.stored.manifest.step
 
     def start(self) -> None:
-        """Begin to look after it."""
+        """Start to watch and save."""
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
 
     async def stop(self) -> None:
-        """Look after it no more, and say so."""
+        """Stop, and withdraw the progress record."""
         for task in (self._task, self._saving):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self.observer.close()
-        if self._standing_in is not None:
+        if self.stored is not None:
             with contextlib.suppress(PeerError):
-                await self._tell(self._standing_in, GONE_S)
+                await self._publish(self.stored, GONE_S)
 
     async def _keep(self) -> None:
         while True:
@@ -187,7 +164,7 @@ class Keeper:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Read what peers tell, and do what is due."""
+        """Read the peers' records; stand in or save a checkpoint if due."""
         await self.observer.refresh()
         branch = self.observer.branch
         await self._stand_in(branch)
@@ -207,7 +184,7 @@ class Keeper:
             loss = self.observer.curve.loss_at(snapshot.manifest.step)
             saved = await asyncio.to_thread(self.vault.save, snapshot, loss=loss, at=time.time())
         except (StateError, PeerError) as error:
-            logger.warning("no checkpoint at step %d: %s; tried again in %g s", branch.step, error, RETRY_S)
+            logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)
             self._services.events.emit(Fault(_now(), f"checkpoint of step {branch.step}", str(error)))
             self._failed_at = _now()
         else:
@@ -215,40 +192,35 @@ class Keeper:
             self._on_saved(saved, self.vault.path / saved.file)
 
     async def _download(self, branch: Branch) -> Snapshot:
+        """Download from a trainer, or from an assistant that may reach trainers which this peer cannot."""
+        peers, rng = self._services.peers, self._services.rng
         donors = sorted(branch.peers)
-        self._services.rng.shuffle(donors)
+        rng.shuffle(donors)
         try:
-            return await download_state(self._services.peers, self._prefix, donors)
+            return await download_state(peers, self._prefix, donors)
         except StateError:
-            others = self._others(self._services.rng)
-            if not others:
+            assistants = sorted(peer for peer in self.observer.assistants.records if peer != peers.id)
+            if not assistants:
                 raise
-            return await download_state(self._services.peers, self._prefix, others)
-
-    def _others(self, rng: random.Random) -> list[PeerId]:
-        """Assistants that may reach trainers which this peer cannot."""
-        me = self._services.peers.id
-        others = sorted(peer for peer in self.observer.assistants.records if peer != me)
-        rng.shuffle(others)
-        return others
-
-    # --- when nobody trains -------------------------------------------------------------------------------------
+            rng.shuffle(assistants)
+            return await download_state(peers, self._prefix, assistants)
 
     async def _stand_in(self, branch: Branch | None) -> None:
         newest = self._saved_step
         if newest and (branch is None or branch.step < newest or not self.observer.alive):
-            if self._standing_in is None:
+            if self.stored is None:
                 self._on_standing_in()
-                found = self._standing_in = await asyncio.to_thread(self.vault.latest)
+                found = self.stored = await asyncio.to_thread(self.vault.latest)
                 self._saved_step = 0 if found is None else found.manifest.step  # files may be damaged
-                self._told_at = float("-inf")
-            if self._standing_in is not None and _now() - self._told_at >= TELL_S:
-                await self._tell(self._standing_in, TTL_S)
-        elif self._standing_in is not None:
-            gone, self._standing_in = self._standing_in, None
-            await self._tell(gone, GONE_S)
+                self._published_at = float("-inf")
+            if self.stored is not None and _now() - self._published_at >= PUBLISH_S:
+                await self._publish(self.stored, TTL_S)
+        elif self.stored is not None:
+            gone, self.stored = self.stored, None
+            await self._publish(gone, GONE_S)
 
-    async def _tell(self, snapshot: Snapshot, ttl_s: float) -> None:
+    async def _publish(self, snapshot: Snapshot, ttl_s: float) -> None:
+        """Publish a progress record of the snapshot's step."""
         peers = self._services.peers
         record = ProgressRecord(
             step=snapshot.manifest.step,
@@ -260,7 +232,7 @@ class Keeper:
             name=f"{self._name} (checkpoint)",
             addresses=peers.contact.addresses,
         )
-        self._told_at = _now()
+        self._published_at = _now()
         key = progress_key(self._prefix)
         await self._services.dht.store(key, record, subkey=peers.id, ttl_s=ttl_s, signed=True)
 

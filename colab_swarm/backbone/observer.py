@@ -1,10 +1,8 @@
-"""What the peers of one collaboration tell, collected: progress, losses, who is there, how rounds went.
+"""The public records of one collaboration, collected: progress, losses, present peers, rounds.
 
-The loss of the whole swarm from what single trainers tell of theirs. A pure core.
-
-A trainer's record says the mean loss of its samples since the last global step. Of each step the curve takes the
-median over the trainers, weighted by their speeds, of which none counts for more than the median one: a liar, or a
-minority of them, cannot move it, and a peer that saw few samples moves it little.
+A trainer's record reports the mean loss of its samples since the last global step. Of each step the curve takes the
+median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a lying minority cannot move
+the curve, and a peer with few samples moves it little.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.training.assistant import AssistedRound
 from colab_swarm.training.progress import (
-    AssistantRecord,
     Assistants,
     Branch,
     Progress,
@@ -37,49 +34,41 @@ from colab_swarm.training.settings import PeerServices
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-class Journal(Generic[S]):
-    """The records of one file."""
-
-    def __init__(self, path: Path, kind: type[S]) -> None:
-        self.path = path
-        self._decoder = msgspec.json.Decoder(kind)
-
-    def append(self, *records: S) -> None:
-        """Write records at the end; if the disk is full they are lost, with a warning."""
-        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+") as file:
-                if file.tell() and not self._ends_with_a_line():
-                    lines = b"\n" + lines
-                file.write(lines)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self.path, error)
-
-    def _ends_with_a_line(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, 2)
-            return file.read(1) == b"\n"
-
-    def read(self) -> Iterator[S]:
-        """The records that can be read, oldest first."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            for line in file:
-                try:
-                    yield self._decoder.decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    logger.info("a line of %s is cut off", self.path)
-
-
 MAX_POINTS = 2000
-
-"""Held and shown; beyond that every other one is left out, the newest quarter never."""
-
+"""Points in the curve; beyond that every other one is left out, but never of the newest quarter."""
 MAX_LOSS = 1e9
+MAX_PEERS, MAX_SPANS, MAX_NAME_CHARS = 256, 64, 40
+MAX_ROUNDS = 40
+SILENCE_S = 6.0
+"""Trainers that are not linked here count as gone after this; an error costs nothing, see `keeper`."""
+
+
+def append_records(path: Path, *records: msgspec.Struct) -> None:
+    """Append records to a file of JSON lines; if the disk is full they are lost, with a warning."""
+    lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":  # the last record was cut off
+                    lines = b"\n" + lines
+            file.write(lines)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
+
+
+def read_records(path: Path, kind: type[S]) -> Iterator[S]:
+    """Yield the readable records of a file of JSON lines, oldest first."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                logger.info("a record of %s is cut off", path)
 
 
 class LossPoint(msgspec.Struct, frozen=True):
@@ -89,8 +78,8 @@ class LossPoint(msgspec.Struct, frozen=True):
         step: updates of the parameters that it was measured with.
         at: seconds since the epoch.
         loss: weighted median over the peers.
-        low, high: a quarter of them had less, a quarter more.
-        peers: how many told theirs.
+        low, high: the lower and upper quartile.
+        peers: how many reported a loss.
         samples_per_s: speed of all together.
     """
 
@@ -104,18 +93,18 @@ class LossPoint(msgspec.Struct, frozen=True):
 
 
 class LossCurve:
-    """The run's loss, oldest point first; bounded."""
+    """The run's loss, oldest point first; bounded. A pure core."""
 
     def __init__(self, points: Iterable[LossPoint] = ()) -> None:
         self.points: list[LossPoint] = []
-        self._told: dict[int, dict[PeerId, tuple[float, float]]] = {}  # step -> peer -> (loss, weight)
+        self._reported: dict[int, dict[PeerId, tuple[float, float]]] = {}  # step -> peer -> (loss, weight)
         for point in points:
             self._add(point)
 
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
     ) -> list[LossPoint]:
-        """Take the trainers' live records; returns the points of the steps that have ended since.
+        """Take the trainers' live records; return the points of the steps that have ended since.
 
         Args:
             branch: where the swarm is; None while nobody trains.
@@ -124,23 +113,27 @@ class LossCurve:
         if branch is None:
             return []
         if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
-            self._told.clear()
+            self._reported.clear()
             self.points = [point for point in self.points if point.step < branch.step]
         for peer, record in records.items():
             step = record.step if record.samples else record.step - 1  # of the batch that has just ended
             if record.loss is not None and abs(record.loss) < MAX_LOSS and not record.syncing:
                 known = self.points[-1].step if self.points else -1
                 if max(known + 1, branch.step - 1) <= step <= branch.step:
-                    self._told.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
+                    self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
         speed = sum(record.samples_per_s for record in records.values() if not record.syncing)
-        ended = sorted(step for step in self._told if step < branch.step)
-        points = [_point(step, self._told.pop(step), at, speed) for step in ended]
-        for point in points:
-            self._add(point)
+        points = []
+        for step in sorted(step for step in self._reported if step < branch.step):
+            reported = self._reported.pop(step).values()
+            most = median(weight for _, weight in reported)
+            weighted = [(loss, min(weight, most) or 1.0) for loss, weight in reported]
+            low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
+            points.append(LossPoint(step, at, middle, low, high, len(weighted), speed))
+            self._add(points[-1])
         return points
 
     def loss_at(self, step: int) -> float | None:
-        """The loss at a step, or the last one before it."""
+        """Return the loss at a step, or the last one before it."""
         return next((point.loss for point in reversed(self.points) if point.step <= step), None)
 
     def _add(self, point: LossPoint) -> None:
@@ -152,15 +145,8 @@ class LossCurve:
             self.points = self.points[:old:2] + self.points[old:]
 
 
-def _point(step: int, told: Mapping[PeerId, tuple[float, float]], at: float, speed: float) -> LossPoint:
-    most = median(weight for _, weight in told.values())
-    weighted = [(loss, min(weight, most) or 1.0) for loss, weight in told.values()]
-    low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
-    return LossPoint(step, at, middle, low, high, len(told), speed)
-
-
 def weighted_quantile(weighted: Sequence[tuple[float, float]], q: float) -> float:
-    """The least value with at least ``q`` of the weight at or below it; between two that divide it, their mean.
+    """Return the least value with at least ``q`` of the weight at or below it; between two such values, their mean.
 
     Args:
         weighted: values and weights, > 0.
@@ -177,17 +163,8 @@ def weighted_quantile(weighted: Sequence[tuple[float, float]], q: float) -> floa
     return values[-1][0]
 
 
-MAX_PEERS = 256
-
-MAX_SPANS = 64
-
-"""Of one peer."""
-
-MAX_NAME_CHARS = 40
-
-
 class PeerSpan(msgspec.Struct, frozen=True):
-    """A peer was there as ``role`` from ``since`` to ``until``, seconds since the epoch."""
+    """A peer was present as ``role`` from ``since`` to ``until``, seconds since the epoch."""
 
     role: str
     since: float
@@ -195,13 +172,13 @@ class PeerSpan(msgspec.Struct, frozen=True):
 
 
 class PeerLine(msgspec.Struct, frozen=True):
-    """A peer and when it was there.
+    """A peer and the times when it was present.
 
     Attributes:
-        name: what it calls itself; not to be trusted.
+        name: chosen by the peer; not to be trusted.
         id: in hex.
-        here: whether it is there now.
-        step, samples_per_s: what it told last.
+        here: whether it is present now.
+        step, samples_per_s: as it last reported.
         spans: oldest first.
     """
 
@@ -211,64 +188,6 @@ class PeerLine(msgspec.Struct, frozen=True):
     step: int
     samples_per_s: float
     spans: tuple[PeerSpan, ...]
-
-
-class Roster:
-    """The peers that were seen, by what they told."""
-
-    def __init__(self) -> None:
-        self._lines: dict[PeerId, PeerLine] = {}  # who was seen last is last
-        self._stayed: set[PeerId] = set()  # here at the last look and at this one
-
-    def on_records(
-        self,
-        trainers: Mapping[PeerId, ProgressRecord],
-        assistants: Mapping[PeerId, AssistantRecord],
-        *,
-        at: float,
-    ) -> None:
-        """Take the live records; who has none is not here now. ``at``: seconds since the epoch."""
-        before = {peer for peer, line in self._lines.items() if line.here}
-        for peer in before:
-            self._lines[peer] = msgspec.structs.replace(self._lines[peer], here=False, samples_per_s=0.0)
-        self._stayed = before & (trainers.keys() | assistants.keys())
-        for peer, assistant in assistants.items():
-            if peer not in trainers:
-                self._see(peer, assistant.name, "assistant", at)
-        for peer, record in trainers.items():
-            role = "catching up" if record.syncing else "trainer"
-            self._see(peer, record.name, role, at, record.step, record.samples_per_s)
-        while len(self._lines) > MAX_PEERS:
-            del self._lines[next(iter(self._lines))]
-
-    def _see(
-        self, peer: PeerId, name: str, role: str, at: float, step: int = 0, samples_per_s: float = 0.0
-    ) -> None:
-        known = self._lines.pop(peer, None)
-        spans = known.spans if known is not None else ()
-        if spans and spans[-1].role == role and peer in self._stayed:
-            spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
-        else:
-            spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
-        shown = name[:MAX_NAME_CHARS] or short(peer)
-        self._lines[peer] = PeerLine(shown, peer.hex(), True, step, samples_per_s, spans)
-
-    def name_of(self, peer: PeerId) -> str | None:
-        """What a peer called itself; None if it was never seen."""
-        return self._lines[peer].name if peer in self._lines else None
-
-    def lines(self) -> tuple[PeerLine, ...]:
-        """The peers, those that are here first, by when they came."""
-        return tuple(sorted(self._lines.values(), key=lambda line: (not line.here, line.spans[0].since)))
-
-
-MAX_ROUNDS = 40
-
-SILENCE_S = 6.0
-
-"""After which trainers that are not linked here count as gone; to be wrong costs nothing, see `keeper`."""
-
-OnPoints = Callable[[Sequence[LossPoint]], None]
 
 
 class RoundRow(msgspec.Struct, frozen=True):
@@ -301,8 +220,8 @@ class Observer:
 
     Args:
         prefix: of the collaboration.
-        folder: where its ``losses.jsonl`` is: the curve goes on after a restart.
-        on_points: hears of new points of the curve.
+        folder: where its ``losses.jsonl`` is; the curve continues after a restart.
+        on_points: called with new points of the curve.
     """
 
     def __init__(
@@ -310,26 +229,21 @@ class Observer:
         services: PeerServices,
         prefix: str,
         folder: Path,
-        on_points: OnPoints = lambda points: None,
+        on_points: Callable[[Sequence[LossPoint]], None] = lambda points: None,
     ) -> None:
-        self._services = services
-        self._prefix = prefix
-        self._journal = Journal(folder / "losses.jsonl", LossPoint)
+        self._services, self._prefix = services, prefix
+        self._file = folder / "losses.jsonl"
         self._on_points = on_points
-        self.curve = LossCurve(self._journal.read())
-        self.roster = Roster()
+        self.curve = LossCurve(read_records(self._file, LossPoint))
         self.rounds: deque[RoundRow] = deque(maxlen=MAX_ROUNDS)
         self.round_count = 0
         self.assistants = Assistants(prefix)
-        nobody = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
-        self._progress = Progress(services.peers.id, nobody, target_batch_size=0.0)
-        self._on_branch: Branch | None = None
+        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+        self._progress = Progress(services.peers.id, own, target_batch_size=0.0)
+        self._peers: dict[PeerId, PeerLine] = {}  # the last seen are last
+        self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
-        self._stop_listening = services.peers.on_lost(self._on_lost)
-
-    def close(self) -> None:
-        """Watch no more."""
-        self._stop_listening()
+        self.close = services.peers.on_lost(self._on_lost)
 
     def _on_lost(self, peer: PeerId) -> None:
         self._progress.on_lost(peer, now=asyncio.get_running_loop().time())
@@ -342,41 +256,73 @@ class Observer:
             PeerError: the swarm's records cannot be read now.
         """
         peers, dht = self._services.peers, self._services.dht
-        told, assistants = await asyncio.gather(
+        progress, assistants = await asyncio.gather(
             read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
         )
         now, at = asyncio.get_running_loop().time(), time.time()
-        self._progress.on_records(told, linked=peers.linked(), now=now)
+        self._progress.on_records(progress, linked=peers.linked(), now=now)
         self.assistants.on_records(assistants)
-        self.roster.on_records(self.trainers, self.assistants.records, at=at)
+        self._see_peers(at)
         branch = self.branch
-        if branch != self._on_branch or (branch is not None and branch.peers & peers.linked()):
-            self._on_branch, self._heard_at = branch, now
+        if branch != self._last_branch or (branch is not None and branch.peers & peers.linked()):
+            self._last_branch, self._heard_at = branch, now
         points = self.curve.on_records(self.trainers, branch, at=at)
         if points:
-            self._journal.append(*points)
+            append_records(self._file, *points)
             self._on_points(points)
+
+    def _see_peers(self, at: float) -> None:
+        """Update the peers' lines from the live records; a peer without one is not present now."""
+        trainers, assistants = self.trainers, self.assistants.records
+        before = {peer for peer, line in self._peers.items() if line.here}
+        for peer in before:
+            self._peers[peer] = msgspec.structs.replace(self._peers[peer], here=False, samples_per_s=0.0)
+        seen = [
+            (peer, one.name, "assistant", 0, 0.0) for peer, one in assistants.items() if peer not in trainers
+        ]
+        for peer, record in trainers.items():
+            role = "catching up" if record.syncing else "trainer"
+            seen.append((peer, record.name, role, record.step, record.samples_per_s))
+        for peer, name, role, step, samples_per_s in seen:
+            known = self._peers.pop(peer, None)
+            spans = known.spans if known is not None else ()
+            if spans and spans[-1].role == role and peer in before:
+                spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
+            else:
+                spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
+            shown = name[:MAX_NAME_CHARS] or short(peer)
+            self._peers[peer] = PeerLine(shown, peer.hex(), True, step, samples_per_s, spans)
+        while len(self._peers) > MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
+
+    def name_of(self, peer: PeerId) -> str | None:
+        """Return the name that a peer chose, or None if it was never seen."""
+        return self._peers[peer].name if peer in self._peers else None
+
+    def peers(self) -> tuple[PeerLine, ...]:
+        """Return the peers, present ones first, by arrival."""
+        return tuple(sorted(self._peers.values(), key=lambda line: (not line.here, line.spans[0].since)))
 
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
-        """The live records of all trainers; what this peer tells itself is left out."""
+        """Return the live records of all trainers, without this peer's own."""
         me = self._services.peers.id
         return {peer: record for peer, record in self._progress.records.items() if peer != me}
 
     @property
     def branch(self) -> Branch | None:
-        """Where the swarm is; None while nobody trains."""
+        """Return the branch that the swarm is on, or None while nobody trains."""
         branch = self._progress.branch()
         return branch if branch.peers else None
 
     @property
     def alive(self) -> bool:
-        """Whether somebody on the branch is linked here, or moved it on lately; records outlive their writers."""
+        """Return True if a trainer of the branch is linked here or advanced it lately; records outlive peers."""
         heard_s = asyncio.get_running_loop().time() - self._heard_at
         return self.branch is not None and heard_s < SILENCE_S
 
     def on_round(self, helped: AssistedRound) -> None:
-        """This peer reduced in a round."""
+        """Record a round that this peer reduced in."""
         result, group = helped.result, helped.result.group
         loop_to_epoch = time.time() - asyncio.get_running_loop().time()
         weights = {member.id: member.weight for member in group.members}

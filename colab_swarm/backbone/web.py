@@ -1,4 +1,4 @@
-"""The dashboard's web server: read-only, and what it answers is made once a second at most."""
+"""The backbone's dashboard: a read-only web page, JSON and metrics for Prometheus, rendered once a second at most."""
 
 from __future__ import annotations
 
@@ -27,15 +27,29 @@ from colab_swarm.markup import (
     tiles,
 )
 from colab_swarm.net.visitors import VisitLimit, source_of
-from colab_swarm.notebook.loss_band import judge, render_svg, sahajbert, ticks
+from colab_swarm.notebook.svg import curve, ticks
 
 RATE_POINTS = 20
-
 """Steps over which a rate is taken."""
+FRESH_S = 1.0
+ANSWERS_PER_S = 100
+"""For one visitor; see `colab_swarm.net.visitors`."""
+WIDTH, ROW, NAMES, SPEEDS, FIGURES = 760, 20, 140, 75, 285
+"""Pixels: the page, the height of a row, the names before a row, the text behind a timeline and behind a round."""
+MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0
+CLASSES = {"trainer": "trainer", "catching up": "catching", "assistant": "assistant"}
+STYLE = """
+svg polyline { stroke: var(--trainer); }
+.trainer { fill: var(--trainer); background: var(--trainer); }
+.catching { fill: var(--catching); background: var(--catching); }
+.assistant { fill: var(--assistant); background: var(--assistant); }
+.forming { fill: var(--forming); background: var(--forming); }
+.lost { fill: var(--lost); background: var(--lost); } svg .name { fill: var(--text); } svg .away { opacity: .55; }
+"""
 
 
 class ContributionView(msgspec.Struct, frozen=True):
-    """What a peer has given to the run, as the others saw it."""
+    """A peer's contribution to the run, as other peers saw it."""
 
     name: str
     id: str
@@ -51,14 +65,13 @@ class CollaborationView(msgspec.Struct, frozen=True):
         name: of the collaboration.
         step: global step.
         samples_per_s: of all trainers.
-        trainers, catching_up, assistants: how many are here.
+        trainers, catching_up, assistants: present peers by role.
         points: the loss, oldest first.
-        peers: who was there when.
+        peers: the peers and the times when they were present.
         rounds: the last that the backbone reduced in, oldest first; ``round_count`` of all.
         checkpoints: history, oldest first.
-        standing_in: step of the checkpoint that newcomers get, while nobody trains.
-        hub: how pushing goes, in words; empty if nothing is pushed. ``hub_failures``: of all tries.
-        reference: the published run to compare with.
+        standing_in: step of the checkpoint for late joiners, while nobody trains.
+        hub: state of pushes to the Hub; empty without pushes. ``hub_failures``: of all tries.
     """
 
     name: str
@@ -75,23 +88,6 @@ class CollaborationView(msgspec.Struct, frozen=True):
     standing_in: int | None
     hub: str
     hub_failures: int
-    reference: str | None
-
-    @property
-    def loss(self) -> float | None:
-        """The newest."""
-        return self.points[-1].loss if self.points else None
-
-    @property
-    def rates(self) -> list[tuple[float, float]]:
-        """Step and steps per minute there."""
-        apart = min(RATE_POINTS, 1 + len(self.points) // 4)
-        spans = zip(self.points, self.points[apart:], strict=False)
-        return [
-            (end.step, 60 * (end.step - begin.step) / (end.at - begin.at))
-            for begin, end in spans
-            if end.at > begin.at
-        ]
 
 
 class View(msgspec.Struct, frozen=True):
@@ -99,10 +95,10 @@ class View(msgspec.Struct, frozen=True):
 
     Attributes:
         run, backbone: names.
-        at: now; ``since``: when the backbone began; seconds since the epoch.
-        reached: how others reach the backbone, in words.
+        at: now; ``since``: when the backbone started; seconds since the epoch.
+        reached: how other peers reach the backbone, in words.
         linked: peers linked to it.
-        sent_bytes, received_bytes: at the backbone, since it began.
+        sent_bytes, received_bytes: at the backbone, since it started.
         collaborations: the models.
         contributions: most samples first.
     """
@@ -120,7 +116,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 def render_prometheus(view: View) -> str:
-    """The figures of the run, one a line."""
+    """Return the figures of the run in Prometheus' text format."""
     return exposition(_metrics(view))
 
 
@@ -134,161 +130,115 @@ def _metrics(view: View) -> Iterator[Metric]:
         (*run, ("collaboration", one.name)): one for one in view.collaborations
     }
     yield "step", "gauge", {labels: one.step for labels, one in models.items()}
-    yield "loss", "gauge", {labels: one.loss for labels, one in models.items() if one.loss is not None}
+    yield "loss", "gauge", {labels: one.points[-1].loss for labels, one in models.items() if one.points}
     yield "samples_per_second", "gauge", {labels: one.samples_per_s for labels, one in models.items()}
-    yield "peers", "gauge", _peers(models)
-    yield "rounds_total", "counter", {labels: one.round_count for labels, one in models.items()}
-    kept = {labels: one.checkpoints[-1] for labels, one in models.items() if one.checkpoints}
-    yield "checkpoint_step", "gauge", {labels: one.step for labels, one in kept.items()}
-    yield "checkpoint_timestamp_seconds", "gauge", {labels: one.at for labels, one in kept.items()}
-    pushed = {labels: one.hub_failures for labels, one in models.items() if one.hub}
-    yield "hub_failures_total", "counter", {labels: float(count) for labels, count in pushed.items()}
-
-
-def _peers(models: dict[Labels, CollaborationView]) -> dict[Labels, float]:
-    counts: dict[Labels, float] = {}
+    peers: dict[Labels, float] = {}
     for labels, one in models.items():
-        counts[(*labels, ("role", "trainer"))] = one.trainers
-        counts[(*labels, ("role", "catching up"))] = one.catching_up
-        counts[(*labels, ("role", "assistant"))] = one.assistants
-    return counts
-
-
-STYLE = """
-svg polyline { stroke: var(--trainer); }
-.trainer { fill: var(--trainer); background: var(--trainer); }
-.catching { fill: var(--catching); background: var(--catching); }
-.assistant { fill: var(--assistant); background: var(--assistant); }
-.forming { fill: var(--forming); background: var(--forming); }
-.lost { fill: var(--lost); background: var(--lost); } svg .name { fill: var(--text); } svg .away { opacity: .55; }
-"""
-
-WIDTH = 760
-
-ROW = 20
-
-NAMES = 140
-
-"""Width of the names before a timeline."""
-
-SPEEDS = 75
-
-"""Width of what stands behind it."""
-
-FIGURES = 285
-
-"""Width of what stands behind a round."""
-
-MAX_ROWS = 40
-
-MAX_SHOWN_S = 6 * 3600.0
-
-SHOWN_ROUNDS = 15
-
-CLASSES = {"trainer": "trainer", "catching up": "catching", "assistant": "assistant"}
+        roles = {"trainer": one.trainers, "catching up": one.catching_up, "assistant": one.assistants}
+        peers |= {(*labels, ("role", role)): present for role, present in roles.items()}
+    yield "peers", "gauge", peers
+    yield "rounds_total", "counter", {labels: one.round_count for labels, one in models.items()}
+    saved = {labels: one.checkpoints[-1] for labels, one in models.items() if one.checkpoints}
+    yield "checkpoint_step", "gauge", {labels: one.step for labels, one in saved.items()}
+    yield "checkpoint_timestamp_seconds", "gauge", {labels: one.at for labels, one in saved.items()}
+    failures = {labels: float(one.hub_failures) for labels, one in models.items() if one.hub}
+    yield "hub_failures_total", "counter", failures
 
 
 def render_page(view: View) -> str:
-    """The whole page."""
-    lost = "The backbone does not answer; this is what it said last."
+    """Return the whole page."""
+    lost = "The backbone does not answer. This is its last state."
     return page(text(view.run), render_live(view), lost=lost, style=STYLE)
 
 
 def render_live(view: View) -> str:
-    """The part of the page that changes."""
+    """Return the part of the page that changes."""
     traffic = f"{size(view.sent_bytes)} sent, {size(view.received_bytes)} received"
-    return (
+    parts = [
         f"<h1>{text(view.run)}</h1>"
         f'<p class="soft">{text(view.backbone)}: {text(view.reached)}; {count(view.linked, "peer")} linked; '
         f"up {duration(view.at - view.since)}; {traffic}</p>"
-        + "".join(
-            _collaboration(one, view.at, alone=len(view.collaborations) == 1) for one in view.collaborations
+    ]
+    for one in view.collaborations:
+        if len(view.collaborations) > 1:
+            parts.append(f"<h2>{text(one.name)}</h2>")
+        if one.standing_in is not None:
+            parts.append(
+                f'<p class="warning">There are no trainers now. New trainers continue from the checkpoint of step '
+                f"{one.standing_in:,}.</p>"
+            )
+        parts += [_figures(one, view.at), _timeline(one.peers, view.at), _waterfall(one.rounds)]
+    rows = [
+        (
+            text(f"{one.name} ({one.id[:8]})"),
+            f"{one.samples:,.0f}",
+            size(one.reduced_bytes),
+            size(one.relayed_bytes),
         )
-        + _contributions(view)
-    )
+        for one in view.contributions[:MAX_ROWS]
+    ]
+    if rows:
+        parts.append(card("Contributions", table(("peer", "samples", "reduced", "relayed"), rows)))
+    return "".join(parts)
 
 
-def _collaboration(one: CollaborationView, now: float, *, alone: bool) -> str:
-    head = "" if alone else f"<h2>{text(one.name)}</h2>"
-    return (
-        f"{head}{_standing_in(one)}{_tiles(one, now)}{_loss(one)}"
-        f'<div class="two">{_rate(one)}{_checkpoints(one, now)}</div>'
-        f"{_timeline(one.peers, now)}{_waterfall(one.rounds)}"
-    )
-
-
-def _standing_in(one: CollaborationView) -> str:
-    if one.standing_in is None:
-        return ""
-    return (
-        f'<p class="warning">Nobody trains now. Whoever joins goes on from the checkpoint of step '
-        f"{one.standing_in:,}.</p>"
-    )
-
-
-def _tiles(one: CollaborationView, now: float) -> str:
+def _figures(one: CollaborationView, now: float) -> str:
+    """Return the tiles, the curves of loss and rate, and the checkpoints."""
     last = one.checkpoints[-1] if one.checkpoints else None
-    rates = one.rates
-    shown = {
+    apart = min(RATE_POINTS, 1 + len(one.points) // 4)
+    rates = [
+        (end.step, 60 * (end.step - begin.step) / (end.at - begin.at))
+        for begin, end in zip(one.points, one.points[apart:], strict=False)
+        if end.at > begin.at
+    ]
+    head = {
         "global step": f"{one.step:,}",
-        "loss": "–" if one.loss is None else f"{one.loss:.3f}",
+        "loss": f"{one.points[-1].loss:.3f}" if one.points else "–",
         "samples/s": f"{one.samples_per_s:,.1f}",
         "steps/min": f"{rates[-1][1]:,.1f}" if rates and one.trainers else "–",
         "trainers": f"{one.trainers}" + (f" (+{one.catching_up})" if one.catching_up else ""),
         "last saved": "–" if last is None else f"{duration(now - last.at)} ago",
     }
-    return tiles(shown)
-
-
-def _loss(one: CollaborationView) -> str:
-    history = [(point.step, point.loss) for point in one.points]
     spread = [(point.step, point.low, point.high) for point in one.points]
-    reference = sahajbert() if one.reference == "sahajbert" else None
-    chart = render_svg(history, reference, spread=spread, width=WIDTH, height=260)
-    title = "Loss: median of the trainers" + (f", over the band of {reference.name}" if reference else "")
-    verdict = judge(history, reference) if reference else None
-    said = (
-        f'<p class="{"warning" if verdict.warning else "good"}">{text(verdict.text)}</p>' if verdict else ""
-    )
-    return card(title, (chart or '<p class="soft">No two losses were told yet.</p>') + said)
-
-
-def _rate(one: CollaborationView) -> str:
-    chart = render_svg(one.rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
-    return card("Steps per minute", chart or '<p class="soft">Not known yet.</p>')
-
-
-def _checkpoints(one: CollaborationView, now: float) -> str:
+    loss = curve([(point.step, point.loss) for point in one.points], spread=spread, width=WIDTH, height=260)
+    rate = curve(rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
     rows = [
         (
-            f"step {kept.step:,}",
-            "" if kept.loss is None else f"{kept.loss:.3f}",
-            size(kept.size_bytes),
-            f"{duration(now - kept.at)} ago",
+            f"step {saved.step:,}",
+            "" if saved.loss is None else f"{saved.loss:.3f}",
+            size(saved.size_bytes),
+            f"{duration(now - saved.at)} ago",
         )
-        for kept in reversed(one.checkpoints[-5:])
+        for saved in reversed(one.checkpoints[-5:])
     ]
     hub = f'<p class="soft">{text(one.hub)}</p>' if one.hub else ""
-    return card("Checkpoints", table(("", "loss", "size", "saved"), rows) + hub)
+    missing = '<p class="soft">Fewer than two losses reported yet.</p>'
+    unknown = '<p class="soft">Not known yet.</p>'
+    return (
+        tiles(head)
+        + card("Loss: median of the trainers", loss or missing)
+        + f'<div class="two">{card("Steps per minute", rate or unknown)}'
+        + f"{card('Checkpoints', table(('', 'loss', 'size', 'saved'), rows) + hub)}</div>"
+    )
 
 
 def _timeline(peers: Sequence[PeerLine], now: float) -> str:
+    """Return a bar for each time when a peer was present."""
     shown = [line for line in peers if now - line.spans[-1].until < MAX_SHOWN_S][:MAX_ROWS]
     if not shown:
         return ""
     begin = max(min(line.spans[0].since for line in shown), now - MAX_SHOWN_S)
     begin = min(begin, now - 60.0)
     scale = (WIDTH - NAMES - SPEEDS) / (now - begin)
-    rows = [_line(line, y * ROW, begin, scale) for y, line in enumerate(shown)]
+    parts = [_line(line, y * ROW, begin, scale) for y, line in enumerate(shown)]
     bottom = ROW * len(shown)
-    axis = [
+    parts += [
         f'<text x="{WIDTH - SPEEDS - minutes * 60 * scale:.0f}" y="{bottom + 15}" text-anchor="middle">'
         f"{'now' if not minutes else f'−{minutes:g} min'}</text>"
         for minutes in ticks(0, (now - begin) / 60, 6)
     ]
     more = f'<p class="soft">and {len(peers) - len(shown)} more</p>' if len(peers) > len(shown) else ""
-    svg = _svg(bottom + 20, [*rows, *axis], "peers over time")
-    return card(f"Peers {legend(CLASSES.items())}", svg + more)
+    return card(f"Peers {legend(CLASSES.items())}", _svg(bottom + 20, parts, "peers over time") + more)
 
 
 def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
@@ -311,7 +261,7 @@ def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
 
 
 def _waterfall(rounds: Sequence[RoundRow]) -> str:
-    """The last rounds, newest first: forming the group, exchange with the reducers, recovery of what was lost."""
+    """Return the last rounds, newest first: group formation, exchange with the reducers, recovery of lost spans."""
     shown = list(reversed(rounds[-SHOWN_ROUNDS:]))
     if not shown:
         return ""
@@ -327,29 +277,13 @@ def _waterfall(rounds: Sequence[RoundRow]) -> str:
             )
             at += width
         lost = f", {count(one.spans_lost, 'span')} lost" if one.spans_lost else ""
-        total = one.forming_s + one.exchange_s + one.recovery_s
         rows.append(
             f'<text class="name" x="0" y="{y * ROW + 14}">step {one.step:,}: {count(one.peers, "peer")}</text>'
-            f'{"".join(bars)}<text x="{at + 8:.0f}" y="{y * ROW + 14}">{total:.2f} s, {one.samples:,.0f} samples, '
-            f"{size(one.moved_bytes)}{lost}</text>"
+            f'{"".join(bars)}<text x="{at + 8:.0f}" y="{y * ROW + 14}">{sum(phases.values()):.2f} s, '
+            f"{one.samples:,.0f} samples, {size(one.moved_bytes)}{lost}</text>"
         )
     names = legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
     return card(f"Rounds that this peer took part in {names}", _svg(ROW * len(shown), rows, "last rounds"))
-
-
-def _contributions(view: View) -> str:
-    rows = [
-        (
-            text(f"{one.name} ({one.id[:8]})"),
-            f"{one.samples:,.0f}",
-            size(one.reduced_bytes),
-            size(one.relayed_bytes),
-        )
-        for one in view.contributions[:MAX_ROWS]
-    ]
-    if not rows:
-        return ""
-    return card("Contributions", table(("peer", "samples", "reduced", "relayed"), rows))
 
 
 def _svg(height: int, parts: Iterable[str], label: str) -> str:
@@ -359,36 +293,25 @@ def _svg(height: int, parts: Iterable[str], label: str) -> str:
     )
 
 
-FRESH_S = 1.0
-
-ANSWERS_PER_S = 100
-
-"""For one visitor; who comes too often is told so. See `colab_swarm.net.visitors`."""
-
 HEADERS = {
     "Content-Security-Policy": content_security_policy(),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-Render = Callable[[View], str | bytes]
-
-PAGES: dict[str, tuple[str, Render]] = {
+PAGES: dict[str, tuple[str, Callable[[View], str | bytes]]] = {
     "/": ("text/html", render_page),
     "/live": ("text/html", render_live),
     "/metrics": ("text/plain", render_prometheus),
     "/api/run": ("application/json", msgspec.json.encode),
     "/api/contributions": ("application/json", lambda view: msgspec.json.encode(view.contributions)),
 }
-
 PARTS = ("points", "peers", "rounds", "checkpoints")
-
 """Of a collaboration, under ``/api/NAME/PART``."""
 
 
 class DashboardServer:
-    """Serves what ``look()`` returns.
+    """Serves the view that ``look()`` returns.
 
     Attributes:
         url: of the page.
@@ -422,7 +345,7 @@ class DashboardServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -430,14 +353,14 @@ class DashboardServer:
     async def _bounded(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Refresh the view, and limit the answers to one visitor."""
         now = asyncio.get_running_loop().time()
         if self._view is None or now - self._viewed_at >= FRESH_S:
             self._view, self._viewed_at = self._look(), now
             self._answers.clear()
         if not self._visits.admit(source_of(request), now):
-            return web.Response(
-                status=429, text="too often: try again in a second", headers={"Retry-After": "1"}
-            )
+            too_many = "too many requests: try again in a second"
+            return web.Response(status=429, text=too_many, headers={"Retry-After": "1"})
         return await handler(request)
 
     async def _answer(self, request: web.Request) -> web.Response:

@@ -1,11 +1,11 @@
-"""Every performance claim can be run again: ``python -m colab_swarm.bench NAME``.
+"""Reproduce every performance claim: ``python -m colab_swarm.bench NAME``.
 
-`python -m colab_swarm.bench all` (or `make bench`) runs every benchmark; `--quick` takes under a minute each
-and is rougher, `--json FILE` writes the figures, `--plot PNG` draws those that the papers draw, `averaging
---vs hivemind --python PATH` measures side by side with hivemind in an environment of its own.
+`python -m colab_swarm.bench all` (or `make bench`) runs every benchmark. `--quick` takes under a minute each and is
+rougher, `--json FILE` writes the figures, `--plot PNG` draws those that the papers draw, and `averaging --vs hivemind
+--python PATH` compares with hivemind in an environment of its own.
 
-The figures below are of two cores of a shared virtual machine, loopback, everything encrypted; those of
-hivemind are of version 1.1.12 on a like machine, those of a paper are what it printed.
+The figures below are from two cores of a shared virtual machine, over loopback, with encryption. Those of hivemind are
+of version 1.1.12 on the same kind of machine, those of a paper as published.
 
 ## Links and relays (`colab_swarm.net`)
 
@@ -15,87 +15,79 @@ hivemind are of version 1.1.12 on a like machine, those of a paper are what it p
 - `relay.vs_direct`: throughput through a relay, share of the direct link's; three processes: **49 %**
 - `relay.idle_mb`, `relay.idle_cpu_percent`: 100 idle circuits at a relay: **7 MB, 0.3 % of a core**
 
-In network namespaces (`python -m tests.netlab.matrix`: root, iproute2 and iptables; 20 ms round trip, 40
-tries a pair) routers that keep ports, full cones and those that answer strangers by RST are punched in 40 of
-40 tries, 0.29 s after the first call (median); pairs with a router that changes ports are relayed after 0.18
-s.
+NAT hole punching was measured in network namespaces (`python -m tests.netlab.matrix`: root, iproute2, iptables; 20 ms
+round trip, 40 tries a pair). Routers that keep ports, full cones and those that answer unknown peers by RST are
+punched in 40 of 40 tries, 0.29 s after the first call (median). Pairs with a router that changes ports use a relay
+after 0.18 s.
 
 ## Finding things (`colab_swarm.dht`)
 
 - `dht.store_ms`: store, one at a time, 8 processes: **0.83 ms** (hivemind: 26 ms)
 - `dht.get_ms`: get, one at a time, 8 processes: **0.56 ms** (hivemind: 19 ms)
-- `dht.ops_per_s`: operations per second, concurrently: **4,124** (hivemind: 53)
-- `dht.found_10k`: records found, 10,000 simulated peers, 20 % dead: **100 %**
-- `dht.hops_10k`: hops, median: **2**
+- `dht.ops_per_s`: concurrent operations per second: **4,124** (hivemind: 53)
+- `dht.found_10k`, `dht.hops_10k`: records found among 10,000 simulated peers, 20 % dead; hops: **100 %, 2**
 
 ## Averaging (`colab_swarm.averaging`)
 
-- `averaging.seconds`: one round, 4 peers, 18 M parameters: **0.26 s**
-- `averaging.vs_gloo`: the same, in all-reduces of unencrypted gloo: **2.5**
+- `averaging.seconds`, `vs_gloo`: one round, 4 peers, 18 M parameters, and in unencrypted gloo's all-reduces:
+  **0.26 s, 2.5**
 - `averaging.success`: rounds that succeeded: **100 %**
-- `averaging.step_s_4`, `_8`: a full step (group, averaging), 4 and 8 processes, 2.4 M values, float16; both
-  in one run: **0.046 s, 0.103 s** (hivemind: 0.183 s, 0.757 s)
+- `averaging.step_s_4`, `_8`: a full step (group, averaging), 4 and 8 processes, 2.4 M values, float16, both in one
+  run: **0.046 s, 0.103 s** (hivemind: 0.183 s, 0.757 s)
 - `averaging.allreduce_s_4`, `_8`: the averaging in it: **0.035 s, 0.078 s** (hivemind: 0.123 s, 0.466 s)
-- `averaging.groups_success`: averages of 16 processes in groups of 4 that were right at all: **100 %**
-  (hivemind: 55 %)
-- `strategy.speedup_c`: adaptive shares against equal ones, DeDLOC's Table 1 C, predicted (simulated: 1.81):
-  **1.92**
+- `averaging.groups_success`: correct averages of 16 processes in groups of 4: **100 %** (hivemind: 55 %)
+- `strategy.speedup_c`: adaptive shares against equal ones, DeDLOC's Table 1 C, predicted (simulated: 1.81): **1.92**
 - `strategy.solve_ms_64`: planning a round of 64 peers: **25 ms**
 
 ## Training (`colab_swarm.training`)
 
-- `albert.load_balancing_gain`, `auxiliary_gain`: section 4.2 of DeDLOC in simulation, with delayed updates:
-  **1.74, 1.85**
+- `albert.load_balancing_gain`, `auxiliary_gain`: section 4.2 of DeDLOC, simulated, with delayed updates: **1.74, 1.85**
 - `overhead.throughput_ratio`: local training speed, share of a bare loop's: **98 %**
-- `overhead.memory_mib`: memory of an idle peer, beside torch: **18 MiB, no process** (hivemind: 531 MiB, 5
-  processes)
+- `overhead.memory_mib`: memory of an idle peer, without torch: **18 MiB, no process** (hivemind: 531 MiB, 5 processes)
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
 - `overhead.join_s`: until a peer is constructed: **0.3 s** (hivemind: 7.6–9.9 s)
 - `join.first_sample_s`: from join to the first counted sample, 18 M parameters: **7.1 s**
-- `join.counted_s`: from pasting the line into `notebooks/join_colab.ipynb` to a sample that others count,
-  doctor included: **6.3 s**
+- `join.counted_s`: from pasting the invitation into `notebooks/join_colab.ipynb` to a sample that others count, doctor
+  included: **6.3 s**
 
 ## Mixture of experts (`colab_swarm.moe`)
 
-- `experts.vs_local`: forward samples/s through a host with 8 callers, batches of 2,048 x 1,024, share of the
-  same module's on the host's device thread: **all of it**
-- `experts.samples_per_s`: hivemind's setting (4 experts of 256, 4 callers, batches of 128), forward and
-  backward: **7,858** (hivemind: 2,062)
+- `experts.vs_local`: forward samples/s through a host with 8 callers, batches of 2,048 x 1,024, share of the same
+  module's on the host's device thread: **100 %**
+- `experts.samples_per_s`: hivemind's setting (4 experts of 256, 4 callers, batches of 128), forward and backward:
+  **7,858** (hivemind: 2,062)
 - `experts.nop_calls_per_s`: calls of 128 KiB each way without computation: **2,049** (hivemind: 86)
-- `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay (Transformer
-  blocks: 99 %): **102 %**
+- `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay (Transformer blocks:
+  99 %): **102 %**
 - `moe.vs_model_parallel_at_200ms`: the same against a pipeline that waits (Learning@home: 42): **60**
-- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts for a batch of 64 among 10,000 simulated
-  peers, 92.5 ms away from each other, whose links stand (Learning@home: 764 ms): **428 ms, 2.5 ms**
+- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts for a batch of 64 among 10,000 simulated peers,
+  92.5 ms apart, already linked (Learning@home: 764 ms): **428 ms, 2.5 ms**
 
 ## Work units (`colab_swarm.workunits`)
 
-- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters in the store (VC-ASGD:
-  Redis 870 ms, MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
-- `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, where they are the
-  bottleneck: **1.36**
-- `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs, digits (VC-ASGD, CIFAR-10: 9
-  points): **2.0 points**
-- `work_ordeal.once`: units assimilated exactly once, coordinator killed 20 times, volunteers 76 times: **360
-  of 360**
+- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters in the store (VC-ASGD: Redis 870 ms,
+  MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
+- `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, which are the bottleneck: **1.36**
+- `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs, digits (VC-ASGD, CIFAR-10: 9 points):
+  **2.0 points**
+- `work_ordeal.once`: units assimilated exactly once, with 20 kills of the coordinator and 76 of volunteers:
+  **360 of 360**
 
 ## Elastic groups (`colab_swarm.elastic`)
 
-- `elastic.step_time_vs_synchronous`: an elastic step at beta 0 against a synchronous one, 2 peers, 5 ms of
-  latency (beta 0.1: 0.86): **0.73**
-- `elastic.synchronous_vs_ddp`: the synchronous one against torch's DistributedDataParallel over gloo:
-  **0.52**
-- `elastic.max_bound_ratio`: measured inconsistency over the bound of theory, the largest of 29 schedulers and
-  codecs: **0.72**
-- `elastic.topk_feedback_drop`: accuracy lost to sending 1 % of the gradient, with error feedback (without:
-  2.7 points): **0.4 points**
+- `elastic.step_time_vs_synchronous`: an elastic step at beta 0 against a synchronous one, 2 peers, 5 ms of latency
+  (beta 0.1: 0.86): **0.73**
+- `elastic.synchronous_vs_ddp`: the synchronous one against torch's DistributedDataParallel over gloo: **0.52**
+- `elastic.max_bound_ratio`: measured inconsistency over the bound of theory, the largest of 29 schedulers and codecs:
+  **0.72**
+- `elastic.topk_feedback_drop`: accuracy lost to sending 1 % of the gradient, with error feedback (without: 2.7 points):
+  **0.4 points**
 
 ## In the notebook (`colab_swarm.notebook`)
 
-- `panel.throughput_ratio`: training speed with the panel open and the flight recorder on, share of the speed
-  with neither, measured in turns beside other work: **no less** (1.02)
-- `panel.refresh_ms`, `core_share`: processor time of a refresh, share of a core at four a second: **1.4 ms,
-  0.6 %**
-- `panel.memory_mb`, `notebook_kb`: what half an hour of refreshes adds to the kernel and to the saved
-  notebook: **0.3 MB, 0.1 kB**
+- `panel.throughput_ratio`: training speed with the panel open and the recorder on, share of the speed with neither:
+  **102 %**, no loss
+- `panel.refresh_ms`, `core_share`: processor time of a refresh, share of a core at four a second: **1.4 ms, 0.6 %**
+- `panel.memory_mb`, `notebook_kb`: what half an hour of refreshes adds to the kernel and to the saved notebook:
+  **0.3 MB, 0.1 kB**
 """

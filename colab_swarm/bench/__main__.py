@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from types import ModuleType
-from typing import cast
 
 from colab_swarm.bench.report import BenchReport
 
@@ -31,57 +29,45 @@ BENCHMARKS = (
     "elastic",
     "panel",
 )
-"""Each is a module of this package with ``run(quick: bool) -> Report``."""
+"""Each is a module of this package with ``run(quick: bool) -> BenchReport``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
+"""These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 WITH_DATA = ("workunits", "vc-asgd", "elastic")
 """These take ``--data``."""
-"""These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
-
-
-def module_of(name: str) -> ModuleType:
-    """The module that is the benchmark."""
-    return importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
-
-
-def run(name: str, *, quick: bool, **more: object) -> BenchReport:
-    """Run one benchmark by name; ``more`` is what only some take, and false: not given."""
-    return cast(BenchReport, module_of(name).run(quick=quick, **{key: v for key, v in more.items() if v}))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
-    parser.add_argument(
-        "--plot", metavar="PNG", help=f"also draw them ({', '.join(PLOTTED)}; needs matplotlib)"
-    )
+    plotted, with_data = ", ".join(PLOTTED), ", ".join(WITH_DATA)
+    parser.add_argument("--plot", metavar="PNG", help=f"also draw them ({plotted}; needs matplotlib)")
     parser.add_argument(
         "--faithful", action="store_true", help="moe-convergence: the published emulator's rules"
     )
-    parser.add_argument(
-        "--data", metavar="NPZ", help=f"{', '.join(WITH_DATA)}: images of 32 x 32 instead of digits"
-    )
-    parser.add_argument("--vs", choices=["hivemind"], help="averaging: side by side with it")
-    parser.add_argument("--python", metavar="PATH", help="of an environment that has what --vs names")
+    parser.add_argument("--data", metavar="NPZ", help=f"{with_data}: images of 32 x 32 instead of digits")
+    parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
+    parser.add_argument("--python", metavar="PATH", help="of an environment with the package of --vs")
     options = parser.parse_args(arguments)
     if (options.vs is None) != (options.python is None) or (options.vs and options.name != "averaging"):
-        parser.error("say: averaging --vs hivemind --python PATH")
+        parser.error("use: averaging --vs hivemind --python PATH")
     if options.faithful and options.name != "moe-convergence":
-        parser.error("say: moe-convergence --faithful")
+        parser.error("use: moe-convergence --faithful")
     if options.data and options.name not in WITH_DATA:
         parser.error(f"--data is for {' or '.join(WITH_DATA)}, not {options.name}")
     if options.plot and options.name not in PLOTTED:
         parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
+    more = {"python": options.python, "faithful": options.faithful, "data": options.data}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
-        more = {"python": options.python, "faithful": options.faithful, "data": options.data}
-        report = run(name, quick=options.quick, **more)
+        module = importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
+        report = module.run(quick=options.quick, **{key: value for key, value in more.items() if value})
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:
-            module_of(name).plot(report, options.plot)
+            module.plot(report, options.plot)
     if options.json:
         merged.save(options.json)
 

@@ -1,218 +1,383 @@
-"""An averaging round among processes on loopback, against torch.distributed's gloo and memory alone."""
+"""An averaging round among processes on loopback, compared with torch.distributed's gloo, memory alone and hivemind."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from colab_swarm.averaging.exchange import Sending
 from colab_swarm.averaging.group import Group, GroupMember
-from colab_swarm.bench import full_step
-from colab_swarm.bench.averaging_worker import Done, Round, WorkerReady, filled
+from colab_swarm.averaging.round import Averager
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact
+from colab_swarm.tensors.codecs import Floats
 
-M = TypeVar("M", bound=msgspec.Struct)
-
-
-@dataclass(frozen=True)
-class AveragingPlan:
-    """How much to run: values per vector, rounds against gloo, rounds with a kill."""
-
-    numel: int
-    peers: int
-    rounds: int
-    crowd: int
-    kills: int
-
-
-FULL = AveragingPlan(numel=18_000_000, peers=4, rounds=50, crowd=8, kills=10)
-QUICK = AveragingPlan(numel=2_000_000, peers=4, rounds=6, crowd=4, kills=2)
-
-
-class AveragingWorker:
-    """A process of `averaging_worker`; ends with the `with` block."""
-
-    def __init__(self, *arguments: object) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "colab_swarm.bench.averaging_worker", *map(str, arguments)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self.seed = int(str(arguments[1]))
-        self.contact: Contact | None = None
-
-    def say(self, message: msgspec.Struct) -> None:
-        """One line to the worker."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
-        self.process.stdin.flush()
-
-    def hear(self, kind: type[M]) -> M:
-        """The worker's next line.
-
-        Raises:
-            RuntimeError: the worker ended.
-        """
-        assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            return msgspec.json.decode(line, type=kind)
-        raise RuntimeError(f"a worker of the averaging benchmark ended: exit code {self.process.wait()}")
-
-    def wait_ready(self) -> AveragingWorker:
-        """Wait until it is up."""
-        self.contact = self.hear(WorkerReady).contact
-        return self
-
-    def __enter__(self) -> AveragingWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+PATTERN_VALUES = 1 << 16
+PEERS = 4
+HIVEMIND_WORKER = Path(__file__).with_name("hivemind_worker.py")
+STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
+"""Processes that make full steps; processes that average in groups, and the size of such a group."""
 
 
 def run(quick: bool, python: str | None = None) -> BenchReport:
-    """Measure; see `AveragingPlan` for the sizes. ``python`` has hivemind to compare full steps with."""
-    plan, report = QUICK if quick else FULL, BenchReport("averaging", quick)
-    _against_gloo(plan, report)
-    _with_kills(plan, report)
-    full_step.run(report, python=python)
+    """Measure rounds and full steps; with a ``python`` that has hivemind, also the steps of hivemind."""
+    report = BenchReport("averaging", quick)
+    numel = 2_000_000 if quick else 18_000_000
+    _compare_with_gloo(report, numel, rounds=6 if quick else 50)
+    _kill_members(report, numel, crowd=4 if quick else 8, kills=2 if quick else 10)
+    _measure_steps(report, python)
     return report
 
 
-def _against_gloo(plan: AveragingPlan, report: BenchReport) -> None:
+# --- one round ------------------------------------------------------------------------------------------------------
+
+
+class RoundWorker(Worker):
+    """A process that averages; its vector repeats the pattern of ``seed``."""
+
+    def __init__(self, kind: str, seed: int, numel: int, *more: object) -> None:
+        super().__init__(average_with_gloo if kind == "gloo" else average_as_peer, seed, numel, *more)
+        self.seed = seed
+        self.contact: Contact | None = None
+
+    def wait_ready(self) -> RoundWorker:
+        """Wait until it can average; return itself."""
+        if found := self.receive()["contact"]:
+            self.contact = msgspec.convert(found, Contact)
+        return self
+
+    def member(self) -> GroupMember:
+        """Return its entry in a group."""
+        assert self.contact is not None
+        return GroupMember(self.contact.id, self.contact.addresses, 1.0 + self.seed % 3, 1.0)
+
+
+def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        ours = [stack.enter_context(AveragingWorker("swarm", i, plan.numel)) for i in range(plan.peers)]
-        meeting = Path(folder) / "meeting"
-        ranks = range(plan.peers)
+        meeting = str(Path(folder) / "meeting")
+        ours = [stack.enter_context(RoundWorker("swarm", rank, numel)) for rank in range(PEERS)]
         gloo = [
-            stack.enter_context(AveragingWorker("gloo", i, plan.numel, plan.peers, meeting)) for i in ranks
+            stack.enter_context(RoundWorker("gloo", rank, numel, PEERS, meeting)) for rank in range(PEERS)
         ]
         for worker in (*ours, *gloo):
             worker.wait_ready()
-        _round(ours, plan.numel), _gloo_round(gloo)  # links are made, memory is touched
-        mine: list[list[Done]] = []
-        theirs: list[list[Done]] = []
-        for _ in range(plan.rounds):
-            mine.append(_round(ours, plan.numel))
-            theirs.append(_gloo_round(gloo))
-    seconds, gloo_s = _median_s(mine), _median_s(theirs)
-    successes = [all(not done.kept_local and not done.wrong for done in dones) for dones in mine]
-    wire_gb = 2 * (plan.peers - 1) * plan.numel * 4 / 1e9
-    what = f"{plan.peers} processes, {plan.numel / 1e6:g} M float32 values, encrypted"
+        pairs = [(_round(ours, numel), _run_together(gloo, {})) for _ in range(rounds + 1)][1:]
+    mine = [own for own, _ in pairs]
+    seconds, gloo_s = _median_s(mine), _median_s([other for _, other in pairs])
+    wire_gb = 2 * (PEERS - 1) * numel * 4 / 1e9
+    cpu_s = statistics.median(sum(one["cpu_s"] for one in members) for members in mine)
+    what = f"{PEERS} processes, {numel / 1e6:g} M float32 values, encrypted"
     report.add("averaging.seconds", seconds, "s", what)
     report.add("averaging.gloo_seconds", gloo_s, "s", "torch.distributed all_reduce, in turns, not encrypted")
     report.add("averaging.vs_gloo", seconds / gloo_s, "times", "lower is better")
-    cpu_s = statistics.median(sum(done.cpu_s for done in dones) for dones in mine)
     report.add("averaging.cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together")
-    report.add("averaging.memory_limit_s", _memory_limit_s(plan), "s", "summing and copying, no network")
-    report.add("averaging.success", sum(successes) / len(successes), "", f"of {len(successes)} rounds")
+    report.add("averaging.memory_limit_s", _memory_limit_s(numel), "s", "summing and copying, no network")
+    report.add("averaging.success", statistics.mean(map(_right, mine)), "", f"of {rounds} rounds")
 
 
-def _with_kills(plan: AveragingPlan, report: BenchReport) -> None:
+def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> None:
     rng = random.Random(0)
     with ExitStack() as stack:
-        crowd = [stack.enter_context(AveragingWorker("swarm", i, plan.numel)) for i in range(plan.crowd)]
-        for worker in crowd:
+        workers = [stack.enter_context(RoundWorker("swarm", seed, numel)) for seed in range(crowd)]
+        for worker in workers:
             worker.wait_ready()
-        calm = [_round(crowd, plan.numel) for _ in range(4)]
-        calm_s = _median_s(calm[1:])
-        killed: list[list[Done]] = []
-        for number in range(plan.kills):
-            victim = rng.choice(crowd)
-            killed.append(_round(crowd, plan.numel, victim=victim, after_s=calm_s * rng.random()))
-            crowd.remove(victim)
-            fresh = stack.enter_context(AveragingWorker("swarm", plan.crowd + number, plan.numel))
-            crowd.append(fresh.wait_ready())
-    extra_s = [max(done.seconds for done in dones) - calm_s for dones in killed]
-    exact = [all(not done.kept_local and not done.wrong for done in dones) for dones in killed]
-    what = f"1 of {plan.crowd} killed in each of {plan.kills} rounds, over {calm_s:.2f} s undisturbed"
-    report.add("averaging.kill_extra_s", max(extra_s), "s", f"slowest survivor; {what}")
-    report.add(
-        "averaging.kill_success", sum(exact) / len(exact), "", "rounds complete and right at all survivors"
-    )
+        calm_s = _median_s([_round(workers, numel) for _ in range(4)][1:])
+        killed = []
+        for number in range(kills):
+            victim = rng.choice(workers)
+            killed.append(_round(workers, numel, victim=victim, after_s=calm_s * rng.random()))
+            workers.remove(victim)
+            workers.append(stack.enter_context(RoundWorker("swarm", crowd + number, numel)).wait_ready())
+    extra_s = max(max(one["seconds"] for one in members) for members in killed) - calm_s
+    what = f"1 of {crowd} killed in each of {kills} rounds, over {calm_s:.2f} s undisturbed"
+    report.add("averaging.kill_extra_s", extra_s, "s", f"slowest survivor; {what}")
+    what = "rounds complete and right at all survivors"
+    report.add("averaging.kill_success", statistics.mean(map(_right, killed)), "", what)
 
 
 def _round(
-    workers: Sequence[AveragingWorker],
-    numel: int,
-    *,
-    victim: AveragingWorker | None = None,
+    workers: Sequence[RoundWorker], numel: int, *, victim: RoundWorker | None = None, after_s: float = 0.0
+) -> list[dict[str, Any]]:
+    """Average once. The victim is killed ``after_s`` seconds after the start and gives no result."""
+    ordered = sorted(workers, key=lambda worker: worker.member().id)
+    group = Group(os.urandom(16), 0, b"bench", tuple(worker.member() for worker in ordered), numel)
+    task = {
+        "group": msgspec.to_builtins(group),
+        "seeds": [worker.seed for worker in ordered],
+        "dead": [victim.seed] if victim else [],
+    }
+    return _run_together(workers, task, victim, after_s)
+
+
+def _run_together(
+    workers: Sequence[RoundWorker],
+    task: dict[str, object],
+    victim: RoundWorker | None = None,
     after_s: float = 0.0,
-) -> list[Done]:
-    """One round of all workers at once; the victim is killed ``after_s`` after the start and left out."""
-    ordered = sorted(workers, key=lambda worker: _contact(worker).id)
-    members = tuple(
-        GroupMember(_contact(w).id, _contact(w).addresses, 1.0 + w.seed % 3, 1.0) for w in ordered
-    )
-    group = Group(os.urandom(16), 0, b"bench", members, numel)
-    task = Round(group, tuple(w.seed for w in ordered), (victim.seed,) if victim else ())
-    _all_do(workers, task)
-    _tell(workers, task)
+) -> list[dict[str, Any]]:
+    """Prepare all, start all, and check the values only when all have finished."""
+    for worker in workers:
+        worker.send(**task)
+    for worker in workers:
+        worker.receive()
+    for worker in workers:
+        worker.send()
     if victim is not None:
         time.sleep(after_s)
         victim.process.kill()
-    return _finish([worker for worker in workers if worker is not victim], task)
+    left = [worker for worker in workers if worker is not victim]
+    for worker in left:
+        worker.receive()
+    for worker in left:
+        worker.send()
+    return [worker.receive() for worker in left]
 
 
-def _gloo_round(workers: Sequence[AveragingWorker]) -> list[Done]:
-    task = Round()
-    _all_do(workers, task)
-    _tell(workers, task)
-    return _finish(workers, task)
+def _right(members: Sequence[dict[str, Any]]) -> bool:
+    return all(not one["kept_local"] and not one["wrong"] for one in members)
 
 
-def _all_do(workers: Sequence[AveragingWorker], task: Round) -> None:
-    """The next stage of a round begins when all are ready for it."""
-    _tell(workers, task)
-    for worker in workers:
-        worker.hear(WorkerReady)
+def _median_s(rounds: Sequence[Sequence[dict[str, Any]]]) -> float:
+    """Return the median over rounds of the slowest member's seconds."""
+    return float(statistics.median(max(one["seconds"] for one in members) for members in rounds))
 
 
-def _finish(workers: Sequence[AveragingWorker], task: Round) -> list[Done]:
-    for worker in workers:
-        worker.hear(WorkerReady)
-    _tell(workers, task)
-    return [worker.hear(Done) for worker in workers]
-
-
-def _tell(workers: Sequence[AveragingWorker], task: Round) -> None:
-    for worker in workers:
-        worker.say(task)
-
-
-def _contact(worker: AveragingWorker) -> Contact:
-    assert worker.contact is not None
-    return worker.contact
-
-
-def _median_s(rounds: Sequence[Sequence[Done]]) -> float:
-    """Median over rounds of the slowest member."""
-    return statistics.median(max(done.seconds for done in dones) for dones in rounds)
-
-
-def _memory_limit_s(plan: AveragingPlan) -> float:
-    """What the sums and copies of a round cost all cores together, in pieces that fit the cache."""
-    vectors = [filled(seed, plan.numel) for seed in range(plan.peers)]
+def _memory_limit_s(numel: int) -> float:
+    """Return what the sums and copies of a round cost all cores together, in pieces that fit the cache."""
+    vectors = [np.resize(pattern(seed), numel) for seed in range(PEERS)]
     piece, began = 1 << 14, time.perf_counter()
-    for start in range(0, plan.numel, piece):
+    for start in range(0, numel, piece):
         total = sum(vector[start : start + piece] for vector in vectors)
         for vector in vectors:
             np.copyto(vector[start : start + piece], total)
-    return (time.perf_counter() - began) / min(plan.peers, os.cpu_count() or 1)
+    return (time.perf_counter() - began) / min(PEERS, os.cpu_count() or 1)
+
+
+def pattern(seed: int) -> Floats:
+    """Return the block that a member's vector repeats."""
+    return np.random.default_rng(seed).standard_normal(PATTERN_VALUES, dtype=np.float32)
+
+
+def _count_wrong(values: Floats, group: Group, seeds: list[int], dead: list[int]) -> int:
+    """Count the values that equal neither the mean of all members nor that without the dead ones."""
+    weights = {seed: member.weight for seed, member in zip(seeds, group.members, strict=True)}
+    right = np.zeros(len(values), bool)
+    for absent in ([], dead):
+        present = [seed for seed in seeds if seed not in absent]
+        total = sum(weights[seed] for seed in present)
+        mean = np.sum([pattern(seed) * np.float32(weights[seed] / total) for seed in present], axis=0)
+        right |= np.abs(values - np.resize(mean, len(values))) < 1e-5
+    return int((~right).sum())
+
+
+def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
+    """Worker: a peer on the real network."""
+    asyncio.run(_average_as_peer(parent, seed, numel))
+
+
+async def _average_as_peer(parent: Parent, seed: int, numel: int) -> None:
+    node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
+    averager = Averager(node)
+    values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
+    parent.send(contact=msgspec.to_builtins(node.contact))
+    while True:
+        task = await asyncio.to_thread(parent.receive)
+        group = msgspec.convert(task["group"], Group)
+        for member in group.members:
+            node.learn(Contact(member.id, member.addresses))
+        values, others = others, values  # other members may still read the vector of the last round
+        values[:] = np.resize(pattern(seed), numel)
+        parent.send()
+        await asyncio.to_thread(parent.receive)
+        began, cpu_began = time.perf_counter(), time.process_time()
+        result = await averager.average(group, values)
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        parent.send()  # a check at this moment would slow down the other members
+        await asyncio.to_thread(parent.receive)
+        kept_local = sum(span.numel for span in result.kept_local)
+        wrong = await asyncio.to_thread(_count_wrong, values, group, task["seeds"], task["dead"])
+        parent.send(seconds=seconds, cpu_s=cpu_s, kept_local=kept_local, wrong=wrong)
+
+
+def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting: str) -> None:
+    """Worker: a rank of a torch.distributed group."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    collectives: Any = distributed
+    collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    values = torch.from_numpy(np.resize(pattern(rank), numel))
+    parent.send(contact=None)
+    while True:
+        parent.receive()
+        parent.send()
+        parent.receive()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        collectives.all_reduce(values)
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        values /= world
+        parent.send()
+        parent.receive()
+        parent.send(seconds=seconds, cpu_s=cpu_s, kept_local=0, wrong=0)
+
+
+# --- full steps: find the group, average, advance --------------------------------------------------------------------
+
+
+def _measure_steps(report: BenchReport, python: str | None) -> None:
+    numel, steps = (400_000, 3) if report.quick else (2_400_000, 10)
+    for peers in STEP_PEERS[:1] if report.quick else STEP_PEERS:
+        ours = _time_steps(partial(Worker, make_full_steps, "step"), peers, numel, steps)
+        seconds, reduced_s = _add_steps(report, "", ours, peers, numel)
+        waits = [one["seconds"] - one["reduced_s"] for one in ours]
+        what = "of a step is not the averaging itself"
+        report.add(f"averaging.overhead_s_{peers}", statistics.median(waits), "s", what)
+        if python is not None:
+            found = _time_steps(partial(Worker, [python, str(HIVEMIND_WORKER)]), peers, numel, steps)
+            theirs = _add_steps(report, "hivemind_", found, peers, numel)
+            suffix = "" if peers == STEP_PEERS[-1] or report.quick else f"_{peers}"
+            what = "faster per full step"
+            report.add(f"averaging.step_vs_hivemind{suffix}", theirs[0] / seconds, "times", what)
+            report.add(
+                f"averaging.allreduce_vs_hivemind{suffix}", theirs[1] / reduced_s, "times", "faster in it"
+            )
+    if not report.quick:
+        crowd = _time_steps(partial(Worker, make_full_steps, "groups"), CROWD, numel, steps)
+        what = f"of {steps} averages of {CROWD} processes in groups of {GROUP}, right at all"
+        report.add("averaging.groups_success", statistics.mean(one["right"] for one in crowd), "", what)
+
+
+def _time_steps(start: Callable[..., Worker], peers: int, numel: int, steps: int) -> list[dict[str, Any]]:
+    """Time steps of ``peers`` processes; ``start(numel, peers[, address of the first])`` starts one.
+
+    Returns:
+        Per step, the slowest member's ``seconds`` in all and ``reduced_s`` in the averaging, whether the mean was
+        ``right`` at all, and the ``traffic`` over loopback in bytes. The first step is not counted.
+    """
+    found, mean = [], (peers - 1) / 2
+    with ExitStack() as stack:
+        workers = [stack.enter_context(start(numel, peers, grace_s=10.0))]
+        entry = workers[0].receive()["contact"]
+        for _ in range(peers - 1):
+            workers.append(stack.enter_context(start(numel, peers, entry, grace_s=10.0)))
+        for worker in workers[1:]:
+            worker.receive()
+        for _ in range(steps + 1):
+            for index, worker in enumerate(workers):
+                worker.send(value=float(index))
+            for worker in workers:
+                worker.receive()
+            before = _loopback_bytes()
+            for worker in workers:
+                worker.send()
+            members = [worker.receive() for worker in workers]
+            step: dict[str, Any] = {key: max(one[key] for one in members) for key in ("seconds", "reduced_s")}
+            step["right"] = all(
+                max(abs(one["low"] - mean), abs(one["high"] - mean)) < 0.01 for one in members
+            )
+            found.append({**step, "traffic": _loopback_bytes() - before})
+    return found[1:]
+
+
+def _loopback_bytes() -> int:
+    """Return the bytes sent over the loopback interface since the system started; 0 where it does not count them."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)
+
+
+def _add_steps(
+    report: BenchReport, whose: str, steps: list[dict[str, Any]], peers: int, numel: int
+) -> tuple[float, float]:
+    seconds, reduced_s, traffic = (
+        statistics.median(one[key] for one in steps) for key in ("seconds", "reduced_s", "traffic")
+    )
+    right = sum(one["right"] for one in steps)
+    what = f"{peers} processes, {numel / 1e6:g} M values as float16; right at all in {right} of {len(steps)}"
+    report.add(f"averaging.{whose}step_s_{peers}", seconds, "s", what)
+    report.add(f"averaging.{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
+    if traffic:
+        least_mb = 2 * (peers - 1) * numel * 2 / 1e6
+        what = f"over loopback in a step, headers included; the values alone are {least_mb:.1f}"
+        report.add(f"averaging.{whose}traffic_mb_{peers}", traffic / 1e6, "MB", what)
+    return seconds, reduced_s
+
+
+def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites: str) -> None:
+    """Worker of full steps. It exchanges the same messages as ``hivemind_worker.py``.
+
+    Args:
+        mode: ``step`` for a training step of all, ``groups`` for `Swarm.average` in groups.
+    """
+    import colab_swarm as cs
+    from colab_swarm.events import RoundFinished
+    from colab_swarm.training.catch_up import next_lineage
+    from colab_swarm.training.collaboration import Collaboration
+    from colab_swarm.training.progress import ProgressRecord
+    from colab_swarm.training.settings import TrainingSettings
+    from colab_swarm.training.state import Snapshot
+
+    def no_state() -> Snapshot:
+        raise AssertionError("no peer falls behind in this benchmark")
+
+    async def begin() -> Collaboration:
+        own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=True, reduces=True, name=swarm.name)
+        settings = TrainingSettings(
+            "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
+        )
+        made = Collaboration(swarm.services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
+        await made.start()
+        made.level_with(0, b"same")
+        return made
+
+    async def step() -> None:
+        await collaboration.report(1.0, None)
+        result = await collaboration.average(values, 1.0, Sending())
+        if result is not None:
+            collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
+
+    importlib.import_module("torch")  # a trainer has it, and casts with it
+    options = cs.NetworkOptions(lan=False, use_relays=False)
+    if invites:
+        swarm = cs.join(invites[0], peer_name=f"peer-{time.monotonic_ns()}", options=options)
+    else:
+        swarm = cs.create("bench", options=options)
+    collaboration = swarm.runtime.call(begin())
+    values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
+    parent.send(contact="" if invites else str(swarm.invite()))
+    while True:
+        values, others = others, values
+        values[:] = parent.receive()["value"]
+        while mode == "step" and len(collaboration.progress.records) < peers:
+            swarm.runtime.call(collaboration.refresh())
+        parent.send(ready=True)
+        parent.receive()
+        began = time.perf_counter()
+        if mode == "groups":
+            values[:], _ = swarm.average(values, group_size=GROUP)
+        else:
+            swarm.runtime.call(step())
+        seconds = time.perf_counter() - began
+        last = next(reversed(swarm.events.recent(RoundFinished)), None)
+        reduced_s = last.averaging_s if isinstance(last, RoundFinished) else 0.0
+        low, high = float(values.min()), float(values.max())
+        parent.send(seconds=seconds, reduced_s=reduced_s, low=low, high=high)

@@ -2,7 +2,7 @@
 
 Learning@home (section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, in three cloud regions that were
 92.5 ms apart. Here that is the mean delay of each single message, not of a round trip. As in a swarm that has run for a
-while, links between peers that are in each other's routing tables stand; all other links must be dialled.
+while, peers that are in each other's routing tables are already linked; all other links must be dialled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
-from colab_swarm.tensors.codecs import Floats
 
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
@@ -33,53 +32,44 @@ BATCH, BEST = 64, 4
 SIZES = (100, 1000, 10_000)
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER_CLOUD.hosts)
-"""Each message is delayed on its own, exponentially, as the blocks of the paper's Figure 4."""
+"""Each message has its own exponential delay, like the blocks of the paper's Figure 4."""
 
 
 class CountingNetwork(SimNetwork):
-    """Counts the queries of look-ups, whoever sends them."""
+    """Counts the look-up queries of all peers."""
 
     queries = 0
 
     def delivering(self, message: Message, sender: str, receiver: str) -> None:
-        """Count, then go on as ever."""
+        """Count, then deliver."""
         self.queries += isinstance(message, Fetch | FindValue)
         super().delivering(message, sender, receiver)
 
 
 class WatchedDHT(DHT):
-    """Notes what each look-up took."""
+    """Records every look-up."""
 
     readings: list[Reading]
 
     async def fetch(self, key: str | bytes) -> Reading:
-        """Note it."""
+        """Look up and record."""
         reading = await super().fetch(key)
         self.readings.append(reading)
         return reading
 
 
-@dataclass
-class BeamSearches:
-    """One entry per search, times in milliseconds: cold ones on virtual time, warm ones on the processor's."""
-
-    cold_ms: list[float] = field(default_factory=list)
-    warm_ms: list[float] = field(default_factory=list)
-    compute_ms: list[float] = field(default_factory=list)
-    look_ups: list[int] = field(default_factory=list)
-    hops: list[float] = field(default_factory=list)
-    queries: list[int] = field(default_factory=list)
-    received_kb: list[float] = field(default_factory=list)
+BeamSearches = dict[str, list[float]]
+"""Per figure one entry per search; cold times are virtual milliseconds, warm ones those of the processor."""
 
 
 def directory_of(peer: SimPeers, dht: DHT) -> Directory:
-    """The directory of one peer; its announcements hold for as long as the benchmark takes."""
+    """Return the directory of one peer; its announcements do not expire during the benchmark."""
     services = ExpertServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 
 async def announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
-    """Let the first `HOSTS` peers host all places of the grid between them."""
+    """Let the first `HOSTS` peers host all experts of the grid between them."""
     uids = [GRID.uid(index) for index in GRID]
     hosts = min(HOSTS, len(peers) // 2)
     share = -(-len(uids) // hosts)
@@ -92,28 +82,23 @@ async def announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
     )
 
 
-def some_scores(seed: int) -> list[Floats]:
-    """What a gating function might say."""
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
-
-
 async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: BeamSearches) -> None:
     """Search once with an empty cache, then again with a full one."""
-    directory, scores = directory_of(peer, dht), some_scores(len(into.cold_ms))
-    dht.readings = []
+    rng = np.random.default_rng(len(into["cold_ms"]))
+    scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
+    directory, dht.readings = directory_of(peer, dht), []
     queries, received = network.queries, peer.statistics().received_bytes
     began, cpu_began = virtual_time(), time.process_time()
     cold = await directory.best(GRID, scores, BEST)
-    into.cold_ms.append((virtual_time() - began) * 1e3)
-    into.compute_ms.append((time.process_time() - cpu_began) * 1e3)
-    into.look_ups.append(len(dht.readings))
-    into.hops.append(statistics.mean(reading.hops or 0 for reading in dht.readings))
-    into.queries.append(network.queries - queries)
-    into.received_kb.append((peer.statistics().received_bytes - received) / 1e3)
+    into["cold_ms"].append((virtual_time() - began) * 1e3)
+    into["compute_ms"].append((time.process_time() - cpu_began) * 1e3)
+    into["look_ups"].append(len(dht.readings))
+    into["hops"].append(statistics.mean(reading.hops or 0 for reading in dht.readings))
+    into["queries"].append(network.queries - queries)
+    into["received_kb"].append((peer.statistics().received_bytes - received) / 1e3)
     cpu_began = time.process_time()
     warm = await directory.best(GRID, scores, BEST)
-    into.warm_ms.append((time.process_time() - cpu_began) * 1e3)
+    into["warm_ms"].append((time.process_time() - cpu_began) * 1e3)
     assert cold == warm and all(len(sample) == BEST for sample in cold)
     await directory.close()
 
@@ -121,7 +106,7 @@ async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into
 async def search_virtual(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> BeamSearches:
-    """Peers without experts search, one after the other, each for the first time."""
+    """Let peers without experts search, one after the other, each for the first time."""
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
     dhts = [WatchedDHT(peer, DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
@@ -132,42 +117,42 @@ async def search_virtual(
     if standing:
         network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
     await announce(peers, dhts)
-    found = BeamSearches()
+    found = defaultdict[str, list[float]](list)
     for i in rng.sample(range(size // 2, size), searches):
         await search(network, peers[i], dhts[i], found)
     return found
 
 
 def bench_size(report: BenchReport, size: int, searches: int) -> None:
-    """All figures for a swarm of ``size`` peers."""
+    """Report all figures for a swarm of ``size`` peers."""
     began = time.perf_counter()
     found = run_virtual(search_virtual(size, searches, PAPER_CLOUD, standing=True))
     name = f"{size // 1000}k" if size >= 1000 else str(size)
     took = f"{searches} searches, {time.perf_counter() - began:.0f} s real"
-    published = f"virtual, median; published {PUBLISHED_MS[size]}; {took}"
-    report.add(f"beam.cold_ms_{name}", statistics.median(found.cold_ms), "ms", published)
-    report.add(f"beam.cold_ms_{name}_worst", max(found.cold_ms), "ms", "virtual")
-    report.add(f"beam.look_ups_{name}", statistics.mean(found.look_ups), "keys", "mean per search")
-    report.add(f"beam.hops_{name}", statistics.mean(found.hops), "hops", "mean per look-up")
-    report.add(f"beam.queries_{name}", statistics.mean(found.queries), "", "by all peers, mean per search")
-    report.add(f"beam.received_kb_{name}", statistics.mean(found.received_kb), "kB", "mean per search")
+    what = f"virtual, median; published {PUBLISHED_MS[size]}; {took}"
+    report.add(f"beam.cold_ms_{name}", statistics.median(found["cold_ms"]), "ms", what)
+    report.add(f"beam.cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
+    for key, unit, note in (
+        ("look_ups", "keys", "mean per search"),
+        ("hops", "hops", "mean per look-up"),
+        ("queries", "", "by all peers, mean per search"),
+        ("received_kb", "kB", "mean per search"),
+    ):
+        report.add(f"beam.{key}_{name}", statistics.mean(found[key]), unit, note)
     if size == SIZES[-1]:
-        report.add(
-            "beam.cold_compute_ms", statistics.median(found.compute_ms), "ms", "of the whole simulation"
-        )
-        report.add("beam.warm_ms", statistics.median(found.warm_ms), "ms", "processor time, median")
+        compute_ms = statistics.median(found["compute_ms"])
+        report.add("beam.cold_compute_ms", compute_ms, "ms", "of the whole simulation")
+        report.add("beam.warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
 
 
 def run(quick: bool) -> BenchReport:
-    """All figures; ``quick`` searches less often."""
-    report = BenchReport("beam-search", quick)
+    """Measure all figures; ``quick`` searches less often."""
+    report, searches = BenchReport("beam-search", quick), 8 if quick else 40
     for size in SIZES:
-        bench_size(report, size, 8 if quick else 40)
-    others = {"exponential": (EXPONENTIAL, True), "no_links": (PAPER_CLOUD, False)}
-    for name, (profile, standing) in others.items():
-        found = run_virtual(search_virtual(SIZES[0], 8 if quick else 40, profile, standing=standing))
-        note = "exponential delays" if standing else "as a newcomer: nobody has a link"
-        report.add(
-            f"beam.cold_ms_100_{name}", statistics.median(found.cold_ms), "ms", f"virtual, median; {note}"
-        )
+        bench_size(report, size, searches)
+    for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
+        found = run_virtual(search_virtual(SIZES[0], searches, profile, standing=standing))
+        note = "exponential delays" if standing else "as a late joiner without links"
+        cold_ms = statistics.median(found["cold_ms"])
+        report.add(f"beam.cold_ms_100_{name}", cold_ms, "ms", f"virtual, median; {note}")
     return report

@@ -1,20 +1,20 @@
-"""How well the DHT finds, and how fast: 10,000 peers on virtual time, and real ones on loopback."""
+"""How reliably and how fast the DHT finds records: 10,000 peers on virtual time, and real peers on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any, NamedTuple
+
+import msgspec
 
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
@@ -24,21 +24,20 @@ from colab_swarm.sim import PAPER_CLOUD, SimNetwork, run_virtual, virtual_time
 DEAD_SHARE = 0.2
 PROCESSES = 8
 IN_FLIGHT = 8
-"""Operations each process keeps going in the measurement of operations per second."""
+"""Concurrent operations of each process in the measurement of operations per second."""
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """What reading fresh records took, one entry per record."""
+class Lookup(NamedTuple):
+    """One read of a fresh record."""
 
-    found: list[bool]
-    hops: list[int]
-    calls: list[int]
-    seconds: list[float]
+    found: bool
+    hops: int
+    calls: int
+    seconds: float
 
 
 def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) -> None:
-    """Give every peer the routing table it has in a swarm that has run for long: random contacts in each bucket."""
+    """Fill every routing table as in a swarm that has run for long: random contacts in each bucket."""
     order = sorted(range(len(contacts)), key=lambda i: contacts[i].id)
     ids = [int.from_bytes(contacts[i].id, "big") for i in order]
     for dht, contact in zip(dhts, contacts, strict=True):
@@ -53,11 +52,11 @@ def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) ->
             if bisect.bisect_left(ids, me >> bit << bit) + 1 >= bisect.bisect_left(
                 ids, (me >> bit) + 1 << bit
             ):
-                break  # nobody else shares more bits
+                break  # no other id shares more bits
 
 
-async def search_virtual(peers: int, records: int, seed: int = 0) -> Lookups:
-    """Store records, let a fifth of all peers fall silent, read each record from somewhere else."""
+async def search_virtual(peers: int, records: int, seed: int = 0) -> list[Lookup]:
+    """Store records, silence a fifth of all peers, then read each record at another peer."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
     dhts = [DHT(node, DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
@@ -68,39 +67,38 @@ async def search_virtual(peers: int, records: int, seed: int = 0) -> Lookups:
     network.now().partition(dead, {node.name for node in nodes} - dead)
     await asyncio.sleep(60)
     alive = [dht for dht, node in zip(dhts, nodes, strict=True) if node.name not in dead]
-    searches = Lookups([], [], [], [])
+    lookups = []
     for i in range(records):
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
         value = reading.found.get(b"")
-        searches.found.append(value is not None and value.value == i)
-        searches.hops.append(reading.hops or 0)
-        searches.calls.append(reading.calls)
-        searches.seconds.append(virtual_time() - began)
-    return searches
+        found = value is not None and value.value == i
+        lookups.append(Lookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
+    return lookups
 
 
 def bench_virtual(report: BenchReport, peers: int, records: int) -> None:
-    """Found share, hops and latency with ``peers`` peers."""
+    """Measure the share found, hops and latency with ``peers`` peers."""
     began = time.perf_counter()
-    searches = run_virtual(search_virtual(peers, records))
+    lookups = run_virtual(search_virtual(peers, records))
     name = f"{peers // 1000}k" if peers >= 1000 else str(peers)
     note = f"{records} reads, {DEAD_SHARE:.0%} silent, {time.perf_counter() - began:.0f} s real"
-    report.add(f"dht.found_{name}", statistics.mean(searches.found), "", note)
-    report.add(f"dht.hops_{name}", statistics.median(searches.hops), "hops", "median")
-    report.add(f"dht.calls_{name}", statistics.mean(searches.calls), "calls", "mean per read")
-    report.add(f"dht.latency_ms_{name}", statistics.median(searches.seconds) * 1e3, "ms", "virtual, median")
+    report.add(f"dht.found_{name}", statistics.mean(one.found for one in lookups), "", note)
+    report.add(f"dht.hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
+    report.add(f"dht.calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
+    latency_ms = statistics.median(one.seconds for one in lookups) * 1e3
+    report.add(f"dht.latency_ms_{name}", latency_ms, "ms", "virtual, median")
 
 
 async def start_node(stack: AsyncExitStack) -> tuple[Node, DHT]:
-    """A real peer on loopback that ends with ``stack``."""
+    """Start a real peer on loopback; ``stack`` closes it."""
     node = await Node.start(Identity(), NodeSettings(host="127.0.0.1"))
     stack.push_async_callback(node.close)
     return node, DHT(node, DHTSettings(), random.Random())
 
 
 async def median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
-    """Median time of an operation, one at a time."""
+    """Return the median time of an operation, one at a time."""
     times = []
     for i in range(operations):
         began = time.perf_counter()
@@ -110,7 +108,7 @@ async def median_ms(operations: int, operation: Callable[[int], Awaitable[Any]])
 
 
 async def store_and_get(dht: DHT, name: str, operations: int) -> int:
-    """Alternate stores and gets of fresh keys, `IN_FLIGHT` at a time; returns how many went well."""
+    """Alternate stores and gets of fresh keys, `IN_FLIGHT` at a time; return how many succeeded."""
 
     async def chain(which: int) -> int:
         good = 0
@@ -124,66 +122,50 @@ async def store_and_get(dht: DHT, name: str, operations: int) -> int:
     return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
 
 
-async def obey(pipe: Connection) -> None:
-    """One process of the real swarm: do what the parent says, answer, until it says nothing more."""
+def take_part(parent: Parent) -> None:
+    """Worker: a peer that measures at each message."""
+    asyncio.run(_take_part(parent))
+
+
+async def _take_part(parent: Parent) -> None:
     async with AsyncExitStack() as stack:
         node, dht = await start_node(stack)
         name = node.id.hex()
-        pipe.send(node.contact)
-        while (order := await asyncio.to_thread(pipe.recv)) is not None:
-            match order:
-                case ("bootstrap", contact):
-                    pipe.send(await dht.bootstrap([contact]))
-                case ("one at a time", operations):
+        parent.send(contact=msgspec.to_builtins(node.contact))
+        while True:
+            match await asyncio.to_thread(parent.receive):
+                case {"bootstrap": contact}:
+                    await dht.bootstrap([msgspec.convert(contact, Contact)])
+                    parent.send()
+                case {"one at a time": operations}:
                     store_ms = await median_ms(operations, lambda i: dht.store(f"{name} {i}", i, ttl_s=600))
-                    pipe.send((store_ms, await median_ms(operations, lambda i: dht.get(f"{name} {i}"))))
-                case ("at once", operations):
-                    pipe.send(await store_and_get(dht, name, operations))
-
-
-def worker(pipe: Connection) -> None:
-    """Entry point of a child process."""
-    asyncio.run(obey(pipe))
+                    get_ms = await median_ms(operations, lambda i: dht.get(f"{name} {i}"))
+                    parent.send(store_ms=store_ms, get_ms=get_ms)
+                case {"at once": operations}:
+                    parent.send(good=await store_and_get(dht, name, operations))
 
 
 def bench_processes(report: BenchReport, operations: int) -> None:
-    """Store and get among `PROCESSES` processes on loopback: one at a time, then all at once."""
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(PROCESSES)]
-    children = [context.Process(target=worker, args=(far,), daemon=True) for _, far in ends]
-    for child in children:
-        child.start()
-    pipes = [near for near, _ in ends]
-    try:
-        measure_processes(report, pipes, operations)
-    finally:
-        for pipe in pipes:
-            pipe.send(None)
-        for child in children:
-            child.join(10)
-
-
-def measure_processes(report: BenchReport, pipes: list[Any], operations: int) -> None:
-    """Tell the processes what to do and report what it took."""
-    entry, *_ = [pipe.recv() for pipe in pipes]
-    for pipe in pipes[1:] * 2:  # once more, for those that came first to meet those that came last
-        pipe.send(("bootstrap", entry))
-        pipe.recv()
-    pipes[1].send(("one at a time", operations))
-    store_ms, get_ms = pipes[1].recv()
-    report.add("dht.store_ms", store_ms, "ms", f"{PROCESSES} processes, median, one at a time")
-    report.add("dht.get_ms", get_ms, "ms", "same")
-    began = time.perf_counter()
-    for pipe in pipes:
-        pipe.send(("at once", operations))
-    good = sum(pipe.recv() for pipe in pipes)
-    seconds = time.perf_counter() - began
+    """Measure stores and gets among `PROCESSES` processes on loopback: one at a time, then all at once."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(take_part)) for _ in range(PROCESSES)]
+        entry, *_ = [worker.receive()["contact"] for worker in workers]
+        for worker in workers[1:] * 2:  # twice, so that the first ones meet the last ones
+            worker.call(bootstrap=entry)
+        found = workers[1].call(**{"one at a time": operations})
+        began = time.perf_counter()
+        for worker in workers:
+            worker.send(**{"at once": operations})
+        good = sum(worker.receive()["good"] for worker in workers)
+        seconds = time.perf_counter() - began
+    report.add("dht.store_ms", found["store_ms"], "ms", f"{PROCESSES} processes, median, one at a time")
+    report.add("dht.get_ms", found["get_ms"], "ms", "same")
     report.add("dht.ops_per_s", good / seconds, "/s", f"{PROCESSES} processes, {IN_FLIGHT} in flight in each")
     report.add("dht.ops_success", good / (operations * PROCESSES), "", "stored, and read back")
 
 
 async def bench_loopback(report: BenchReport, peers: int, operations: int) -> None:
-    """The same with many peers in this process."""
+    """Measure stores and gets with many peers in this process."""
     async with AsyncExitStack() as stack:
         swarm = [await start_node(stack) for _ in range(peers)]
         for _, dht in swarm[1:]:
@@ -199,7 +181,7 @@ async def bench_loopback(report: BenchReport, peers: int, operations: int) -> No
 
 
 def run(quick: bool) -> BenchReport:
-    """All figures; ``quick`` asks less of each."""
+    """Measure all figures; ``quick`` takes fewer operations."""
     report = BenchReport("dht", quick)
     for peers in (100, 1000, 10_000):
         bench_virtual(report, peers, 50 if quick else 400)

@@ -1,61 +1,69 @@
-"""Elastic consistency: what it costs in accuracy, whether its bounds hold, and the speed that it buys.
+"""Elastic consistency: its cost in accuracy, whether its bounds hold, and the speed that it gains.
 
-The first two are emulated (`elastic_consistency`). Speed is measured with two processes in network namespaces, 5 ms of
-latency (give or take 0.2) apart, that learn digits: by every scheduler, by torch's `DistributedDataParallel` over gloo,
-and alone, in turn and with several seeds, so that all had the same weather. A beta above 0 gains less than 0: the first
+The first two are emulated (`elastic_consistency`). Speed is measured with two processes that learn digits, in network
+namespaces with 5 ms (+-0.2 ms) of latency: by every scheduler, by torch's `DistributedDataParallel` over gloo, and
+alone, in turn and with several seeds, so that all meet the same load. A beta above 0 gains less than 0: the first
 bucket of the same step, which is sent early in backward, still takes its 5 ms, and backward here ends before.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
-import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import colab_swarm as cs
 from colab_swarm.bench import elastic_consistency
 from colab_swarm.bench.elastic_consistency import ImageRows
-from colab_swarm.bench.elastic_worker import HEADLINE, OTHERS, WAYS
-from colab_swarm.bench.full_step import StepWorker
 from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.slow_link import SlowLink, missing
+from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
+from colab_swarm.bench.workers import Parent, Worker, python_command
+from colab_swarm.elastic.optimizer import ElasticOptimizer
+from colab_swarm.elastic.schedulers import (
+    BoundedStaleness,
+    CrashTolerant,
+    NormBounded,
+    Scheduler,
+    Synchronous,
+    VarianceBounded,
+)
+from colab_swarm.recipes.classify import classification_job
+from colab_swarm.swarm.swarm import Swarm
 
+plot = elastic_consistency.plot
 DELAY_S, JITTER_S = 0.005, 0.0002
-WORKER = ("nice", "-n", "-10", sys.executable, "-m", "colab_swarm.bench.elastic_worker")
-"""What else runs on the machine should not count."""
-
-
-@dataclass(frozen=True)
-class ElasticPlan:
-    """How many runs of each way, of how many steps."""
-
-    seeds: int
-    steps: int
-
-
-FULL, QUICK = ElasticPlan(seeds=3, steps=300), ElasticPlan(seeds=1, steps=100)
-
-
-@dataclass
-class ElasticRuns:
-    """What the runs of one way came to, one figure each: seconds of a step, those that it computed, and accuracy."""
-
-    step_s: list[float]
-    cpu_s: list[float]
-    accuracy: list[float]
-
-    @property
-    def typical_s(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def mean_accuracy(self) -> float:
-        return statistics.mean(self.accuracy)
+WAYS: dict[str, Callable[[], Scheduler]] = {
+    "synchronous": Synchronous,
+    "norm_0.5": partial(NormBounded, 0.5),
+    "norm_0.1": partial(NormBounded, 0.1),
+    "norm_0": partial(NormBounded, 0.0),
+    "variance": partial(VarianceBounded, 0.001),
+    "stale_1": partial(BoundedStaleness, 1),
+    "crash_1": partial(CrashTolerant, 1, 0.001),
+}
+HEADLINE = "norm_0"
+OTHERS = ("alone", "ddp")
+PEERS = 2
+HIDDEN, LAYERS, BATCH, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
+PORT = 29_500
+"""For gloo; the namespace belongs to this benchmark."""
+WARM_UP, WINDOW = 20, 10
+"""Steps that are not counted; steps over which a time is averaged, because single ones alternate."""
 
 
 def run(quick: bool = False, data: str | None = None) -> BenchReport:
-    """All three experiments.
+    """Run all three experiments.
 
     Args:
         data: ``.npz`` of images of 32 x 32 to learn instead of digits, where accuracy is compared.
@@ -63,53 +71,130 @@ def run(quick: bool = False, data: str | None = None) -> BenchReport:
     images = ImageRows(data, (3, 32, 32), "resnet") if data else None
     report = elastic_consistency.run(quick, images)
     report.name = "elastic"
-    add_speed(report, QUICK if quick else FULL)
+    add_speed(report, *((1, 100) if quick else (3, 300)))
     return report
 
 
-def plot(report: BenchReport, path: str) -> None:
-    """Accuracy against beta; needs matplotlib."""
-    elastic_consistency.plot(report, path)
-
-
-def add_speed(report: BenchReport, plan: ElasticPlan) -> None:
-    """Measure step times; a row says so where that cannot be."""
+def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
+    """Measure step times over ``seeds`` runs of ``steps`` steps; if that is impossible, add a row with the reason."""
     if reason := missing():
         report.add("elastic.speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
-    runs = measure(plan)
-    alone, synchronous, ddp, norm = (runs[way] for way in ("alone", "synchronous", "ddp", HEADLINE))
-    for way, one in runs.items():
-        against = [one.typical_s / other.typical_s for other in (synchronous, ddp)]
-        what = f"{against[0]:.2f} of synchronous, {against[1]:.2f} of DDP; accuracy {100 * one.mean_accuracy:.1f} %"
-        report.add(f"elastic.step_ms_{way}", 1e3 * one.typical_s, "ms", what)
-    share = 1 - statistics.median(alone.cpu_s) / synchronous.typical_s
+    runs = _measure(seeds, steps)
+    step_s = {way: statistics.median(figures["step_s"]) for way, figures in runs.items()}
+    accuracy = {way: 100 * statistics.mean(figures["accuracy"]) for way, figures in runs.items()}
+    synchronous_s, ddp_s, norm_s = step_s["synchronous"], step_s["ddp"], step_s[HEADLINE]
+    for way, seconds in step_s.items():
+        what = f"{seconds / synchronous_s:.2f} of synchronous, {seconds / ddp_s:.2f} of DDP"
+        report.add(f"elastic.step_ms_{way}", 1e3 * seconds, "ms", f"{what}; accuracy {accuracy[way]:.1f} %")
+    share = 1 - statistics.median(runs["alone"]["cpu_s"]) / synchronous_s
     what = f"of a synchronous step, over {1e3 * DELAY_S:g} ms of latency; the rest is computed alone, too"
     report.add("elastic.communication_share", share, "", what)
     what = f"{WAYS[HEADLINE]()!r}: waits for the step before, not for this one; <= 0.8 wanted"
-    report.add("elastic.step_time_vs_synchronous", norm.typical_s / synchronous.typical_s, "", what)
-    lost = 100 * (synchronous.mean_accuracy - norm.mean_accuracy)
-    report.add(
-        "elastic.speed_accuracy_drop", lost, "points", f"of it, mean of {plan.seeds} seeds; <= 1 wanted"
-    )
+    report.add("elastic.step_time_vs_synchronous", norm_s / synchronous_s, "", what)
+    lost, what = accuracy["synchronous"] - accuracy[HEADLINE], f"of it, mean of {seeds} seeds; <= 1 wanted"
+    report.add("elastic.speed_accuracy_drop", lost, "points", what)
     what = "torch's DistributedDataParallel over gloo, not encrypted; <= 1.15 wanted"
-    report.add("elastic.synchronous_vs_ddp", synchronous.typical_s / ddp.typical_s, "", what)
+    report.add("elastic.synchronous_vs_ddp", synchronous_s / ddp_s, "", what)
 
 
-def measure(plan: ElasticPlan) -> dict[str, ElasticRuns]:
-    """All ways in turn, seed by seed."""
-    runs: dict[str, ElasticRuns] = defaultdict(lambda: ElasticRuns([], [], []))
+def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Run all ways in turn, seed by seed; return the figures of each, one per seed."""
+    runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, ExitStack() as stack:
-        first = stack.enter_context(StepWorker(link.command(0, *WORKER, 0)))
-        invite = first.hear()["invite"]
-        second = stack.enter_context(StepWorker(link.command(1, *WORKER, 1, invite)))
-        second.hear()
-        for seed in range(plan.seeds):
+        workers: list[Worker] = []
+        invite = ""
+        for rank in range(PEERS):
+            command = ["nice", "-n", "-10", *python_command(train, rank, invite)]
+            workers.append(stack.enter_context(Worker(link.command(rank, *command))))
+            invite = workers[-1].receive()["invite"]
+        for seed in range(seeds):
             for way in (*OTHERS, *WAYS):
-                for worker in (first, second):
-                    worker.say(way=way, seed=seed, steps=plan.steps)
-                told = [worker.hear() for worker in (first, second)]
-                runs[way].step_s.append(max(one["step_s"] for one in told))
-                runs[way].cpu_s.append(max(one["cpu_s"] for one in told))
-                runs[way].accuracy.append(statistics.mean(one["accuracy"] for one in told))
-    return dict(runs)
+                for worker in workers:
+                    worker.send(way=way, seed=seed, steps=steps)
+                found = [worker.receive() for worker in workers]
+                for key, combine in (("step_s", max), ("cpu_s", max), ("accuracy", statistics.mean)):
+                    runs[way][key].append(combine(one[key] for one in found))
+    return runs
+
+
+# --- one of the two peers ---------------------------------------------------------------------------------------------
+
+
+class Digits:
+    """Pixels and labels, and one peer's random batches of them."""
+
+    def __init__(self) -> None:
+        job = classification_job()
+        self._train, self._test = (
+            [torch.from_numpy(part) for part in read()] for read in (job.data, job.validation)
+        )
+
+    def batches(self, steps: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return so many batches, prepared in advance."""
+        rng = torch.Generator().manual_seed(seed)
+        images, labels = self._train[0].flatten(1).float() / 255, self._train[1]
+        drawn = [torch.randint(0, len(labels), (BATCH,), generator=rng) for _ in range(steps)]
+        return [(images[rows], labels[rows]) for rows in drawn]
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Return the share of the test images that ``model`` classifies right."""
+        with torch.no_grad():
+            guesses = model(self._test[0].flatten(1).float() / 255).argmax(1)
+        return float((guesses == self._test[1]).float().mean())
+
+
+class Layer(nn.Module):
+    """A residual layer, (n, HIDDEN) -> (n, HIDDEN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.relu(self.inner(hidden))
+
+
+def train(parent: Parent, rank: int, invite: str) -> None:
+    """Worker: learn digits step by step, for each message ``{"way": …, "seed": …, "steps": …}``.
+
+    A way is a name of `WAYS`, ``alone`` (no other peer), or ``ddp``: torch's `DistributedDataParallel` over gloo.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    options = cs.NetworkOptions(lan=False, use_relays=False)
+    swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
+    parent.send(invite=invite or str(swarm.invite()))
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)
+    digits = Digits()
+    while True:
+        parent.send(**_train_one(swarm, digits, rank, **parent.receive()))
+
+
+def _train_one(
+    swarm: Swarm, digits: Digits, rank: int, *, way: str, seed: int, steps: int
+) -> dict[str, float]:
+    """Train one model; return its accuracy and the seconds of a step, in all and in this thread."""
+    torch.manual_seed(seed)
+    layers = (Layer() for _ in range(LAYERS))
+    model = nn.Sequential(nn.Linear(64, HIDDEN), *layers, nn.Linear(HIDDEN, 10))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    forward: nn.Module = DistributedDataParallel(model) if way == "ddp" else model
+    if way in WAYS:
+        name = f"{way}-{seed}"
+        optimizer = swarm.elastic_optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
+    ends, computed = [], []
+    for images, labels in digits.batches(steps, PEERS * seed + rank):
+        F.cross_entropy(forward(images), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+        computed.append(time.thread_time())
+    if isinstance(optimizer, ElasticOptimizer):
+        optimizer.close()
+    return {"step_s": typical(ends), "cpu_s": typical(computed), "accuracy": digits.accuracy(model)}
+
+
+def typical(ends: list[float]) -> float:
+    """Return the lower quartile of a step's time, over windows of steps; other programs only add to it."""
+    windows = zip(ends[WARM_UP:], ends[WARM_UP + WINDOW :], strict=False)
+    return statistics.quantiles(((end - begin) / WINDOW for begin, end in windows), n=4)[0]

@@ -1,38 +1,42 @@
 """What inconsistency costs: accuracy against beta, measured distances against Table 1, and error feedback.
 
-Groups are emulated (`elastic_emulation`): real ledgers, schedulers, codecs and gradients, on virtual time. A backward
-pass takes a second, give or take a fifth; a gradient as long to travel, and single buckets stay away longer.
+Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real gradients.
+A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
 
 * `accuracies`: the norm-bounded scheduler for several beta, and the variance-bounded one; the paper's Figure 1 (left).
 * `ratios`: measured over bound, for every scheduler and codec, with the M and sigma of the same run.
 * `compressions`: topk at 1 % with and without error feedback.
 
-What was found. Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses 1.7
-points at beta 0, and from 0.1 on nothing beyond the spread of seeds; nor does a residual network of 2 peers. The
-bounds for delays and crashes are 1.4 to 4.2 times what is measured: nobody's network holds back everything always.
-Those for compression are worth little as they stand, 24 (int8), 94 (topk at 1 %) and 10,000 times (onebit): gamma is
-that of the worst vector there is, which gradients are not, and counts by (1 - gamma)^-1.5. With the largest gamma that
-the run itself has met they are 3 to 14 times the measured distance.
+Results: accuracy depends on beta only where training is on the edge. An MLP of 4 peers at a high rate loses 1.7 points
+at beta 0, and from 0.1 on nothing beyond the spread of seeds; nor does a residual network of 2 peers. The bounds for
+delays and crashes are 1.4 to 4.2 times the measured distance: no real network delays everything always. Those for
+compression are loose: 24 (int8), 94 (topk at 1 %) and 10,000 times (onebit). Their gamma is that of the worst vector
+possible, unlike gradients, and counts by (1 - gamma)^-1.5. With the largest gamma of the run itself they are 3 to 14
+times the measured distance.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from colab_swarm.bench.elastic_emulation import Crash, Delay, Emulation, Scene
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.elastic.ledger import GradientLedger
+from colab_swarm.elastic.meter import ExactMeter, Meter
 from colab_swarm.elastic.schedulers import (
+    AdaptiveBeta,
     BoundedStaleness,
     CrashTolerant,
     NormBounded,
@@ -41,8 +45,227 @@ from colab_swarm.elastic.schedulers import (
     VarianceBounded,
 )
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.workunits.job import Job
+
+Gradient = Callable[[int, int, Floats], Floats]
+"""(peer, step, parameters) -> gradient."""
+Delay = Callable[[int, int, int, int], float]
+"""(sender, receiver, step, bucket) -> seconds."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A peer computes its gradient of ``step``, sends it only to the peers in ``reached``, and crashes."""
+
+    step: int
+    reached: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A run to emulate.
+
+    Attributes:
+        sizes: values per bucket; a gradient is all buckets, one after the other.
+        scheduler: makes one for each peer.
+        alpha, momentum: of SGD.
+        decay: alpha falls linearly to 0.
+        delay: of a bucket on its way; no bucket overtakes another.
+        backward_s: seconds of a (peer, step); buckets become ready evenly.
+        codec, feedback: how gradients are compressed, and whether the residual is sent later.
+        crashes: by peer.
+        noticed_s: how long after a crash the other peers notice.
+    """
+
+    sizes: tuple[int, ...]
+    scheduler: Callable[[], Scheduler]
+    peers: int = 2
+    steps: int = 50
+    alpha: float = 0.1
+    momentum: float = 0.0
+    decay: bool = False
+    delay: Delay = lambda sender, receiver, step, bucket: 0.0
+    backward_s: Callable[[int, int], float] = lambda peer, step: 1.0
+    codec: str = "float32"
+    feedback: bool = True
+    crashes: Mapping[int, Crash] = field(default_factory=dict)
+    noticed_s: float = 0.5
+
+
+class Member:
+    """One peer of an emulation.
+
+    Attributes:
+        parameters: its view.
+        history: its view at the start of each step, and after the last.
+        estimates, found: distances of its views, as its `Meter` estimated them at once and found them later.
+        betas: of each step, if they change.
+        waited_s: seconds waited in all steps together.
+        missing: share of the others' values that came late or never.
+    """
+
+    def __init__(self, scene: Scene, index: int, start: Floats) -> None:
+        self.scheduler = scene.scheduler()
+        self.ledger = GradientLedger(scene.sizes, scene.peers, index, self.scheduler)
+        self.meter = Meter(len(scene.sizes), scene.peers)
+        self.feedback = ErrorFeedback(len(start))
+        self.parameters, self.velocity = start.copy(), np.zeros_like(start)
+        self.history: list[Floats] = []
+        self.estimates: list[float] = []
+        self.found: list[float] = []
+        self.betas: list[float] = []
+        self.waited_s = self.missing = self.finished_at = 0.0
+
+
+class Emulation:
+    """Runs a scene as a queue of events; the same scene and gradients give the same result.
+
+    Attributes:
+        members: by number.
+        exact: the distances of all.
+        gamma: the largest loss that the codec has caused, ``||Q(w) - w||^2 / ||w||^2``.
+        ratios: measured over bound, after each step, with the codec's stated gamma.
+        tight_ratios: the same with the gamma found.
+        fired: crashes that happened.
+    """
+
+    def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:
+        self._scene, self._gradient = scene, gradient
+        self._codec = codec_of(scene.codec)
+        self._parts = [
+            slice(end - size, end) for size, end in zip(scene.sizes, accumulate(scene.sizes), strict=True)
+        ]
+        self.members = [Member(scene, index, start) for index in range(scene.peers)]
+        self.exact = ExactMeter(start, scene.alpha, scene.peers)
+        self.gamma, self._stated = 0.0, max(map(self._codec.gamma, scene.sizes))
+        self.ratios: list[float] = []
+        self.tight_ratios: list[float] = []
+        self.fired: list[int] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+        self._arrivals: dict[tuple[int, int], float] = {}
+        self._now = 0.0
+
+    def run(self) -> Emulation:
+        """Run to the end; return itself.
+
+        Raises:
+            RuntimeError: a peer waits for a gradient that never comes.
+        """
+        for peer in range(self._scene.peers):
+            self._begin(peer)
+        while self._events:
+            self._now, _, event, arguments = heapq.heappop(self._events)
+            event(*arguments)
+        for peer, member in enumerate(self.members):
+            member.ledger.check_invariants()
+            if peer not in self.fired and member.ledger.step < self._scene.steps:
+                raise RuntimeError(f"peer {peer} waits indefinitely at step {member.ledger.step}")
+        return self
+
+    def _at(self, at: float, event: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (at, next(self._order), event, arguments))
+
+    def _begin(self, peer: int) -> None:
+        """Start a step: compute its gradient, whose buckets become ready one after the other."""
+        member, scene = self.members[peer], self._scene
+        step = member.ledger.step
+        member.history.append(member.parameters.copy())
+        self.exact.on_view(peer, step, member.parameters)
+        if step == scene.steps:
+            member.finished_at = self._now
+            return
+        member.feedback.begin()
+        gradient = self._gradient(peer, step, member.parameters)
+        self.exact.on_gradient(peer, step, gradient)
+        bucket_s = scene.backward_s(peer, step) / len(scene.sizes)
+        for bucket in range(len(scene.sizes)):
+            self._at(self._now + bucket_s * (bucket + 1), self._produce, peer, step, bucket, gradient)
+
+    def _produce(self, peer: int, step: int, bucket: int, gradient: Floats) -> None:
+        """Encode a bucket that is ready and send it to all others."""
+        member, crash, part = self.members[peer], self._scene.crashes.get(peer), self._parts[bucket]
+        sent, lost = self._encode(member, part.start, gradient[part])
+        squares = _square(gradient[part]), lost
+        member.ledger.on_own(step, bucket, sent, now=self._now)
+        member.meter.on_norms(peer, step, *squares)
+        crashes = crash is not None and crash.step == step
+        for other in range(self._scene.peers):
+            if other != peer and not (crash is not None and crashes and other not in crash.reached):
+                at = self._now + self._scene.delay(peer, other, step, bucket)
+                self._arrivals[peer, other] = at = max(at, self._arrivals.get((peer, other), 0.0))
+                self._at(at, self._arrive, other, peer, step, bucket, sent, squares)
+        if bucket == len(self._scene.sizes) - 1:
+            member.feedback.settle()
+            self._crash(peer) if crashes else self._end_step(peer)
+
+    def _encode(self, member: Member, start: int, values: Floats) -> tuple[Floats, float]:
+        """Return what the others will decode, and the squared norm of the residual that is sent later."""
+        if not self._scene.feedback:
+            return self._codec.decode(self._codec.encode(values), len(values)).copy(), 0.0
+        wanted = values + member.feedback.residual[start : start + len(values)]
+        sent = member.feedback.encode(self._codec, start, values)[1].copy()
+        lost = _square(wanted - sent)
+        self.gamma = max(self.gamma, lost / (_square(wanted) or 1))
+        return sent, lost
+
+    def _arrive(
+        self, peer: int, sender: int, step: int, bucket: int, values: Floats, squares: tuple[float, float]
+    ) -> None:
+        member = self.members[peer]
+        if member.ledger.on_received(sender, step, bucket, values):
+            member.meter.on_norms(sender, step, *squares)
+            self._end_step(peer)
+
+    def _crash(self, peer: int) -> None:
+        self.fired.append(peer)
+        self.exact.on_lost(peer)
+        for other in range(self._scene.peers):
+            if other != peer and other not in self.fired:
+                at = max(self._now + self._scene.noticed_s, self._arrivals.get((peer, other), 0.0))
+                self._at(at, self._notice, other, peer)
+
+    def _notice(self, peer: int, lost: int) -> None:
+        self.members[peer].ledger.on_lost(lost)
+        self._end_step(peer)
+
+    def _end_step(self, peer: int) -> None:
+        """End the step if this peer's gradient is complete and the scheduler agrees."""
+        member, scene = self.members[peer], self._scene
+        if peer in self.fired or not member.ledger.ready:
+            return
+        status = member.ledger.standing(self._now)
+        if not member.scheduler.may_go_on(status):
+            if (seconds := member.scheduler.ask_again_s(status)) is not None:
+                self._at(self._now + seconds, self._end_step, peer)
+            return
+        member.waited_s += status.waited_s
+        member.missing += status.missing / scene.steps
+        closed = member.ledger.close_step()
+        distances = member.meter.on_closed(closed)
+        member.estimates.append(member.meter.estimate)
+        member.found += distances
+        if isinstance(member.scheduler, AdaptiveBeta):
+            member.betas.append(member.scheduler.beta)
+            for distance in distances:
+                member.scheduler.on_measured(distance)
+        member.velocity = scene.momentum * member.velocity + np.concatenate(closed.gradients)
+        alpha = scene.alpha * (1 - closed.step / scene.steps if scene.decay else 1)
+        member.parameters = member.parameters - np.float32(alpha) * member.velocity
+        if not scene.momentum and not scene.decay:  # else x_t is not a plain sum of gradients
+            for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self.gamma)):
+                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma)):
+                    ratios.append(self.exact.measured / bound)
+        self._at(self._now, self._begin, peer)
+
+
+def _square(values: Floats) -> float:
+    return float(np.dot(values, values))
+
+
+# --- the experiments --------------------------------------------------------------------------------------------------
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Images and labels."""
@@ -66,7 +289,7 @@ STRESS = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What is learnt.
+    """A task to learn.
 
     Attributes:
         data: ``digits``, or an ``.npz`` file as `classification_job` takes it.
@@ -80,7 +303,7 @@ class ImageRows:
 
 
 class ConsistencyTask:
-    """Images to classify, as gradients over one flat vector that begins with the last layer.
+    """Images to classify, as gradients over one flat vector that starts with the last layer.
 
     Attributes:
         start: the first parameters.
@@ -95,36 +318,32 @@ class ConsistencyTask:
         self.sizes = tuple(map(len, np.array_split(self.start, BUCKETS)))
 
     def gradient(self, peer: int, step: int, parameters: Floats) -> Floats:
-        """Of the mean loss of one batch, drawn by seed, peer and step."""
+        """Return the gradient of the mean loss of one batch, drawn by seed, peer and step."""
         inputs, labels = self._train
         rng = torch.Generator().manual_seed((self._seed * 1000 + peer) * 100_000 + step)
         chosen = torch.randint(len(labels), (BATCH,), generator=rng)
-        self._put(parameters)
+        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         loss = nn.functional.cross_entropy(self._model.train()(inputs[chosen]), labels[chosen])
         return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, self._parameters)]).numpy()
 
     @torch.no_grad()
     def accuracy(self, parameters: Floats) -> float:
-        """Share of the test images that are classified right, in percent."""
+        """Return the percentage of the test images that are classified right."""
         inputs, labels = self._test
-        self._put(parameters)
+        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         guesses = [self._model.eval()(part).argmax(1) for part in torch.split(inputs, TEST_BATCH)]
         return 100 * float((torch.cat(guesses) == labels).float().mean())
-
-    def _put(self, parameters: Floats) -> None:
-        vector_to_parameters(torch.from_numpy(parameters), self._parameters)
 
 
 @lru_cache(maxsize=1)
 def _load(images: ImageRows) -> tuple[Job, Part, Part]:
-    """The job, and what it trains and is tested on."""
     job = classification_job(images.data, shape=images.shape, model=images.model)
     (x, y), (x_test, y_test) = (map(torch.from_numpy, part()) for part in (job.data, job.validation))
     return job, (x, y), (x_test, y_test)
 
 
 def slow_network(sizes: tuple[int, ...], seed: int) -> Delay:
-    """A second for a whole gradient, and as chance has it more."""
+    """Return delays of a second for a whole gradient, plus a random time for each bucket."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
@@ -134,14 +353,14 @@ def slow_network(sizes: tuple[int, ...], seed: int) -> Delay:
 
 
 def uneven(peer: int, step: int) -> float:
-    """Seconds of a backward pass."""
+    """Return the seconds of a backward pass."""
     return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
 
 
 def emulate(
     images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True
 ) -> tuple[ConsistencyTask, Emulation]:
-    """One run; ``scene`` without sizes and delays."""
+    """Emulate one run of ``scene``, which has no sizes and delays yet."""
     task = ConsistencyTask(images, seed)
     scene = replace(scene, sizes=task.sizes, backward_s=uneven)
     if delayed:
@@ -159,27 +378,17 @@ class Outcome(NamedTuple):
 
 
 def train(images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True) -> Outcome:
-    """Emulate, and classify the test images."""
+    """Emulate one run and classify the test images; return the mean over its peers."""
     task, run = emulate(images, scene, seed, delayed=delayed)
-    of_each = [
-        Outcome(
-            task.accuracy(member.parameters),
-            member.missing,
-            member.meter.measured,
-            member.finished_at / scene.steps,
-        )
-        for member in run.members
-    ]
-    return mean(of_each)
-
-
-def mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """Field by field."""
-    return Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
+    of_each = (
+        (task.accuracy(one.parameters), one.missing, one.meter.measured, one.finished_at / scene.steps)
+        for one in run.members
+    )
+    return Outcome(*map(statistics.mean, zip(*of_each, strict=True)))
 
 
 def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> float:
-    """Accuracy at the end for each scheduler, over the seeds; returns how much beta 0.8 loses, in points."""
+    """Report the final accuracy for each scheduler, over the seeds; return how much beta 0.8 loses, in points."""
     cases: dict[str, Callable[[], Scheduler]] = {
         f"beta_{beta:g}": partial(NormBounded, beta) for beta in BETAS
     }
@@ -187,22 +396,18 @@ def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) 
     accuracy = {}
     for case, scheduler in cases.items():
         outcomes = [train(images, replace(like, scheduler=scheduler), seed) for seed in range(seeds)]
-        found = mean(outcomes)
+        found = Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
         spread = statistics.stdev(one.accuracy for one in outcomes) if seeds > 1 else 0.0
         note = f"+- {spread:.2f}, {seeds} seeds; {found.missing:.0%} came late, {found.step_s:.2f} s a step"
         report.add(f"elastic.accuracy_{images.model}_{case}", found.accuracy, "%", note)
-        report.add(
-            f"elastic.distance_{images.model}_{case}",
-            found.distance,
-            "",
-            "||x - v|| / alpha, root mean square",
-        )
+        note = "||x - v|| / alpha, root mean square"
+        report.add(f"elastic.distance_{images.model}_{case}", found.distance, "", note)
         accuracy[case] = found.accuracy
     return accuracy["beta_1"] - accuracy["beta_0.8"]
 
 
 def ratios(report: BenchReport, images: ImageRows, steps: int, peers: int = 4) -> None:
-    """Measured distance over its bound, at worst in the run; in the note the reverse: how generous the bound is."""
+    """Report the largest measured distance over its bound; the note has the inverse: how loose the bound is."""
     worst = tightest = 0.0
     for name, scheduler in SCHEDULERS.items():
         crashes = {peers - 1: Crash(steps // 2, frozenset({0}))} if name == "crash_1" else {}
@@ -220,7 +425,7 @@ def ratios(report: BenchReport, images: ImageRows, steps: int, peers: int = 4) -
 
 
 def compressions(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> None:
-    """Accuracy with one value of a hundred, its residual fed back or thrown away, against all values."""
+    """Report the accuracy with one value of a hundred, with and without error feedback, against all values."""
     cases = {
         "float32": like,
         "topk_feedback": replace(like, codec="topk:0.01"),
@@ -236,7 +441,7 @@ def compressions(report: BenchReport, images: ImageRows, like: Scene, seeds: int
 
 
 def run(quick: bool = False, images: ImageRows | None = None) -> BenchReport:
-    """All three experiments.
+    """Run all three experiments.
 
     Args:
         images: for the first: instead of digits, by an MLP and, unless ``quick``, by a residual network.
@@ -256,7 +461,7 @@ def run(quick: bool = False, images: ImageRows | None = None) -> BenchReport:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Accuracy against beta, and the distance that goes with it; needs matplotlib."""
+    """Draw accuracy and distance over beta; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figures = {row.key: row.value for row in report.rows}

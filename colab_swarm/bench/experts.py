@@ -1,44 +1,40 @@
 """Experts under load: one host and many callers, each a process, over encrypted links on loopback.
 
-The limit is what the same expert computes on the same thread of the same process when nobody calls.
+The limit is what the same expert computes on the same thread of the same process without callers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
-import sys
+import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from colab_swarm.bench.experts_caller import Load
-from colab_swarm.bench.full_step import StepWorker
+import numpy as np
+
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.events import EventLog
+from colab_swarm.moe.batching import BatchLimits
+from colab_swarm.moe.calls import ExpertCalls, ExpertInfo
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.peers import Contact, PeerId
 
-HOST = (sys.executable, "-m", "colab_swarm.bench.experts_host")
-CALLER = (sys.executable, "-m", "colab_swarm.bench.experts_caller")
+if TYPE_CHECKING:
+    from colab_swarm.moe.expert import Expert
+    from colab_swarm.moe.server import ExpertServer
+
 HIVEMIND_SAMPLES_PER_S = 2692.0
 """hivemind 1.1.12 on two cores: 4 experts ffn 256, 4 callers, batch 128, forward and backward."""
 HIVEMIND_NOP_CALLS_PER_S = 86.0
 NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
 
-@dataclass(frozen=True)
-class ExpertsPlan:
-    """How much is measured: width and batch of the large calls, callers, seconds and rounds of each measurement."""
-
-    dim: int
-    batch: int
-    callers: int
-    seconds: float
-    rounds: int
-
-
-FULL = ExpertsPlan(dim=1024, batch=2048, callers=8, seconds=15.0, rounds=3)
-QUICK = ExpertsPlan(dim=256, batch=256, callers=4, seconds=1.0, rounds=2)
-
-
-@dataclass(frozen=True)
-class CallRates:
+class CallRates(NamedTuple):
     """Of all callers together: samples and calls per second; seconds of the median call and of the slowest 1 %."""
 
     samples_per_s: float
@@ -47,98 +43,175 @@ class CallRates:
     p99_s: float
 
 
-class Bench:
-    """One host and its callers."""
-
-    def __init__(self, stack: ExitStack, callers: int) -> None:
-        self._host = stack.enter_context(StepWorker(HOST))
-        where = self._host.hear()
-        command = (*CALLER, where["id"], where["address"])
-        self._callers = [stack.enter_context(StepWorker(command)) for _ in range(callers)]
-
-    def serve(self, uids: list[str], dim: int, **more: object) -> None:
-        """Host these experts."""
-        self._host.say(serve={"uids": uids, "dim": dim, **more})
-        self._host.hear()
-
-    def alone(self, batch: int, rounds: int, *, backward: bool = False) -> float:
-        """Samples per second of the experts without callers."""
-        self._host.say(alone={"batch": batch, "rounds": rounds, "backward": backward})
-        return float(self._host.hear()["samples_per_s"])
-
-    def under(self, load: Load, callers: int | None = None) -> CallRates:
-        """What this load gets; a short one goes before, so that links are open and memory is warm."""
-        workers = self._callers[:callers]
-        for one in (Load(**{**asdict(load), "seconds": min(1.0, load.seconds)}), load):
-            for worker in workers:
-                worker.say(**asdict(one))
-            told = [worker.hear() for worker in workers]
-        took_s = sorted(seconds for one in told for seconds in one["took_s"])
-        calls_per_s = sum(one["calls"] / one["seconds"] for one in told)
-        p99_s = took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))]
-        return CallRates(load.batch * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
-
-
 def run(quick: bool = False) -> BenchReport:
-    """Large calls, calls without computation, many small calls merged or not, and hivemind's own setting."""
-    report, plan = BenchReport("experts", quick), QUICK if quick else FULL
+    """Measure large calls, calls without computation, small calls merged or not, and hivemind's own setting."""
+    report = BenchReport("experts", quick)
+    dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if quick else (1024, 2048, 8, 15.0, 3)
     with ExitStack() as stack:
-        bench = Bench(stack, plan.callers)
-        _large(report, bench, plan)
-        _nop(report, bench, plan)
-        _small(report, bench, plan)
-        _learning(report, bench, plan)
+        host = stack.enter_context(Worker(serve_experts))
+        where = host.receive()
+        workers = [
+            stack.enter_context(Worker(call_experts, where["id"], where["address"])) for _ in range(callers)
+        ]
+
+        host.call(serve={"uids": ["ffn.0"], "dim": dim})
+        alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
+        rates = _load(workers, uids=["ffn.0"], batch=batch, dim=dim, seconds=seconds)
+        what = f"{callers} callers, forward, batch {batch}, feed-forward {dim}"
+        report.add("experts.forward_samples_per_s", rates.samples_per_s, "samples/s", what)
+        report.add("experts.local_samples_per_s", alone, "samples/s", "the same expert without callers")
+        report.add("experts.vs_local", rates.samples_per_s / alone, "", "of local; >= 0.6 wanted")
+        _add_latencies(report, "forward", rates)
+
+        host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})
+        rates = _load(workers, uids=["nop.0"], batch=NOP_BATCH, dim=NOP_DIM, seconds=seconds, in_flight=2)
+        what = f"128 KiB each way; hivemind {HIVEMIND_NOP_CALLS_PER_S:g}; >= 600 wanted"
+        report.add("experts.nop_calls_per_s", rates.calls_per_s, "calls/s", what)
+        _add_latencies(report, "nop", rates)
+
+        small = partial(_load, workers, uids=["ffn.0"], batch=1, dim=dim, seconds=seconds, in_flight=16)
+        host.call(serve={"uids": ["ffn.0"], "dim": dim})
+        merged = small()
+        host.call(serve={"uids": ["ffn.0"], "dim": dim, "max_batch_size": 1})
+        single = small()
+        what = f"{callers} callers, 16 calls of one sample in flight each"
+        report.add("experts.merged_calls_per_s", merged.calls_per_s, "calls/s", what)
+        report.add("experts.single_calls_per_s", single.calls_per_s, "calls/s", "the same, none merged")
+        report.add("experts.batching_gain", merged.calls_per_s / single.calls_per_s, "times", ">= 4 wanted")
+        _add_latencies(report, "merged", merged)
+
+        uids = [f"ffn.{index}" for index in range(4)]
+        host.call(serve={"uids": uids, "dim": 256})
+        alone = host.call(alone={"batch": 128, "rounds": rounds, "backward": True})["samples_per_s"]
+        rates = _load(workers[:4], uids=uids, batch=128, dim=256, seconds=seconds, backward=True)
+    what = "4 experts 256, 4 callers, batch 128, forward and backward"
+    report.add("experts.samples_per_s", rates.samples_per_s, "samples/s", what)
+    report.add("experts.learning_vs_local", rates.samples_per_s / alone, "", "of local; >= 0.8 wanted, or")
+    what = f"its {HIVEMIND_SAMPLES_PER_S:g} samples/s; >= 3 wanted"
+    report.add("experts.vs_hivemind", rates.samples_per_s / HIVEMIND_SAMPLES_PER_S, "times", what)
+    _add_latencies(report, "learning", rates)
     return report
 
 
-def _latencies(report: BenchReport, what: str, rates: CallRates) -> None:
+def _add_latencies(report: BenchReport, what: str, rates: CallRates) -> None:
     report.add(f"experts.{what}_p50_ms", 1000 * rates.p50_s, "ms", "of a call")
     report.add(f"experts.{what}_p99_ms", 1000 * rates.p99_s, "ms")
 
 
-def _large(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
-    bench.serve(["ffn.0"], plan.dim)
-    alone = bench.alone(plan.batch, plan.rounds)
-    rates = bench.under(Load(["ffn.0"], plan.batch, plan.dim, plan.seconds))
-    what = f"{plan.callers} callers, forward, batch {plan.batch}, feed-forward {plan.dim}"
-    report.add("experts.forward_samples_per_s", rates.samples_per_s, "samples/s", what)
-    report.add("experts.local_samples_per_s", alone, "samples/s", "the same expert, nobody calling")
-    report.add("experts.vs_local", rates.samples_per_s / alone, "", "of local; >= 0.6 wanted")
-    _latencies(report, "forward", rates)
+def _load(workers: list[Worker], *, seconds: float, **load: Any) -> CallRates:
+    """Load the host; see `call_experts`. A short load comes first to open links and warm up memory."""
+    for length_s in (min(1.0, seconds), seconds):
+        for worker in workers:
+            worker.send(**load, seconds=length_s)
+        found = [worker.receive() for worker in workers]
+    took_s = sorted(seconds for one in found for seconds in one["took_s"])
+    calls_per_s = sum(len(one["took_s"]) / one["seconds"] for one in found)
+    p99_s = took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))]
+    return CallRates(load["batch"] * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
 
 
-def _nop(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
-    bench.serve(["nop.0"], NOP_DIM, nop=True)
-    rates = bench.under(Load(["nop.0"], NOP_BATCH, NOP_DIM, plan.seconds, in_flight=2))
-    what = f"128 KiB each way; hivemind {HIVEMIND_NOP_CALLS_PER_S:g}; >= 600 wanted"
-    report.add("experts.nop_calls_per_s", rates.calls_per_s, "calls/s", what)
-    _latencies(report, "nop", rates)
+def call_experts(parent: Parent, host: str, address: str) -> None:
+    """Worker: for each message, call experts without a pause and report the seconds of each call."""
+    asyncio.run(_call_experts(parent, host, address))
 
 
-def _small(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
-    load = Load(["ffn.0"], 1, plan.dim, plan.seconds, in_flight=16)
-    bench.serve(["ffn.0"], plan.dim)
-    merged = bench.under(load)
-    bench.serve(["ffn.0"], plan.dim, max_batch_size=1)
-    single = bench.under(load)
-    what = f"{plan.callers} callers, 16 calls of one sample in flight each"
-    report.add("experts.merged_calls_per_s", merged.calls_per_s, "calls/s", what)
-    report.add("experts.single_calls_per_s", single.calls_per_s, "calls/s", "the same, none merged")
-    gain = merged.calls_per_s / single.calls_per_s
-    report.add("experts.batching_gain", gain, "times", ">= 4 wanted")
-    _latencies(report, "merged", merged)
+async def _call_experts(parent: Parent, host: str, address: str) -> None:
+    contact = Contact(PeerId(bytes.fromhex(host)), (address,))
+    calls = ExpertCalls(await Node.start(Identity(), NodeSettings(listen=False)), timeout_s=120.0)
+    while True:
+        load = await asyncio.to_thread(parent.receive)
+        began = time.perf_counter()
+        took_s = await _carry(calls, contact, **load)
+        parent.send(seconds=time.perf_counter() - began, took_s=took_s)
 
 
-def _learning(report: BenchReport, bench: Bench, plan: ExpertsPlan) -> None:
-    uids = [f"ffn.{index}" for index in range(4)]
-    bench.serve(uids, 256)
-    alone = bench.alone(128, plan.rounds, backward=True)
-    rates = bench.under(Load(uids, 128, 256, plan.seconds, backward=True), callers=4)
-    what = "4 experts 256, 4 callers, batch 128, forward and backward"
-    report.add("experts.samples_per_s", rates.samples_per_s, "samples/s", what)
-    report.add("experts.learning_vs_local", rates.samples_per_s / alone, "", "of local; >= 0.8 wanted, or")
-    against = rates.samples_per_s / HIVEMIND_SAMPLES_PER_S
-    report.add(
-        "experts.vs_hivemind", against, "times", f"its {HIVEMIND_SAMPLES_PER_S:g} samples/s; >= 3 wanted"
-    )
-    _latencies(report, "learning", rates)
+async def _carry(
+    calls: ExpertCalls,
+    host: Contact,
+    *,
+    uids: list[str],
+    batch: int,
+    dim: int,
+    seconds: float,
+    in_flight: int = 1,
+    backward: bool = False,
+) -> list[float]:
+    """Keep ``in_flight`` calls of ``batch`` samples going, each of the next of ``uids``; return their seconds."""
+    inputs = np.random.default_rng(0).standard_normal((batch, dim), np.float32)
+    until = time.perf_counter() + seconds
+    took_s: list[float] = []
+
+    async def call_on(turn: int) -> None:
+        while (began := time.perf_counter()) < until:
+            info = ExpertInfo(uids[turn % len(uids)], host, (dim,), 0, 0.0)
+            outputs = await calls.forward(info, inputs)
+            if backward:
+                await calls.backward(info, inputs, outputs)
+            took_s.append(time.perf_counter() - began)
+            turn += 1
+
+    await asyncio.gather(*(call_on(lane) for lane in range(in_flight)))
+    return took_s
+
+
+def serve_experts(parent: Parent) -> None:
+    """Worker: ``serve`` replaces the hosted experts, ``alone`` measures them without callers."""
+    asyncio.run(_serve_experts(parent))
+
+
+async def _serve_experts(parent: Parent) -> None:
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
+    node = await Node.start(Identity(), NodeSettings(host="127.0.0.1"))
+    host = _Host(node)
+    parent.send(id=node.id.hex(), address=node.contact.addresses[0])
+    while True:
+        order = await asyncio.to_thread(parent.receive)
+        if "serve" in order:
+            await host.serve(**order["serve"])
+            parent.send()
+        else:
+            assert host.server
+            alone = partial(host.samples_per_s_alone, **order["alone"])
+            parent.send(samples_per_s=await host.server.run(alone))
+
+
+class _Host:
+    """A node and the experts that it serves now."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._experts: list[Expert] = []
+        self.server: ExpertServer | None = None
+
+    async def serve(self, uids: list[str], dim: int, nop: bool = False, max_batch_size: int = 4096) -> None:
+        """Serve these experts instead."""
+        import torch
+
+        from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, Nop
+        from colab_swarm.moe.server import ExpertServer, ServerSettings
+
+        if self.server:
+            await self.server.close()
+        limits = BatchLimits(max_batch_size=max_batch_size)
+        self.server = ExpertServer(self._node, EventLog(), ServerSettings(limits))
+        rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
+        self._experts = [Expert(uid, Nop() if nop else FeedForward(dim), rule, (dim,)) for uid in uids]
+        for expert in self._experts:
+            self.server.add(expert)
+
+    def samples_per_s_alone(self, batch: int, rounds: int, backward: bool = False) -> float:
+        """Return the speed of the experts on random batches, without a network."""
+        import torch
+
+        rates = []
+        for _ in range(rounds + 1):
+            inputs = torch.randn(batch, *self._experts[0].shape)
+            began = time.perf_counter()
+            for expert in self._experts:
+                outputs = expert.forward(inputs)
+                if backward:
+                    expert.backward(inputs, outputs)
+            rates.append(batch * len(self._experts) / (time.perf_counter() - began))
+        return max(rates[1:])  # the first warms up

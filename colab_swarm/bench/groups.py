@@ -1,11 +1,11 @@
-"""Averaging in groups that alternate (DeDLOC section 3.2, Appendix C): how exact, how robust, how large a group."""
+"""Averaging in alternating groups (DeDLOC section 3.2, Appendix C): its exactness, robustness and group size."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,13 +36,13 @@ class Town:
     """Peers ``p0``, ``p1``, … that average a vector each, on the simulated network.
 
     Attributes:
-        count: of the peers.
+        count: number of peers.
         numel: length of their vectors.
-        clients: how many of them, the last, cannot be dialled.
-        weights: one each; 1 if not given.
+        clients: how many of them, the last ones, cannot be dialled.
+        weights: one per peer; 1 by default.
         doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
-        liars: peers that vote for groups of a million and send values that are no numbers.
-        group_size: vote of all; None: what they measured.
+        liars: peers that vote for groups of a million and send NaN.
+        group_size: vote of all; None for the size that their measurements suggest.
     """
 
     count: int
@@ -56,28 +56,31 @@ class Town:
     seed: int = 0
 
     def names(self) -> list[str]:
-        """Of the peers."""
+        """Return the names of the peers."""
         return [f"p{i}" for i in range(self.count)]
 
+    def weight(self, name: str) -> float:
+        """Return a peer's weight."""
+        return self.weights[int(name[1:])] if self.weights else 1.0
+
     def vector(self, name: str) -> Floats:
-        """What a peer brings."""
+        """Return the vector that a peer contributes."""
         seed = [self.seed, int(name[1:])]
         return np.random.default_rng(seed).standard_normal(self.numel, dtype=np.float32)
 
     def mean(self, names: Sequence[str] = ()) -> Floats:
-        """The weighted mean of what these peers (all, if none is named) bring, in float64."""
+        """Return the weighted mean of the vectors of these peers (all by default), in float64."""
         chosen = list(names) or self.names()
-        weights = [self.weights[int(n[1:])] if self.weights else 1.0 for n in chosen]
-        vectors = [self.vector(n).astype(np.float64) for n in chosen]
-        return np.average(vectors, axis=0, weights=weights)
+        vectors = [self.vector(name).astype(np.float64) for name in chosen]
+        return np.average(vectors, axis=0, weights=[self.weight(name) for name in chosen])
 
 
 @dataclass
 class GroupRun:
-    """What happened in a `Town`.
+    """The results of a `Town`, without the peers that crashed.
 
     Attributes:
-        history: what every peer held before the first and after each round.
+        history: the vector of every peer before the first and after each round.
         results: of the last pass.
         votes: the group size that each would choose next.
         seconds: on the virtual clock, for all passes.
@@ -91,61 +94,47 @@ class GroupRun:
 
     @property
     def means(self) -> dict[str, Floats]:
-        """What every peer holds in the end."""
+        """Return the vector of every peer at the end."""
         return self.history[-1]
 
     def spread(self) -> list[float]:
-        """Mean square distance of the peers from their common mean: before the first and after each round."""
+        """Return the peers' mean square distance from their common mean, before the first and after each round."""
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
 
-class _Observed(Averager):
-    """Tells when a round begins, and what is held when it has ended."""
-
-    def watch(self, begins: Callable[[int, Floats], None], ended: Callable[[int, Floats], None]) -> None:
-        self._begins, self._ended = begins, ended
-
-    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
-        self._begins(group.step % MAX_ROUNDS, values)
-        result = await super().average(group, values, sending)
-        self._ended(group.step % MAX_ROUNDS, values.copy())
-        return result
-
-
-class _Player:
-    """One peer of the town."""
+class _Player(Averager):
+    """One peer of the town: an averager that records its vector after each round and crashes on request."""
 
     def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
         self.peers = network.peer(name, listen=listen)
+        super().__init__(self.peers)
         self._town, self._network, self._name = town, network, name
         self._dht = DHT(self.peers, DHTSettings(), random.Random(name))
-        averager = _Observed(self.peers)
-        averager.watch(self._begins, self._ended)
-        self.averager = MoshpitAverager(PrefixRouter(self.peers), self._dht, averager, "town/average")
+        self.averager = MoshpitAverager(PrefixRouter(self.peers), self._dht, self, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
         self.result: MoshpitResult | None = None
         self._done = 0
 
-    def _begins(self, axis: int, values: Floats) -> None:
+    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
+        round_ = self._done + group.step % MAX_ROUNDS
         if self._name in self._town.liars:
             values[:] = np.nan
-        if self._town.doomed(self._name, self._done + axis):
+        if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-
-    def _ended(self, axis: int, values: Floats) -> None:
-        self.held[self._done + axis + 1] = values
+        result = await super().average(group, values, sending)
+        self.held[round_ + 1] = values.copy()
+        return result
 
     async def enter(self, entry: _Player) -> None:
-        """Get to know the others."""
+        """Join the DHT."""
         if entry is not self:
             await self._dht.bootstrap([entry.peers.contact])
         self._dht.start()
 
     async def play(self, passes: int) -> None:
         """Average so often."""
-        weight = self._town.weights[int(self._name[1:])] if self._town.weights else 1.0
-        values = self.held[0]
+        weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
             values, self.result = await self.averager.average(values, weight=weight, group_size=group_size)
@@ -153,11 +142,15 @@ class _Player:
             self.held[self._done] = values
             weight = 1.0
 
+    def held_after(self, rounds: int) -> Floats:
+        """Return the vector after so many rounds; a peer that missed the last of them still has an older one."""
+        return self.held[max(done for done in self.held if done <= rounds)]
+
 
 def play(
     town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
 ) -> GroupRun:
-    """Let the town average; crashed peers are not in the story."""
+    """Let the town average."""
     with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
         return pool.submit(run_virtual, _play(town, passes, script)).result()
 
@@ -169,20 +162,24 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     for player in players.values():
         await player.enter(players["p0"])
     script(network)
-    begun = asyncio.get_running_loop().time()
-    tasks = {name: asyncio.create_task(player.play(passes)) for name, player in players.items()}
+    loop = asyncio.get_running_loop()
+    began, tasks = loop.time(), {}
     for name, player in players.items():
+        tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(partial(_cancel, tasks[name]))
     await asyncio.wait(tasks.values())
-    there = {
+    left = {
         name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
     }
+    rounds = max((max(player.held) for player in left.values()), default=0)
     return GroupRun(
-        history=_history({name: player.held for name, player in there.items()}),
-        results={name: player.result for name, player in there.items() if player.result is not None},
-        votes={name: p.averager.meter.choose_group_size(town.count) for name, p in there.items()},
+        history=[
+            {name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)
+        ],
+        results={name: player.result for name, player in left.items() if player.result is not None},
+        votes={name: one.averager.meter.choose_group_size(town.count) for name, one in left.items()},
         fired=network.fired,
-        seconds=asyncio.get_running_loop().time() - begun,
+        seconds=loop.time() - began,
     )
 
 
@@ -190,84 +187,70 @@ def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-def _history(held: Mapping[str, Mapping[int, Floats]]) -> list[dict[str, Floats]]:
-    """By rounds done; who missed a round still holds what it held before."""
-    rounds = max((max(of) for of in held.values()), default=0)
-    return [
-        {name: of[max(done for done in of if done <= now)] for name, of in held.items()}
-        for now in range(rounds + 1)
-    ]
-
-
 def is_contribution(message: Message) -> bool:
-    """Whether a message carries values to be averaged."""
+    """Return True for a message that carries values to be averaged."""
     return isinstance(message, Chunk) and not message.averaged
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------
 
 TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)
-"""Of the rounds that group sizes are chosen for: a model of 5 MB at 20 Mbit/s."""
+"""Of the rounds for which group sizes are chosen: a model of 5 MB at 20 Mbit/s."""
 CROWDS = (16, 64, 256)
 SIZES = (2, 4, 16)
 
 
 def chosen_size(peers: int, failing: float) -> int:
-    """The best group size if a peer fails with this chance during a round of four."""
+    """Return the best group size if a peer fails with this probability during a round of four."""
     failures_per_s = -math.log1p(-failing) / TIME.seconds(4)
     return choose_group_size(peers, failures_per_s=failures_per_s, time=TIME)
 
 
 def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
-    """For `Town.doomed`: in every round this share of the peers, drawn anew."""
+    """Return a `Town.doomed` that draws this share of the peers in every round."""
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
 def run(quick: bool) -> BenchReport:
-    """Exactness, failures, and the choice of the group size."""
+    """Measure exactness and failures, and report the choice of the group size."""
     report = BenchReport("groups", quick)
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)
         worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
-        report.add(
-            f"groups.error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds"
-        )
+        what = f"{count} peers, m = 4, {len(story.history) - 1} rounds"
+        report.add(f"groups.error_{count}", worst, "", what)
     for size in SIZES:
         _with_failures(report, size, seeds=1 if quick else 10)
     for percent in (0, 5, 10, 20, 50):
-        note = f"chosen for 16 peers, of whom {percent} % fail in a round of four"
+        note = f"chosen for 16 peers, of which {percent} % fail in a round of four"
         report.add(f"groups.size_16_q{percent}", chosen_size(16, percent / 100), "peers", note)
     return report
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
-    """A tenth of 16 peers crashes in every round, for two passes."""
+    """Crash a tenth of 16 peers in every round, for two passes."""
     stories = [
         play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
         for seed in range(seeds)
     ]
     spreads = [story.spread() for story in stories]
-    kept = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
-    shared = [one for story in stories for result in story.results.values() for one in result.rounds]
-    whole = [one is not None and len(one.contributors) == len(one.group.members) for one in shared]
-    slowest_s = max(result.seconds for story in stories for result in story.results.values())
-    told = f"16 peers, m = {size}, 10 % crash in every round"
-    report.add(f"groups.error_kept_m{size}", max(kept), "", f"{told}: worst round")
-    report.add(
-        f"groups.undisturbed_m{size}",
-        float(np.mean(whole)),
-        "",
-        f"{told}: rounds that nobody's crash touched",
-    )
-    report.add(f"groups.slowest_pass_m{size}", slowest_s, "s", f"{told}: the window of 5 s included")
-    for round_ in range(min(map(len, spreads))):
-        mean = float(np.mean([spread[round_] for spread in spreads]))
-        report.add(f"groups.spread_m{size}_{round_}", mean, "", f"{told}: after {round_} rounds")
+    left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
+    results = [result for story in stories for result in story.results.values()]
+    rounds = [one for result in results for one in result.rounds]
+    whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
+    what = f"16 peers, m = {size}, 10 % crash in every round"
+    report.add(f"groups.error_kept_m{size}", max(left), "", f"{what}: worst round")
+    report.add(f"groups.undisturbed_m{size}", float(np.mean(whole)), "", f"{what}: rounds without a crash")
+    slowest_s, note = max(result.seconds for result in results), f"{what}: the window of 5 s included"
+    report.add(f"groups.slowest_pass_m{size}", slowest_s, "s", note)
+    for done, variances in enumerate(zip(*spreads, strict=False)):
+        note = f"{what}: after {done} rounds"
+        report.add(f"groups.spread_m{size}_{done}", float(np.mean(variances)), "", note)
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Chosen group sizes over failure rates, and how the error shrinks round by round; needs matplotlib."""
+    """Draw chosen group sizes over failure rates, and the error round by round; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figures = {row.key: row.value for row in report.rows}

@@ -1,8 +1,8 @@
-"""How long a newcomer waits, from pasting the line into ``notebooks/join_colab.ipynb`` to the first counted sample.
+"""How long a late joiner waits, from pasting the invitation into ``notebooks/join_colab.ipynb`` to a counted sample.
 
-The newcomer is a fresh process that runs the notebook's cells from the top, in IPython, with a stand-in for
-``google.colab``; the creator, which has trained before, is another one. ALBERT-tiny on text that Python brings, so
-nothing is downloaded.
+The late joiner is a fresh process. It runs the notebook's cells from the top, in IPython, with a stand-in for
+``google.colab``. The creator is another process and has trained before. ALBERT-tiny learns from text that Python
+brings, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ import time
 from contextlib import redirect_stdout
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from colab_swarm.bench.overhead import worker
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
 SETTINGS: dict[str, Setting] = {"size": "tiny", "target_batch_size": 64, "lr": 1e-2, "codec": "float16"}
-NEWCOMER = "newcomer"
+JOINER = "late joiner"
 CELLS = ("install", "folder", "join", "model", "doctor", "state", "batch")
-"""What the notebook's first cells are for; the last one leaves."""
+"""The purpose of the notebook's first cells; its last one leaves."""
 MINUTES = 0.002
-"""Of training: enough for a batch."""
+"""Training time, enough for one batch."""
 TIME_LIMIT_S = 120.0
 
 
 def code_cells(notebook: Path) -> list[str]:
-    """The code of a notebook, cell by cell.
+    """Return the code of a notebook, cell by cell.
 
     Raises:
-        FileNotFoundError: it is not there: notebooks are no part of the installed package.
+        FileNotFoundError: there is no such file; notebooks are not part of the installed package.
     """
     if not notebook.exists():
         raise FileNotFoundError(
@@ -51,7 +50,7 @@ def code_cells(notebook: Path) -> list[str]:
 
 
 def filled_in(cell: str, **form: object) -> str:
-    """The cell with other values in its form, whose fields are lines ``NAME = value``; Colab writes them so too."""
+    """Return the cell with other values in its form fields, which are lines ``NAME = value`` as on Colab."""
 
     def filled(line: str) -> str:
         field = line.partition(" = ")[0]
@@ -61,8 +60,8 @@ def filled_in(cell: str, **form: object) -> str:
 
 
 def stand_in_for_colab(**secrets: str) -> None:
-    """From now on this process takes itself for Colab, where the user keeps these secrets."""
-    # with specs, as installed modules have: transformers looks for modules by them
+    """Make this process look like Colab with these user secrets."""
+    # with specs, because transformers looks for modules by them
     colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
     userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
     vars(userdata)["get"] = secrets.get
@@ -70,18 +69,17 @@ def stand_in_for_colab(**secrets: str) -> None:
     sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
 
 
-def _newcomer(pipe: Connection, invite: str, folder: str) -> None:
-    """Run the notebook, kept in ``folder``; tell what it does next, and at the end what each part took, seconds."""
+def run_notebook(parent: Parent, invite: str, folder: str) -> None:
+    """Worker: run the notebook with its state in ``folder``; report the seconds of the imports and of each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
     stand_in_for_colab()
     shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
-    form = {"INVITATION": invite, "MY_NAME": NEWCOMER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
-    form["KEEP"] = folder
-    cells = [filled_in(cell, **form) for cell in code_cells(NOTEBOOK)]
-    pipe.send("ready")
-    pipe.recv()
+    form = {"INVITATION": invite, "MY_NAME": JOINER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
+    cells = [filled_in(cell, **form, KEEP=folder) for cell in code_cells(NOTEBOOK)]
+    parent.send()
+    parent.receive()
     laps = [time.perf_counter()]
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -93,59 +91,57 @@ def _newcomer(pipe: Connection, invite: str, folder: str) -> None:
         for cell in cells[: len(CELLS)]:
             shell.run_cell(cell).raise_error()
             laps.append(time.perf_counter())
-        pipe.send([after - before for before, after in itertools.pairwise(laps)])
-        pipe.recv()
+        parent.send(seconds=[after - before for before, after in itertools.pairwise(laps)])
+        parent.receive()
         shell.run_cell(cells[-1]).raise_error()
-    pipe.send("left")
+    parent.send()
 
 
 def _train(swarm: Swarm) -> None:
-    """Take a step alone, so that there is a state to hand on."""
+    """Take one step alone, so that there is a state to download."""
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
 
     model, batches = albert("tiny", swarm=swarm)
-    optimizer = swarm.optimizer(
-        Lamb(parameter_groups(model), lr=1e-2), target_batch_size=64, compression="float16"
-    )
+    inner = Lamb(parameter_groups(model), lr=1e-2)
+    optimizer = swarm.optimizer(inner, target_batch_size=64, compression="float16")
     while optimizer.global_step < 1:
         model(**next(batches)).loss.backward()
         optimizer.step(samples=16)
 
 
 def _wait_counted(swarm: Swarm) -> None:
-    """Until the newcomer's samples stand in the creator's table, or have led to a step already.
+    """Wait until the creator has counted samples of the late joiner, or a step made of them.
 
     Raises:
-        SwarmError: they do not come.
+        SwarmError: there are none after `TIME_LIMIT_S`.
     """
     deadline, step = time.monotonic() + TIME_LIMIT_S, swarm.snapshot().step
-    while not any(row.samples or row.step > step for row in swarm.snapshot().peers if row.name == NEWCOMER):
+    while not any(row.samples or row.step > step for row in swarm.snapshot().peers if row.name == JOINER):
         if time.monotonic() > deadline:
-            raise SwarmError(f"no sample of the newcomer was counted within {TIME_LIMIT_S:g} s")
+            raise SwarmError(f"no sample of the late joiner was counted within {TIME_LIMIT_S:g} s")
         time.sleep(0.01)
 
 
 def _measure() -> list[float]:
-    """One run, one newcomer: seconds until it counts, and of each of its parts."""
+    """Return the seconds until a late joiner counts, and those of each part."""
     from colab_swarm.swarm.joining import create
 
     with create("join", peer_name="creator") as creator, TemporaryDirectory() as folder:
         _train(creator)
-        with worker(_newcomer, str(creator.invite(settings=SETTINGS)), folder) as pipe:
-            pipe.recv()
+        with Worker(run_notebook, str(creator.invite(settings=SETTINGS)), folder) as worker:
+            worker.receive()
             began = time.perf_counter()
-            pipe.send("go")
+            worker.send()
             _wait_counted(creator)
             counted_s = time.perf_counter() - began
-            parts: list[float] = pipe.recv()
-            pipe.send("leave")
-            pipe.recv()
+            parts: list[float] = worker.receive()["seconds"]
+            worker.call()
     return [counted_s, *parts]
 
 
 def run(quick: bool) -> BenchReport:
-    """Measure once if quick, else the median of three."""
+    """Measure once if quick, else report the median of three runs."""
     report = BenchReport("join", quick)
     code_cells(NOTEBOOK)  # better to fail before there is a run
     counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]

@@ -1,16 +1,16 @@
-"""Figure 4 (bottom) of Learning@home: what stale updates and failures cost, with few and with many experts.
+"""Figure 4 (bottom) of Learning@home: the cost of stale updates and failures, with few and with many experts.
 
 Digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is smaller: Linear 64 -> 64,
 four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E feed-forward experts of width 64, or for
 the baseline one such block of width 128, which computes about as much. Low delay: 16 trainers whose batch
-takes 0.1 s on average; high: 64 and 1 s. Computing takes no time of the virtual clock, so staleness is what the number
-of trainers makes of it.
+takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of trainers alone determines
+the staleness.
 
 Gating and mixing are the product's own code; experts are the product's feed-forward block, computed many at a time.
 The baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward
 and backward takes an eighth of the delay, an expert computes with the weights it has at that moment and steps at once,
 and stem, gating and head are updated at the end. ``--faithful`` follows the published emulator instead: the gating is
-never trained, experts' updates are never delayed, and the learning rate, which else falls to 0, is constant.
+never trained, experts' updates are never delayed, and the learning rate is constant instead of falling to 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEST_SAMPLES, TEST_BATCH = 360, 60
 
 @dataclass(frozen=True)
 class ConvergenceScene:
-    """What one run is like; ``sides`` is the grid of each layer, none for the baseline."""
+    """One run; ``sides`` is the grid of each layer, empty for the baseline."""
 
     sides: tuple[int, ...]
     trainers: int
@@ -53,29 +53,29 @@ class ConvergenceScene:
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy on unseen digits, evenly over the run."""
+    """Accuracy on unseen digits, at equal distances over the run."""
 
     accuracies: tuple[float, ...]
 
     @property
     def final(self) -> float:
-        """Mean of the last sixth: a single evaluation is noisy."""
+        """Return the mean of the last sixth; a single evaluation is noisy."""
         return statistics.mean(self.accuracies[-max(1, len(self.accuracies) // 6) :])
 
     @property
     def mean(self) -> float:
-        """Over the whole run: how fast it learned."""
+        """Return the mean over the whole run, which shows how fast it learned."""
         return statistics.mean(self.accuracies)
 
 
 DELAYS = {"low": (16, 0.1), "high": (64, 1.0)}
 MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
 MOST_BYTES = 4 << 30
-"""Of the largest model with its optimizer's state, and room to copy."""
+"""Memory of the largest model with its optimizer's state, and room to copy."""
 
 
 class DigitsSplit:
-    """All digits, the test part always the same."""
+    """All digits; the test part is always the same."""
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -87,13 +87,13 @@ class DigitsSplit:
         self.train = x[TEST_SAMPLES:], y[TEST_SAMPLES:]
 
     def batch(self, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """A few training samples."""
+        """Return a few training samples."""
         rows = torch.tensor([rng.randrange(len(self.train[1])) for _ in range(BATCH)])
         return self.train[0][rows], self.train[1][rows]
 
 
 class Experts:
-    """One layer's experts, a row of parameters each, with an Adam (amsgrad) of its own."""
+    """One layer's experts, a row of parameters each with its own Adam (amsgrad)."""
 
     def __init__(self, count: int) -> None:
         made = [FeedForward(DIM, DIM) for _ in range(count)]
@@ -106,7 +106,7 @@ class Experts:
         self.lr = LR
 
     def _compute(self, rows_NP: Tensor, x_ND: Tensor) -> Tensor:
-        """Row n's expert on sample n: what `FeedForward` does, for many sets of parameters."""
+        """Compute `FeedForward` for many sets of parameters: row n's expert on sample n."""
         parts = torch.split(rows_NP, self._sizes, 1)
         change_ND1 = x_ND[:, :, None]
         for index in (0, 4):
@@ -118,14 +118,14 @@ class Experts:
         return x_ND + change_ND1[:, :, 0]
 
     def forward(self, x_BD: Tensor, experts_BK: Tensor) -> Tensor:
-        """(B, K, D): what each sample's experts make of it now."""
+        """Return (B, K, D), the outputs of each sample's experts."""
         batch, k = experts_BK.shape
         with torch.no_grad():
             rows = self._rows_EP[experts_BK.ravel()]
             return self._compute(rows, x_BD.repeat_interleave(k, 0)).view(batch, k, DIM)
 
     def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
-        """The inputs' gradient; ``used_BK`` are those that learn, the others count as zero."""
+        """Return the inputs' gradient; only the experts in ``used_BK`` learn, the others count as zero."""
         sample, slot = used_BK.nonzero(as_tuple=True)
         if not len(sample):
             return torch.zeros_like(x_BD)
@@ -149,7 +149,7 @@ class Experts:
 
 
 class Trunk(nn.Module):
-    """What a trainer holds itself."""
+    """The layers that a trainer holds itself."""
 
     def __init__(self, sides: tuple[int, ...]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Trunk(nn.Module):
 
 
 class Mixing:
-    """One layer's way forward and back for one batch."""
+    """One layer's forward and backward pass for one batch."""
 
     def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
         self._experts = experts
@@ -171,7 +171,7 @@ class Mixing:
         self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
 
     def forward(self, failed: Tensor) -> Tensor:
-        """The mixture of those that answer; ``failed`` says of each expert of the layer whether it does not."""
+        """Return the mixture of the experts that answer, i.e. not ``failed`` (one flag per expert of the layer)."""
         self._answered_BK = ~failed[self._chosen_BK]
         outputs_BKD = self._experts.forward(self._x_BD.detach(), self._chosen_BK)
         self._outputs_BKD = outputs_BKD.requires_grad_()
@@ -181,11 +181,11 @@ class Mixing:
         return self._mixed_BD.detach().requires_grad_()
 
     def backward(self, grads_BD: Tensor) -> None:
-        """Through mixing and gating: done where the trainer is."""
+        """Go back through mixing and gating, at the trainer."""
         self._mixed_BD.backward(grads_BD)  # type: ignore[no-untyped-call]
 
     def experts_backward(self, failed: Tensor) -> Tensor:
-        """Through the experts, which learn; returns the inputs' whole gradient."""
+        """Go back through the experts, which learn; return the inputs' whole gradient."""
         grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
         assert grads_BKD is not None and x_grads_BD is not None
         used_BK = self._answered_BK & ~failed[self._chosen_BK]
@@ -193,7 +193,7 @@ class Mixing:
 
 
 class ConvergenceEmulation:
-    """Trainers on the virtual clock, one model."""
+    """Trainers of one model on the virtual clock."""
 
     def __init__(self, scene: ConvergenceScene, digits: DigitsSplit, seed: int) -> None:
         torch.manual_seed(seed)
@@ -210,7 +210,7 @@ class ConvergenceEmulation:
         self._applied = 0
 
     def run(self) -> Curve:
-        """Train until all batches are through."""
+        """Train until no batch is left."""
         run_virtual(self._run())
         return Curve(tuple(self._accuracies))
 
@@ -255,7 +255,7 @@ class ConvergenceEmulation:
             await self._delay(1.0)
 
     def _failed(self) -> Tensor:
-        """Which experts of a layer do not answer this call."""
+        """Draw the experts of a layer that do not answer this call."""
         return torch.rand(math.prod(self._scene.sides), generator=self._chance) < self._scene.failures
 
     async def _delay(self, share: float) -> None:
@@ -265,42 +265,35 @@ class ConvergenceEmulation:
     def _update(self) -> None:
         self._optimizer.step()
         self._applied += 1
-        if not self._scene.faithful:
-            self._decay(1 - self._applied / self._scene.batches)
+        if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
+            lr = LR * (1 - self._applied / self._scene.batches)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            for experts in self._layers:
+                experts.lr = lr
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
 
-    def _decay(self, left: float) -> None:
-        """Linearly to 0: at a constant rate single evaluations of the end are a matter of luck."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = LR * left
-        for experts in self._layers:
-            experts.lr = LR * left
-
     @torch.no_grad()
     def _evaluate(self) -> float:
-        right = 0
+        right, nothing_failed = 0, torch.zeros(math.prod(self._scene.sides), dtype=torch.bool)
         for x, y in zip(*(torch.split(part, TEST_BATCH) for part in self._digits.test), strict=True):
             h = self._trunk.blocks(self._trunk.stem(x))
             for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
-                h = Mixing(gate, experts, self._scene.sides, h).forward(self._nobody)
+                h = Mixing(gate, experts, self._scene.sides, h).forward(nothing_failed)
             right += int((self._trunk.head(h).argmax(1) == y).sum())
         return right / TEST_SAMPLES
-
-    @property
-    def _nobody(self) -> Tensor:
-        return torch.zeros(math.prod(self._scene.sides), dtype=torch.bool)
 
 
 @dataclass
 class ConvergenceCurves(BenchReport):
-    """The report, and per scene the accuracy of each seed over the run, to be drawn."""
+    """The report, and per scene the accuracy of each seed over the run."""
 
     curves: dict[str, list[Curve]] = field(default_factory=dict)
 
 
 def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, ConvergenceScene]]:
-    """All that is compared, by name; as long as ``like`` and by its rules."""
+    """Yield all compared scenes by name, with the length and rules of ``like``."""
     models = {model: sides for model, sides in MODELS.items() if math.prod(sides) <= most_experts}
     for delay, (trainers, delay_s) in DELAYS.items():
         for model, sides in models.items():
@@ -311,7 +304,7 @@ def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, Con
 
 
 def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
-    """All scenes, several seeds each."""
+    """Run all scenes with several seeds each."""
     report = ConvergenceCurves("moe-convergence", quick)
     seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
@@ -323,14 +316,14 @@ def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
         ):
             curves = [ConvergenceEmulation(scene, digits, seed).run() for seed in range(seeds)]
             report.curves[name] = curves
-            _tell(report, name, scene, curves)
+            _add_scene(report, name, scene, curves)
     finally:
         torch.set_num_threads(threads)
     _compare(report)
     return report
 
 
-def _tell(report: BenchReport, name: str, scene: ConvergenceScene, curves: list[Curve]) -> None:
+def _add_scene(report: BenchReport, name: str, scene: ConvergenceScene, curves: list[Curve]) -> None:
     what = f"{scene.trainers} trainers, {scene.batches} batches of {BATCH}, {len(curves)} seeds"
     for kind, values in (("final", [c.final for c in curves]), ("mean", [c.mean for c in curves])):
         percent = [100 * value for value in values]
@@ -356,7 +349,7 @@ def _compare(report: ConvergenceCurves) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Accuracy over batches: the mean of all seeds, pale: one standard deviation; needs matplotlib."""
+    """Draw accuracy over batches: mean and standard deviation of all seeds; needs matplotlib."""
     from matplotlib.figure import Figure
 
     assert isinstance(report, ConvergenceCurves)

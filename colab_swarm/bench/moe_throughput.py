@@ -1,8 +1,8 @@
-"""Figure 4 (top) of Learning@home: how much throughput is left when every block's answer is delayed.
+"""Figure 4 (top) of Learning@home: the throughput that remains when every block's answer is delayed.
 
 A model is a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits
-for an exponentially distributed time, in real time. *Ours* has many batches in flight; *model-parallel* is one batch
-going from block to block with the same delays and no network; the *bound* is the same computations with neither.
+for an exponentially distributed time, in real time. *Ours* has many batches in flight. *Model-parallel* is one batch
+that goes from block to block with the same delays and no network. The *bound* is the same computations with neither.
 Forward only, as published. Without a GPU blocks are small; with one they are the published ones.
 """
 
@@ -13,9 +13,9 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -31,13 +31,12 @@ from colab_swarm.moe.server import ExpertServer, ServerSettings
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 
-LIMITS = BatchLimits(max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
 BASELINE_S = 4.0
 
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of one kind: what they are, the shape of a sample, samples in a batch, samples merged at most."""
+    """Blocks of one kind: how to make one, the shape of a sample, samples in a batch, samples merged at most."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -48,7 +47,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """What is measured: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
+    """The sizes: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
 
     kinds: tuple[BlockKind, ...]
     blocks: int
@@ -76,10 +75,10 @@ GPU = ThroughputPlan(
 
 
 def run(quick: bool = False) -> BenchReport:
-    """Both kinds of blocks under all delays."""
+    """Measure both kinds of blocks under all delays."""
     report, plan = BenchReport("moe-throughput", quick), GPU if torch.cuda.is_available() else CPU
     if quick:
-        plan = ThroughputPlan(plan.kinds, min(plan.blocks, 8), plan.in_flight, (0.0, 0.2), seconds=2.0)
+        plan = replace(plan, blocks=min(plan.blocks, 8), delays_s=(0.0, 0.2), seconds=2.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     try:
@@ -95,43 +94,54 @@ def run(quick: bool = False) -> BenchReport:
 
 
 async def _measure(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -> None:
-    async with _chain(plan, kind) as chain:
+    async with AsyncExitStack() as stack:
+        chain = await _Chain.start(stack, plan, kind)
         bound = await chain.bound()
         report.add(f"moe.{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
         ours: dict[int, float] = {}
-        parallel: dict[int, float] = {}
         for delay_s in plan.delays_s:
             ms = round(1000 * delay_s)
             ours[ms] = await chain.ours(delay_s)
-            parallel[ms] = await chain.model_parallel(delay_s)
+            parallel = await chain.model_parallel(delay_s)
             note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
             report.add(f"moe.{kind.name}_{ms}ms_samples_per_s", ours[ms], "samples/s", note)
-            report.add(f"moe.{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel[ms], "samples/s")
-        report.add(f"moe.{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
-        report.add(f"moe.{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel[200], "times")
-        report.add(f"moe.{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
+            report.add(f"moe.{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel, "samples/s")
+    report.add(f"moe.{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
+    report.add(f"moe.{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel, "times")  # the last delay
+    report.add(f"moe.{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
 
 
 class _Chain:
     """The blocks of one model behind a link, and ways to send batches through."""
 
-    def __init__(
-        self, plan: ThroughputPlan, kind: BlockKind, experts: list[Expert], host: Node, guest: Node
-    ) -> None:
-        self._plan, self._kind, self._experts = plan, kind, experts
-        limits = BatchLimits(kind.merged, LIMITS.max_batch_bytes, LIMITS.max_held_bytes)
+    def __init__(self, plan: ThroughputPlan, kind: BlockKind, host: Node, guest: Node) -> None:
+        self._plan, self._kind = plan, kind
+        rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
+        names = [f"{kind.name}.{index}" for index in range(plan.blocks)]
+        self._experts = [Expert(name, kind.make(), rule, kind.sample) for name in names]
+        limits = BatchLimits(kind.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
         self.server = ExpertServer(host, EventLog(), ServerSettings(limits))
-        for expert in experts:
+        for expert in self._experts:
             self.server.add(expert)
-        self._infos = [ExpertInfo(expert.uid, host.contact, kind.sample, 0, 0.0) for expert in experts]
+        self._infos = [ExpertInfo(name, host.contact, kind.sample, 0, 0.0) for name in names]
         self._calls = ExpertCalls(guest, timeout_s=600.0)
         self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
+
+    @classmethod
+    async def start(cls, stack: AsyncExitStack, plan: ThroughputPlan, kind: BlockKind) -> _Chain:
+        """Start both nodes; ``stack`` closes them."""
+        nodes = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
+        for node in nodes:
+            stack.push_async_callback(node.close)
+        chain = cls(plan, kind, *nodes)
+        stack.push_async_callback(chain.server.close)
+        return chain
 
     def _samples_per_s(self, block_calls: int, seconds: float) -> float:
         return block_calls * self._kind.batch / len(self._experts) / seconds
 
     async def ours(self, delay_s: float) -> float:
-        """Samples per second through the chain, many batches in flight."""
+        """Return samples per second through the chain, with many batches in flight."""
         done = 0
 
         async def travel(rng: random.Random) -> None:
@@ -142,23 +152,20 @@ class _Chain:
                 done += 1
                 await asyncio.sleep(_exponential(delay_s, rng))
 
-        travels = [asyncio.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)]
-        try:
+        async with asyncio.TaskGroup() as group:
+            travels = [
+                group.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)
+            ]
             await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
             before, began = done, time.perf_counter()
-            await asyncio.wait(travels, timeout=self._plan.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.sleep(self._plan.seconds)
             rate = self._samples_per_s(done - before, time.perf_counter() - began)
-        finally:
             for task in travels:
                 task.cancel()
-            results = await asyncio.gather(*travels, return_exceptions=True)
-        for result in results:
-            if not isinstance(result, asyncio.CancelledError) and isinstance(result, BaseException):
-                raise result
         return rate
 
     async def model_parallel(self, delay_s: float) -> float:
-        """Samples per second of one batch after the other, block by block."""
+        """Return samples per second of one batch after the other, block by block."""
         rng, inputs = random.Random(0), torch.from_numpy(self._inputs)
         done, began, luck_s = 0, time.perf_counter(), 0.0
         while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
@@ -170,32 +177,16 @@ class _Chain:
         return self._samples_per_s(done, time.perf_counter() - began + luck_s)
 
     async def bound(self) -> float:
-        """Samples per second of the computations alone."""
-        inputs, seconds = torch.from_numpy(self._inputs), min(BASELINE_S, self._plan.seconds)
+        """Return samples per second of the computations alone."""
+        return await self.server.run(self._compute)
 
-        def compute() -> float:
-            done, began = 0, time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                self._experts[done % len(self._experts)].forward(inputs)
-                done += 1
-            return self._samples_per_s(done, time.perf_counter() - began)
-
-        return await self.server.run(compute)
+    def _compute(self) -> float:
+        inputs, done, began = torch.from_numpy(self._inputs), 0, time.perf_counter()
+        while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
+            self._experts[done % len(self._experts)].forward(inputs)
+            done += 1
+        return self._samples_per_s(done, time.perf_counter() - began)
 
 
 def _exponential(mean_s: float, rng: random.Random) -> float:
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
-
-
-@asynccontextmanager
-async def _chain(plan: ThroughputPlan, kind: BlockKind) -> AsyncIterator[_Chain]:
-    host, guest = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
-    rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
-    experts = [Expert(f"{kind.name}.{index}", kind.make(), rule, kind.sample) for index in range(plan.blocks)]
-    chain = _Chain(plan, kind, experts, host, guest)
-    try:
-        yield chain
-    finally:
-        await chain.server.close()
-        await guest.close()
-        await host.close()

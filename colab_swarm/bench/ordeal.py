@@ -1,30 +1,38 @@
-"""Minutes of real training among processes that are killed all the time, against one process with the same batch.
+"""Training while its processes are killed all the time (SIGKILL), as processes over encrypted links.
 
-``python -m colab_swarm.bench.ordeal [--minutes 10] [--kill-every 60] [--text FILE] [--folder FOLDER]``: a backbone with
-checkpoints and dashboard, three trainers shaped to 50, 100 and 200 Mbit/s and a peer that only reduces train
-ALBERT-tiny. Every so often one of them is killed with -9 and started again, the backbone once.
+    python -m colab_swarm.bench.ordeal training [--minutes 10] [--kill-every 60] [--text FILE]
+    python -m colab_swarm.bench.ordeal experts [--minutes 2] [--kill-every 10]
+
+*training*: a backbone with checkpoints and dashboard, three trainers limited to 50, 100 and 200 Mbit/s and a peer that
+only reduces train ALBERT-tiny. At intervals one of them is killed and restarted, the backbone once. The loss is
+compared with that of one process with the same batch.
+
+*experts*: four hosts serve a grid of experts to a trainer that learns digits. At intervals a random host is killed. In
+turn, it comes back two seconds later with its disk and identity, or a new host without either replaces it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import queue
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
+
+if TYPE_CHECKING:
+    from colab_swarm.moe.layer import MixtureStatistics
+    from colab_swarm.swarm.swarm import Swarm
 
 TARGET_BATCH_SIZE = 96
 MBIT_S = {"alice": 50, "bob": 100, "carol": 200}
@@ -40,139 +48,126 @@ port = {page}
 every_steps = 20
 keep = 3
 """
+GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
+AWAY_S = 2.0
+SMOOTHED = 50
 
 
-class Process:
-    """A command of ours that tells JSON lines; each goes to ``on_told``."""
+class Victims:
+    """Processes by name that can be killed; ``messages`` gets all that they send."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], on_told: Callable[[str, dict[str, Any]], None]
-    ) -> None:
-        self.name = name
-        command = [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, env=environment, text=True
-        )
-        self._on_told = on_told
-        threading.Thread(target=self._read, daemon=True).start()
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+        self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._workers: dict[str, Worker] = {}
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._on_told(self.name, json.loads(line))
+    def start(self, name: str, work: Any, *arguments: object) -> None:
+        """Start a `Worker`, or start it again."""
+        environment = {"TOKENIZERS_PARALLELISM": "false"}
+        self._workers[name] = worker = Worker(work, *arguments, environment=environment)
+        threading.Thread(target=self._read, args=(worker,), daemon=True).start()
 
-    def kill(self) -> None:
-        """With -9."""
-        self.process.kill()
-        self.process.wait()
-
-
-@dataclass
-class OrdealLog:
-    """What happened.
-
-    Attributes:
-        losses: by step, what each trainer told.
-        killed: names, in order.
-    """
-
-    losses: dict[int, list[float]] = field(default_factory=dict)
-    killed: list[str] = field(default_factory=list)
-    steps_by: dict[str, int] = field(default_factory=dict)
-
-    def curve(self) -> list[float]:
-        """Mean loss of each step, in order."""
-        return [statistics.fmean(self.losses[step]) for step in sorted(self.losses)]
-
-
-class Ordeal:
-    """The processes, and what they told."""
-
-    def __init__(self, folder: Path, text: str) -> None:
-        self.folder, self._text = folder, text
-        self.story = OrdealLog()
-        self._facts: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._processes: dict[str, Process] = {}
-        self.dashboard, self._invite = "", ""
-        port, page = random.Random().sample(range(20_000, 60_000), 2)
-        self._file = folder / "run.toml"
-        self._file.write_text(RUN.format(port=port, page=page))
-        self.start("backbone")
-
-    def start(self, name: str) -> None:
-        """Start a process, or start it again."""
-        if name == "backbone":
-            arguments = ["backbone", str(self._file)]
-        elif name == "reducer":
-            arguments = ["peer", self._invite, "--reduce-only", "--no-lan", "--peer-name", name]
-        else:
-            limit, size = str(MBIT_S[name]), str(TARGET_BATCH_SIZE)
-            limits = ["--upload-mbit-s", limit, "--download-mbit-s", limit]
-            training = ["--target-batch-size", size, "--batch-size", "8", "--text", self._text]
-            arguments = ["peer", self._invite, "--no-lan", "--peer-name", name, *limits, *training]
-        self._processes[name] = Process(name, arguments, self._on_told)
-        if name == "backbone":
-            self._invite = str(self._wait_fact("invite"))
-            self.dashboard = str(self._wait_fact("dashboard"))
-
-    def _wait_fact(self, key: str) -> Any:
-        while key not in (told := self._facts.get(timeout=60)):
-            pass
-        return told[key]
-
-    def _on_told(self, name: str, told: dict[str, Any]) -> None:
-        if name == "backbone":
-            self._facts.put(told)
-        elif told["event"] == "step":
-            self.story.steps_by[name] = told["step"]
-            if told["loss"] is not None:
-                self.story.losses.setdefault(told["step"], []).append(told["loss"])
+    def _read(self, worker: Worker) -> None:
+        with suppress(RuntimeError, ValueError):  # it ended
+            while True:
+                self.messages.put(worker.receive())
 
     def kill(self, name: str) -> None:
-        """Kill it with -9 and start it again a little later."""
-        self._processes[name].kill()
-        self.story.killed.append(name)
+        """Kill one with SIGKILL."""
+        self._workers.pop(name).__exit__()
+        self.killed.append(name)
 
-    def stop(self) -> None:
-        """End all."""
-        for process in self._processes.values():
-            process.kill()
+    def __enter__(self) -> Victims:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.__exit__()
 
     @property
-    def alive(self) -> bool:
-        """Whether all processes that were not killed still run."""
-        return all(process.process.poll() is None for process in self._processes.values())
+    def names(self) -> list[str]:
+        """Return the names of the running processes.
+
+        Raises:
+            RuntimeError: one of them ended by itself.
+        """
+        for name, worker in self._workers.items():
+            if worker.process.poll() is not None:
+                raise RuntimeError(f"{name} ended without being killed")
+        return list(self._workers)
 
 
-def endure(folder: Path, *, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0) -> OrdealLog:
-    """Let it run; returns what happened."""
-    ordeal = Ordeal(folder, text)
-    try:
-        print(f"  dashboard: {ordeal.dashboard}", flush=True)
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def run_training(*, minutes: float, kill_every_s: float, text: str = "python-docs") -> BenchReport:
+    """Train among processes, then load each checkpoint, then train alone."""
+    report = BenchReport("ordeal", quick=False)
+    with tempfile.TemporaryDirectory() as folder:
+        losses, killed = _train_among_kills(Path(folder), minutes, min(kill_every_s, 15 * minutes), text)
+        loaded = [_continue_from(path, text) for path in Path(folder).glob("ordeal/model/*.safetensors")]
+    curve = [statistics.fmean(losses[step]) for step in sorted(losses)]
+    alone = _train_alone(len(curve), text)
+    smooth, smooth_alone = (
+        [statistics.fmean(one[end - SMOOTHED_STEPS : end]) for end in range(SMOOTHED_STEPS, len(one) + 1)]
+        for one in (curve, alone)
+    )
+    gap = max(abs(a - b) for a, b in zip(smooth, smooth_alone, strict=True))
+    what = f"{minutes:g} minutes, {len(killed)} killed: {', '.join(killed)}"
+    report.add("ordeal.steps", len(curve), "", what)
+    what = f"mean of the last {SMOOTHED_STEPS} steps; {curve[0]:.2f} at the first"
+    report.add("ordeal.loss", smooth[-1], "", what)
+    report.add("ordeal.loss_alone", smooth_alone[-1], "", "one process, the same batch, as many steps")
+    report.add("ordeal.loss_gap", gap, "", f"largest, of means over {SMOOTHED_STEPS} steps")
+    report.add("ordeal.checkpoints", len(loaded), "", f"loaded and continued, of steps {sorted(loaded)}")
+    return report
+
+
+def _train_among_kills(
+    folder: Path, minutes: float, kill_every_s: float, text: str, away_s: float = 5.0
+) -> tuple[dict[int, list[float]], list[str]]:
+    """Return the losses of each step and the names of the killed processes."""
+    file, losses = folder / "run.toml", defaultdict[int, list[float]](list)
+    port, page = random.Random().sample(range(20_000, 60_000), 2)
+    file.write_text(RUN.format(port=port, page=page))
+    command = [sys.executable, "-m", "colab_swarm.cli"]
+    words: dict[str, list[object]] = {"backbone": ["backbone", file, "--json-lines"]}
+    until = time.monotonic() + 60 * minutes
+    with Victims() as victims:
+        victims.start("backbone", command, *words["backbone"])
+        facts: dict[str, Any] = {}
+        while not {"invite", "dashboard"} <= facts.keys():
+            facts |= victims.messages.get(timeout=60)
+        print(f"  dashboard: {facts['dashboard']}", flush=True)
+        peer = ["peer", facts["invite"], "--json-lines", "--no-lan", "--peer-name"]
+        words["reducer"] = [*peer, "reducer", "--reduce-only"]
+        for name, mbit_s in MBIT_S.items():
+            limits = ["--upload-mbit-s", mbit_s, "--download-mbit-s", mbit_s, "--text", text]
+            batch = ["--target-batch-size", TARGET_BATCH_SIZE, "--batch-size", 8]
+            words[name] = [*peer, name, *limits, *batch]
         for name in ("reducer", *MBIT_S):
-            ordeal.start(name)
-        until = time.monotonic() + 60 * minutes
-        victims = itertools.cycle(["carol", "backbone", "alice", "reducer", "bob"])
+            victims.start(name, command, *words[name])
+        order = itertools.cycle(["carol", "backbone", "alice", "reducer", "bob"])
         while until - time.monotonic() > kill_every_s:
             time.sleep(kill_every_s - away_s)
-            victim = next(victims)
-            if victim == "backbone" and "backbone" in ordeal.story.killed:
-                victim = next(victims)
-            ordeal.kill(victim)
+            victim = next(order)
+            if victim in victims.killed and victim == "backbone":
+                victim = next(order)
+            victims.kill(victim)
             time.sleep(away_s)
-            ordeal.start(victim)
-            print(f"  {victim} was killed; steps {ordeal.story.steps_by}", flush=True)
+            victims.start(victim, command, *words[victim])
+            print(f"  {victim} was killed", flush=True)
         time.sleep(max(0.0, until - time.monotonic()))
-        if not ordeal.alive:
-            raise RuntimeError("a process ended that nobody killed")
-        return ordeal.story
-    finally:
-        ordeal.stop()
+        assert len(victims.names) == len(words)
+        while not victims.messages.empty():
+            message = victims.messages.get()
+            if message.get("event") == "step" and message["loss"] is not None:
+                losses[message["step"]].append(message["loss"])
+    return losses, victims.killed
 
 
-def alone(steps: int, text: str) -> list[float]:
-    """One process with the joined batch, set up as the command line's trainers: its losses."""
+def _train_alone(steps: int, text: str) -> list[float]:
+    """Train one process with the joint batch, set up like the trainers; return its losses."""
     import torch
 
     import colab_swarm as cs
@@ -180,11 +175,10 @@ def alone(steps: int, text: str) -> list[float]:
     model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
     optimizer = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     losses: list[float] = []
-    stream = iter(batches)
     for _ in range(steps):
         parts = []
-        for _ in range(TARGET_BATCH_SIZE // 8):
-            loss = model(**next(stream)).loss
+        for batch in itertools.islice(batches, TARGET_BATCH_SIZE // 8):
+            loss = model(**batch).loss
             (loss * 8 / TARGET_BATCH_SIZE).backward()
             parts.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -194,61 +188,143 @@ def alone(steps: int, text: str) -> list[float]:
     return losses
 
 
-def check_checkpoints(folder: Path, text: str) -> list[int]:
-    """Load each checkpoint that is left and take a step with it; returns their steps."""
+def _continue_from(checkpoint: Path, text: str) -> int:
+    """Load a checkpoint and take a step with it; return its step."""
     import colab_swarm as cs
 
-    steps = []
-    for path in sorted((folder / "ordeal" / "model").glob("*.safetensors")):
-        model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
-        with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
-            lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
-            optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
-            optimizer.load(path)
-            before = optimizer.global_step
-            loss = model(**next(iter(batches))).loss
-            loss.backward()
-            optimizer.step(samples=8)
-            if optimizer.global_step != before + 1:
-                raise RuntimeError(f"{path} does not continue")
-            steps.append(before)
-    return steps
+    model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
+    with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
+        lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
+        optimizer = swarm.optimizer(lamb, target_batch_size=8, max_grad_norm=1.0)
+        optimizer.load(checkpoint)
+        before = optimizer.global_step
+        model(**next(iter(batches))).loss.backward()
+        optimizer.step(samples=8)
+        if optimizer.global_step != before + 1:
+            raise RuntimeError(f"training does not continue from {checkpoint}")
+    return before
 
 
-def run(
-    quick: bool, *, minutes: float | None = None, kill_every_s: float = 60.0, text: str = "python-docs"
-) -> BenchReport:
-    """Measure."""
-    report = BenchReport("ordeal", quick)
-    minutes = minutes or (1.5 if quick else 10.0)
-    kill_every_s = min(kill_every_s, 60 * minutes / 4)
-    with tempfile.TemporaryDirectory() as folder:
-        story = endure(Path(folder), minutes=minutes, kill_every_s=kill_every_s, text=text)
-        kept = check_checkpoints(Path(folder), text)
-    curve = story.curve()
-    reference = alone(len(curve), text)
-    last, lasts = (statistics.fmean(losses[-SMOOTHED_STEPS:]) for losses in (curve, reference))
-    what = f"{minutes:g} minutes, {len(story.killed)} killed: {', '.join(story.killed)}"
-    report.add("ordeal.steps", len(curve), "", what)
-    report.add(
-        "ordeal.loss", last, "", f"mean of the last {SMOOTHED_STEPS} steps; {curve[0]:.2f} at the first"
-    )
-    report.add("ordeal.loss_alone", lasts, "", "one process, the same batch, as many steps")
-    gaps = [abs(a - b) for a, b in zip(_smooth(curve), _smooth(reference), strict=True)]
-    report.add("ordeal.loss_gap", max(gaps), "", f"largest, of means over {SMOOTHED_STEPS} steps")
-    report.add("ordeal.checkpoints", len(kept), "", f"loaded and continued, of steps {kept}")
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def host_experts(parent: Parent, invite: str, folder: str) -> None:
+    """Worker: host experts until killed."""
+    import colab_swarm as cs
+    from colab_swarm.events import ExpertHosted
+
+    def on_event(event: object) -> None:
+        if isinstance(event, ExpertHosted):
+            parent.send(uid=event.uid, step=event.step, over=event.taken_over)
+
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    options = cs.NetworkOptions(lan=False, identity=path / "key")
+    with cs.join(invite, peer_name=path.name, options=options) as swarm:
+        swarm.events.listen(on_event)
+        hosted = swarm.host_experts(
+            "ffn",
+            lambda: cs.moe.FeedForward(DIM),
+            grid=GRID,
+            count=PER_HOST,
+            folder=path / "saves",
+            save_s=3.0,
+            takeover_s=5.0,
+            spare=2 * PER_HOST,
+        )
+        parent.send(ready=len(hosted.uids))
+        hosted.wait(3600)
+
+
+def _kill_hosts(victims: Victims, invite: str, folder: Path, every_s: float, over: threading.Event) -> None:
+    rng, number = random.Random(0), HOSTS
+    while not over.wait(every_s - AWAY_S):
+        victim = rng.choice(victims.names)
+        victims.kill(victim)
+        if over.wait(AWAY_S):
+            break
+        if len(victims.killed) % 2 == 0:
+            victim, number = f"host-{number}", number + 1
+        victims.start(victim, host_experts, invite, str(folder / victim))
+
+
+def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
+    """Train through experts while their hosts are killed; an exception in the training loop is raised here."""
+    import colab_swarm as cs
+
+    over, messages = threading.Event(), list[dict[str, Any]]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cs.create("ordeal", options=cs.NetworkOptions(lan=False)) as swarm,
+        Victims() as victims,
+    ):
+        invite = str(swarm.invite())
+        for number in range(HOSTS):
+            victims.start(f"host-{number}", host_experts, invite, str(Path(folder) / f"host-{number}"))
+        while sum("ready" in message for message in messages) < HOSTS:
+            messages.append(victims.messages.get(timeout=60))
+        arguments = (victims, invite, Path(folder), kill_every_s, over)
+        killer = threading.Thread(target=_kill_hosts, args=arguments)
+        killer.start()
+        try:
+            losses, right, seen = _train_on_digits(swarm, minutes)
+        finally:
+            over.set()
+            killer.join()
+        while not victims.messages.empty():
+            messages.append(victims.messages.get())
+    report = BenchReport("expert_ordeal", quick=False)
+    report.add("moe.ordeal_steps", len(losses), "", "without an exception")
+    report.add("moe.ordeal_killed", len(victims.killed), "hosts", "with SIGKILL")
+    first, last = (statistics.fmean(part) for part in (losses[:SMOOTHED], losses[-SMOOTHED:]))
+    report.add("moe.ordeal_loss", last, "", f"mean of the last {SMOOTHED} steps, {first:.3g} at first")
+    report.add("moe.ordeal_accuracy", right, "", "of digits never trained on")
+    hosted = [message for message in messages if "uid" in message]
+    over_at = sorted(message["step"] for message in hosted if message["over"])
+    back = [message for message in hosted if not message["over"] and message["step"]]
+    report.add("moe.ordeal_taken_over", len(over_at), "experts", f"at steps {over_at}")
+    what = "with their host, from its disk, at a step above 0"
+    report.add("moe.ordeal_came_back", len(back), "experts", what)
+    what = f"of {len(losses) * 64}; {seen.failures} calls failed"
+    report.add("moe.ordeal_unanswered", seen.unanswered, "inputs", what)
     return report
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
-    ends = range(SMOOTHED_STEPS, len(losses) + 1)
-    return [statistics.fmean(losses[end - SMOOTHED_STEPS : end]) for end in ends]
+def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
+    """Return the loss of each step, the accuracy on unseen digits, and the statistics of the mixture."""
+    import torch
+    from sklearn.datasets import load_digits
+    from torch.nn.functional import cross_entropy
+
+    torch.manual_seed(0)
+    digits, losses = load_digits(), list[float]()
+    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        rows = torch.randint(0, 1500, (64,))
+        loss = cross_entropy(model(images[rows]), labels[rows]) + 0.01 * layer.balance_loss
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+        time.sleep(0.02)  # the hosts share these cores
+    with torch.no_grad():
+        right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+    return losses, right, layer.statistics()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kill-every", type=float, default=60.0, metavar="SECONDS")
+    parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench.ordeal", description=__doc__)
+    parser.add_argument("kind", choices=["training", "experts"])
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--kill-every", type=float, metavar="SECONDS")
     parser.add_argument("--text", default="python-docs")
     given = parser.parse_args()
-    print(run(False, minutes=given.minutes, kill_every_s=given.kill_every, text=given.text).table())
+    if given.kind == "training":
+        made = run_training(minutes=given.minutes or 10, kill_every_s=given.kill_every or 60, text=given.text)
+    else:
+        made = run_experts(minutes=given.minutes or 2, kill_every_s=given.kill_every or 10)
+    print(made.table())

@@ -1,106 +1,45 @@
-"""What it costs to watch: training with the panel open and the recorder on, against the same loop without.
+"""What it costs to watch: training with the panel open and the recorder on, compared with the same loop without.
 
-A real kernel runs a notebook, driven by nbclient, which keeps the widgets' state as a browser does. In it a peer
-trains with another one, in turns with panel and recorder and without; then its panel is refreshed as often as in half
+A real kernel runs a notebook. It is driven by nbclient, which keeps the widgets' state as a browser does. In it a peer
+trains with another one, in turns with panel and recorder and without. Then its panel is refreshed as often as in half
 an hour, and the notebook is saved.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.bench.overhead import worker
+from colab_swarm.bench.overhead import memory_mib
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 
 if TYPE_CHECKING:
-    from nbclient import NotebookClient
+    from colab_swarm.swarm.swarm import Swarm
 
-
-@dataclass(frozen=True)
-class PanelPlan:
-    """Pairs of phases with and without, seconds of a phase, refreshes."""
-
-    pairs: int
-    phase_s: float
-    refreshes: int
-
-
-FULL = PanelPlan(pairs=40, phase_s=2.5, refreshes=7200)  # half an hour at four a second
-QUICK = PanelPlan(pairs=3, phase_s=1.0, refreshes=400)
 WARM_UP = 1500
-"""Refreshes until all that is kept for a while is there: the last thousand events and losses, the last rounds."""
+"""Refreshes until all bounded histories are full: the last thousand events and losses, the last rounds."""
 WATCH = """
-from colab_swarm.bench.panel_worker import Watched
+from colab_swarm.bench.panel import Watched
 watched = Watched({invite!r})
 watched.panel
 """
-
-
-class Notebook:
-    """A notebook in a kernel of its own."""
-
-    def __init__(self, client: NotebookClient) -> None:
-        self._client, self._cells = client, client.nb.cells
-
-    def run(self, code: str) -> str:
-        """Run a new cell; what it printed. The outputs stay in the notebook."""
-        from nbformat.v4 import new_code_cell
-
-        self._cells.append(new_code_cell(code))  # type: ignore[no-untyped-call]
-        cell: Any = self._client.execute_cell(self._cells[-1], len(self._cells) - 1)
-        return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
-
-    def ask(self, expression: str) -> Any:
-        """The value of an expression; leaves no trace in the notebook but what it does to widgets."""
-        answer = json.loads(self.run(f"import json; print(json.dumps({expression}))").splitlines()[-1])
-        del self._cells[-1]
-        return answer
-
-    def saved_bytes(self) -> int:
-        """The size of the notebook, with the state of its widgets, as it would be saved now."""
-        import nbformat
-
-        self._client.set_widgets_metadata()
-        saved: str = nbformat.writes(self._client.nb)  # type: ignore[no-untyped-call]
-        return len(saved.encode())
-
-
-@contextmanager
-def opened() -> Iterator[Notebook]:
-    """A new notebook.
-
-    Raises:
-        ImportError: nbclient or ipykernel is not installed.
-    """
-    from nbclient import NotebookClient
-    from nbformat.v4 import new_notebook
-
-    empty = new_notebook()  # type: ignore[no-untyped-call]
-    client = NotebookClient(empty, timeout=1200, kernel_name="python3")
-    with client.setup_kernel():
-        yield Notebook(client)
-
-
-def _companion(pipe: Connection, invite: str) -> None:
-    """Trains until killed."""
-    from colab_swarm.bench.panel_worker import Loop
-    from colab_swarm.swarm.joining import join
-
-    loop = Loop(join(invite, peer_name="bob"))
-    pipe.send("ready")
-    while True:
-        loop.batch()
+SAMPLES, AVERAGE_EVERY = 2, 8
+"""Samples of a micro-batch; micro-batches of one peer per global step."""
+MEMBERS = 8
 
 
 def run(quick: bool) -> BenchReport:
-    """Measure; see `PanelPlan` for the sizes.
+    """Measure.
 
     Raises:
         ImportError: nbclient or ipykernel is not installed.
@@ -108,28 +47,173 @@ def run(quick: bool) -> BenchReport:
     from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    plan, report = QUICK if quick else FULL, BenchReport("panel", quick)
-    with create("panel", peer_name="backbone") as backbone, opened() as notebook:
+    pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
+    report, notebook = BenchReport("panel", quick), Notebook()
+    with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel():
         invite = str(backbone.invite())
         notebook.run(WATCH.format(invite=invite))
-        with worker(_companion, invite) as bob:
-            bob.recv()
+        with Worker(train_beside, invite) as bob:
+            bob.receive()
             ratios = [
-                notebook.ask(f"watched.ratio({plan.phase_s}, first={first})")
-                for first in (pair % 2 for pair in range(plan.pairs + 1))
-            ][1:]  # the first warms up
-        what = (
-            f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {plan.pairs} pairs in turns"
-        )
-        report.add("panel.throughput_ratio", statistics.median(ratios), "", what)
-        notebook.ask(f"watched.refresh({WARM_UP})")
+                notebook.evaluate(f"watched.ratio({phase_s}, first={pair % 2})") for pair in range(pairs + 1)
+            ]
+        what = f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {pairs} pairs in turns"
+        report.add("panel.throughput_ratio", statistics.median(ratios[1:]), "", what)  # the first warms up
+        notebook.evaluate(f"watched.refresh({WARM_UP})")
         before = notebook.saved_bytes()
-        grown_mb, refresh_s = notebook.ask(f"watched.refresh({plan.refreshes})")
-        what = f"of the kernel over {plan.refreshes} refreshes, each of another view"
-        report.add("panel.memory_mb", grown_mb, "MB", what)
-        report.add(
-            "panel.notebook_kb", (notebook.saved_bytes() - before) / 1e3, "kB", "of the saved notebook"
-        )
-        report.add("panel.refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
-        report.add("panel.core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
+        grown_mb, refresh_s = notebook.evaluate(f"watched.refresh({refreshes})")
+        grown_kb = (notebook.saved_bytes() - before) / 1e3
+    what = f"of the kernel over {refreshes} refreshes, each of another view"
+    report.add("panel.memory_mb", grown_mb, "MB", what)
+    report.add("panel.notebook_kb", grown_kb, "kB", "of the saved notebook")
+    report.add("panel.refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
+    report.add("panel.core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
     return report
+
+
+class Notebook:
+    """A new notebook in a kernel of its own."""
+
+    def __init__(self) -> None:
+        from nbclient import NotebookClient
+        from nbformat.v4 import new_notebook
+
+        empty = new_notebook()  # type: ignore[no-untyped-call]
+        self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
+
+    def run(self, code: str) -> str:
+        """Run a new cell and return what it printed. The outputs stay in the notebook."""
+        from nbformat.v4 import new_code_cell
+
+        cells = self.client.nb.cells
+        cells.append(new_code_cell(code))  # type: ignore[no-untyped-call]
+        cell = self.client.execute_cell(cells[-1], len(cells) - 1)
+        return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression. Only its effect on widgets stays in the notebook."""
+        answer = json.loads(self.run(f"import json; print(json.dumps({expression}))").splitlines()[-1])
+        del self.client.nb.cells[-1]
+        return answer
+
+    def saved_bytes(self) -> int:
+        """Return the size of the notebook with the state of its widgets, as saved now."""
+        import nbformat
+
+        self.client.set_widgets_metadata()
+        saved: str = nbformat.writes(self.client.nb)  # type: ignore[no-untyped-call]
+        return len(saved.encode())
+
+
+def train_beside(parent: Parent, invite: str) -> None:
+    """Worker: train until killed."""
+    from colab_swarm.swarm.joining import join
+
+    loop = TrainingLoop(join(invite, peer_name="bob"))
+    parent.send()
+    while True:
+        loop.batch()
+
+
+class TrainingLoop:
+    """A peer's training loop."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        import torch
+
+        from colab_swarm.recipes.masked_lm import albert
+        from colab_swarm.training.layerwise import Lamb
+
+        torch.set_num_threads(1)
+        self._model, batches = albert("tiny", batch_size=SAMPLES, sequence_length=128)
+        self._batch = next(iter(batches))
+        inner = Lamb(self._model.parameters(), lr=1e-3)
+        self._optimizer = swarm.optimizer(inner, target_batch_size=2 * SAMPLES * AVERAGE_EVERY)
+
+    def batch(self) -> float:
+        """Train on a micro-batch; return the seconds of a global step, which do not depend on the panel."""
+        loss = self._model(**self._batch).loss
+        loss.backward()
+        began = time.perf_counter()
+        stepped = self._optimizer.step(samples=SAMPLES, loss=loss.item()) is not None
+        return time.perf_counter() - began if stepped else 0.0
+
+    def speed(self, seconds: float, after_each: Callable[[], None]) -> float:
+        """Return batches per second over so long, without averaging."""
+        began, batches, stepping_s = time.perf_counter(), 0, 0.0
+        while (took_s := time.perf_counter() - began) < seconds + stepping_s:
+            stepping_s += self.batch()
+            after_each()
+            batches += 1
+        return batches / (took_s - stepping_s)
+
+
+class Watched:
+    """The peer alice and her panel; lives in the kernel."""
+
+    def __init__(self, invite: str) -> None:
+        from colab_swarm.notebook.panel import Panel
+        from colab_swarm.swarm.joining import join
+
+        self._swarm = join(invite, peer_name="alice")
+        self._loop = TrainingLoop(self._swarm)
+        self._folder = tempfile.TemporaryDirectory()
+        self._step = 0
+        # live without a front-end: nbclient keeps the widgets' state as a page does
+        self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
+
+    def ratio(self, seconds: float, *, first: int) -> float:
+        """Return the speed while watched over the speed while not; vary which comes ``first`` (1: watched)."""
+        speeds = {watched: self._speed(seconds, watched) for watched in (first, 1 - first)}
+        return speeds[1] / speeds[0]
+
+    def _speed(self, seconds: float, watched: int) -> float:
+        from colab_swarm.notebook.recorder import Header, Recorder
+
+        swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
+        header = Header.now(run=swarm.run, name=swarm.name, peer=swarm.id.hex(), at=time.monotonic())
+        with Recorder(swarm.events, path, header) if watched else nullcontext():
+            return self._loop.speed(seconds, self.panel.tick if watched else lambda: None)
+
+    def refresh(self, times: int) -> tuple[float, float]:
+        """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
+        before, began, pretending_s = _used_mb(), time.process_time(), 0.0
+        for _ in range(times):
+            since = time.thread_time()
+            self._pretend_round()
+            pretending_s += time.thread_time() - since
+            self.panel.refresh()
+        spent_s = time.process_time() - began - pretending_s
+        return _used_mb() - before, spent_s / times
+
+    def _pretend_round(self) -> None:
+        """Emit the events of a round and a step in a group of eight."""
+        self._step += 1
+        now, samples = time.monotonic(), 4.0 * MEMBERS
+        peers, part = tuple(f"{member:02x}" * 32 for member in range(MEMBERS)), (0.1, 0.2)
+        round_finished = RoundFinished(
+            now,
+            self._step,
+            MEMBERS,
+            peers,
+            samples,
+            spans_lost=0,
+            kept_local=0,
+            sent_bytes=1000,
+            received_bytes=1000,
+            seconds=0.5,
+            averaging_s=0.3,
+            members=tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers),
+        )
+        self._swarm.events.emit(round_finished)
+        self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))
+
+
+def _used_mb() -> float:
+    """Return this process's own memory, where possible without libraries that it shares with others."""
+    gc.collect()
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return memory_mib() * 1024**2 / 1e6
+    own = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(own.split()[1]) * 1024 / 1e6

@@ -1,26 +1,25 @@
-"""What one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: 0.87 s in Redis, 1.29 s in MySQL).
+"""How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
-An update is all that a parameter server does but measuring accuracy: it claims a result, reads it, reads the
-parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and has the new ones in the store. Servers of stores are
-started here, as they come, on this machine; updates are made by a process such as a coordinator starts.
+An update is all work of a parameter server except measuring accuracy: it claims a result, reads it, reads the
+parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. The servers of stores run on this
+machine with their default settings. A process like that of a coordinator makes the updates.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.store_servers import Absent, mariadb_server, postgresql_server, redis_server
+from colab_swarm.bench.workers import Parent, Worker
 from colab_swarm.workunits.state import Accepted, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.weights import assimilate
@@ -41,37 +40,32 @@ def _sqlite() -> Iterator[str]:
         yield str(Path(folder) / "job.db")
 
 
-@contextmanager
-def _durable_redis() -> Iterator[str]:
-    with redis_server(durable=True) as url:
-        yield url
-
-
 STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
     "memory": (_memory, "of this process"),
     "sqlite": (_sqlite, "durable"),
     "redis": (redis_server, "in memory, as the paper has it; published 870 ms"),
-    "redis_durable": (_durable_redis, "appendonly yes"),
+    "redis_durable": (partial(redis_server, durable=True), "appendonly yes"),
     "postgresql": (postgresql_server, "durable, strong consistency"),
     "mariadb": (mariadb_server, "durable, strong consistency; published 1,290 ms (MySQL)"),
 }
 SQL = ("mariadb", "postgresql")
-"""Of these, the first that is installed is `store.sql_ms`."""
+"""`store.sql_ms` is the figure of the first of these that is installed."""
 
 
 def run(quick: bool) -> BenchReport:
     """Time updates in every store whose program is installed."""
-    report, took_ms = BenchReport("parameter-store", quick), {}
-    updates = 5 if quick else 20
+    report, took_ms, updates = BenchReport("parameter-store", quick), {}, 5 if quick else 20
     for name, (opened, note) in STORES.items():
         try:
-            with opened() as url:
-                took_ms[name] = _time_apart(url, updates)
+            with (
+                opened() as url,
+                Worker(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY) as worker,
+            ):
+                took_ms[name] = worker.receive()["ms"]
         except Absent as absent:
             print(f"{name} is left out: {absent}", flush=True)
             continue
-        what = f"median of {updates}; {note}"
-        report.add(f"store.{name}_ms", took_ms[name], "ms", what)
+        report.add(f"store.{name}_ms", took_ms[name], "ms", f"median of {updates}; {note}")
     sql = next((name for name in SQL if name in took_ms), None)
     if sql is not None:
         report.add("store.sql_ms", took_ms[sql], "ms", sql)
@@ -81,31 +75,19 @@ def run(quick: bool) -> BenchReport:
     return report
 
 
-def _time_apart(url: str, updates: int) -> float:
-    command = [sys.executable, "-m", __name__, url, str(NUMEL), str(updates)]
-    return float(subprocess.check_output(command, env=os.environ | KEEP_MEMORY))
-
-
-def time_updates(url: str, numel: int, updates: int) -> float:
-    """Median milliseconds of an update of ``numel`` parameters in the store at ``url``."""
+def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
+    """Worker: report the median milliseconds of an update of ``numel`` parameters in the store at ``url``."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
     result, took_s = rng.random(numel, np.float32).tobytes(), []
     for subset in range(updates + 1):
         name = f"{subset:032x}"
-        accepted = Accepted(
-            at=0.0,
-            unit=Unit(1, subset),
-            assignment=name,
-            result=f"result-{name}",
-            alpha=ALPHA,
-            base=0,
-            change=1.0,
-        )
-        store.append([accepted], put={accepted.result: result})
+        unit, file = Unit(1, subset), f"result-{name}"
+        accepted = Accepted(at=0.0, unit=unit, assignment=name, result=file, alpha=ALPHA, base=0, change=1.0)
+        store.append([accepted], put={file: result})
         took_s.append(_update(store))
     store.close()
-    return 1000 * statistics.median(took_s[1:])  # the first grows files and memory
+    parent.send(ms=1000 * statistics.median(took_s[1:]))  # the first grows files and memory
 
 
 def _update(store: ParameterStore) -> float:
@@ -113,10 +95,5 @@ def _update(store: ParameterStore) -> float:
     claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)
     assert claimed is not None
     result = np.frombuffer(store.blob(claimed.result), "<f4")
-
     store.assimilate(claimed, lambda values: assimilate(values, result, ALPHA), server="bench", now=1.0)
     return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    print(time_updates(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

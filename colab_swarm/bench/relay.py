@@ -1,26 +1,24 @@
-"""What a relay costs: bulk data through it against the direct link in the same run, and circuits that are idle.
+"""What a relay costs: bulk data through it compared with the direct link in the same run, and idle circuits.
 
-Three processes, as on the internet: this one sends, *far* takes, *relay* stands between. Transfers alternate, so that
-what else the machine does hits both ways.
+Three processes, as on the internet: this one sends, *far* receives, *relay* is between them. Transfers alternate, so
+that other load on the machine hits both ways.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.link import MIB, ResourceUse, Sink, TransferTime, _sink, _timed
+from colab_swarm.bench.link import MIB, Sink, TransferTime, send_pieces, take_pieces, time_transfer
 from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.workers import Parent, Worker
 from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
@@ -29,44 +27,38 @@ from colab_swarm.net.relay import Relay, RelayQuota
 
 IDLE_CIRCUITS = 100
 PIECE = os.urandom(CHUNK_BYTES)
-"""What averaging sends at a time."""
+"""The size of a chunk of averaging."""
 LOOPBACK = NodeSettings(host="127.0.0.1", max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
 
 
-class HowMuch(Message, frozen=True):
-    """Asks a process what it uses."""
+class UsageQuery(Message, frozen=True):
+    """Requests a `Usage`."""
 
 
-class Uses(Message, frozen=True):
-    """CPU seconds so far, and resident memory."""
+class Usage(Message, frozen=True):
+    """CPU seconds of a process so far, and its resident memory."""
 
     cpu_s: float
     memory_bytes: int
 
 
-async def _on_how_much(peer: PeerId, message: HowMuch) -> Uses:
+async def _on_usage_query(peer: PeerId, message: UsageQuery) -> Usage:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Uses(time.process_time(), pages * 4096)
+    return Usage(time.process_time(), pages * 4096)
 
 
-async def serve(relay: Contact | None) -> None:
-    """A child, until stdin closes: the relay, or the one that takes what comes through ``relay``."""
-    node = await Node.start(Identity(), LOOPBACK)
-    node.serve(HowMuch, _on_how_much)
-    if relay is None:
-        relaying = Relay(node, RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS))
-        addresses: tuple[str, ...] = node.contact.addresses
-    else:
-        node.serve_stream(Sink, _sink)
-        circuits = _circuits(node, relay)
-        circuits.start()
-        await circuits.wait_looked(10.0)
-        addresses = (*node.contact.addresses, *circuits.addresses)
-    print(json.dumps({"id": node.id.hex(), "addresses": addresses}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    if relay is None:
-        relaying.close()
-    await node.close()
+def run(*, quick: bool) -> BenchReport:
+    """Measure with two child processes."""
+    report = BenchReport("relay", quick)
+    with Worker(serve, None) as worker:
+        where = worker.receive()
+        with Worker(serve, where) as other:
+            asyncio.run(_measure(_contact(where), _contact(other.receive()), report))
+    return report
+
+
+def _contact(where: dict[str, Any]) -> Contact:
+    return Contact(PeerId(bytes.fromhex(where["id"])), tuple(where["addresses"]))
 
 
 def _circuits(node: Node, relay: Contact) -> Circuits:
@@ -76,24 +68,26 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
     return Circuits(node, known, lambda: None, random.Random(0))
 
 
-@contextmanager
-def _child(*arguments: str) -> Iterator[Contact]:
-    command = [sys.executable, "-m", "colab_swarm.bench.relay", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            said = json.loads(child.stdout.readline())
-            yield Contact(PeerId(bytes.fromhex(said["id"])), tuple(said["addresses"]))
-        finally:
-            child.stdin.close()
+def serve(parent: Parent, relay: dict[str, Any] | None) -> None:
+    """Worker: the relay, or the process that receives through ``relay``."""
+    asyncio.run(_serve(parent, relay))
 
 
-async def _send(node: Node, peer: PeerId, pieces: int) -> float:
-    async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
-        for _ in range(pieces):
-            await stream.send(Sink(0), PIECE)
-        used, _ = await stream.receive(ResourceUse)
-        return used.cpu_s
+async def _serve(parent: Parent, relay: dict[str, Any] | None) -> None:
+    node = await Node.start(Identity(), LOOPBACK)
+    node.serve(UsageQuery, _on_usage_query)
+    addresses = node.contact.addresses
+    if relay is None:
+        quota = RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS)
+        Relay(node, quota)
+    else:
+        node.serve_stream(Sink, take_pieces)
+        circuits = _circuits(node, _contact(relay))
+        circuits.start()
+        await circuits.wait_looked(10.0)
+        addresses = (*addresses, *circuits.addresses)
+    parent.send(id=node.id.hex(), addresses=addresses)
+    await asyncio.to_thread(parent.receive)
 
 
 async def _measure(relay: Contact, far: Contact, report: BenchReport) -> None:
@@ -114,61 +108,48 @@ async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, repor
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
     pieces = size_mib * MIB // len(PIECE)
     ways: dict[str, Callable[[int], Awaitable[float]]] = {
-        "direct": lambda count: _send(direct, far.id, count),
-        "relayed": lambda count: _send(relayed, far.id, count),
+        "direct": lambda count: send_pieces(direct, far.id, PIECE, count),
+        "relayed": lambda count: send_pieces(relayed, far.id, PIECE, count),
     }
     took: dict[str, list[TransferTime]] = {name: [] for name in ways}
     relay_cpu_s = []
     for _ in range(rounds + 1):
         for name, send in ways.items():
-            before = await direct.call(relay.id, HowMuch(), Uses, timeout_s=10)
-            took[name].append(await _timed(send, pieces))
-            after = await direct.call(relay.id, HowMuch(), Uses, timeout_s=10)
+            before = await direct.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+            took[name].append(await time_transfer(send, pieces))
+            after = await direct.call(relay.id, UsageQuery(), Usage, timeout_s=10)
             if name == "relayed":
                 relay_cpu_s.append(after.cpu_s - before.cpu_s)
     pairs = list(zip(took["direct"], took["relayed"], strict=True))[1:]
-    gb = size_mib * MIB / 1e9
-    report.add(
-        "relay.vs_direct", statistics.median(a.wall_s / b.wall_s for a, b in pairs), "", "bulk, same run"
+    ratio, direct_s, relayed_s = (
+        statistics.median(values)
+        for values in zip(*((a.wall_s / b.wall_s, a.wall_s, b.wall_s) for a, b in pairs), strict=True)
     )
-    report.add("relay.mb_s", gb * 1e3 / statistics.median(b.wall_s for _, b in pairs), "MB/s", "relayed")
-    report.add(
-        "relay.direct_mb_s", gb * 1e3 / statistics.median(a.wall_s for a, _ in pairs), "MB/s", "direct"
-    )
-    report.add(
-        "relay.cpu_s_per_gb", statistics.median(relay_cpu_s[1:]) / gb, "CPU-s/GB", "the relay's process"
-    )
+    mb = size_mib * MIB / 1e6
+    report.add("relay.vs_direct", ratio, "", "bulk, same run")
+    report.add("relay.mb_s", mb / relayed_s, "MB/s", "relayed")
+    report.add("relay.direct_mb_s", mb / direct_s, "MB/s", "direct")
+    cpu_s = statistics.median(relay_cpu_s[1:])
+    report.add("relay.cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process")
 
 
-async def _idle(asker: Node, relay: Contact, far: Contact, report: BenchReport) -> None:
-    """Circuits that carry their keep-alives and nothing else."""
-    before = await asker.call(relay.id, HowMuch(), Uses, timeout_s=10)
+async def _idle(node: Node, relay: Contact, far: Contact, report: BenchReport) -> None:
+    """Measure circuits that carry only keep-alives."""
+    before = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
     callers = [await Node.start(Identity(), NodeSettings(listen=False)) for _ in range(IDLE_CIRCUITS)]
+    relayed = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
     try:
-        for node in callers:
-            _circuits(node, relay)
-            node.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one)))
-            await node.linker.link_to(far.id, 10.0)
-        open_at = await asker.call(relay.id, HowMuch(), Uses, timeout_s=10)
+        for caller in callers:
+            _circuits(caller, relay)
+            caller.learn(relayed)
+            await caller.linker.link_to(far.id, 10.0)
+        open_at = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
         seconds = 5.0 if report.quick else 30.0
         await asyncio.sleep(seconds)
-        later = await asker.call(relay.id, HowMuch(), Uses, timeout_s=10)
-        still = sum(bool(node.linker.table.of(far.id)) for node in callers)
+        later = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+        still = sum(bool(caller.linker.table.of(far.id)) for caller in callers)
     finally:
-        await asyncio.gather(*(node.close() for node in callers))
+        await asyncio.gather(*(caller.close() for caller in callers))
     note = f"{still} idle circuits"
     report.add("relay.idle_mb", (later.memory_bytes - before.memory_bytes) / 1e6, "MB", note)
     report.add("relay.idle_cpu_percent", 100 * (later.cpu_s - open_at.cpu_s) / seconds, "% of a core", note)
-
-
-def run(*, quick: bool) -> BenchReport:
-    """Measure with two child processes."""
-    report = BenchReport("relay", quick)
-    with _child() as relay, _child(relay.id.hex(), *relay.addresses) as far:
-        asyncio.run(_measure(relay, far, report))
-    return report
-
-
-if __name__ == "__main__":
-    told = sys.argv[1:]
-    asyncio.run(serve(Contact(PeerId(bytes.fromhex(told[0])), tuple(told[1:])) if told else None))

@@ -1,4 +1,4 @@
-"""What every benchmark returns and how it is printed and saved."""
+"""The result of a benchmark, printed and saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: ``key`` is stable (others read it from the JSON), ``note`` says against what."""
+    """One figure. ``key`` is stable, because other programs read it from the JSON."""
 
     key: str
     value: float
@@ -34,7 +34,7 @@ class BenchReport:
         self.rows.append(Figure(key, float(value), unit, note))
 
     def table(self) -> str:
-        """The figures as aligned text."""
+        """Return the figures as aligned text."""
         width = max((len(row.key) for row in self.rows), default=0)
         lines = [f"{self.name}{' (quick)' if self.quick else ''}"]
         lines += [f"  {r.key:<{width}}  {r.value:>12,.4g} {r.unit:<12} {r.note}".rstrip() for r in self.rows]
@@ -47,7 +47,7 @@ class BenchReport:
 
 
 def environment() -> dict[str, str | int | float]:
-    """Where the figures were taken."""
+    """Describe the machine and the installed versions."""
     found: dict[str, str | int | float] = {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,9 +1,9 @@
-"""Two network namespaces and a slow link between them, where the kernel has no netem: for benchmarks.
+"""Two network namespaces and a slow link between them, for kernels without netem.
 
     python -m colab_swarm.bench.slow_link NAMESPACE NAMESPACE DELAY_S JITTER_S
 
-gives each namespace a TUN device and passes packets between the two, after ``DELAY_S`` give or take ``JITTER_S``, in
-order. Packets are large, so that the program forwards about 1 GB/s. Root, iproute2 and setpriv are needed.
+gives each namespace a TUN device and passes packets between the two in order, after ``DELAY_S`` +- ``JITTER_S``.
+Packets are large, so that the program forwards about 1 GB/s. It needs root, iproute2 and setpriv.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TUNSETIFF, _IFF_TUN_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x1001, 0x40000000
 
 
 def missing() -> str | None:
-    """Why there can be no slow link here; None if there can."""
+    """Return the reason why no slow link is possible here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root"
     if absent := [tool for tool in ("ip", "setpriv") if shutil.which(tool) is None]:
@@ -39,7 +39,7 @@ def missing() -> str | None:
 
 
 class SlowLink:
-    """Two namespaces, 0 and 1, from ``with`` to its end.
+    """Two namespaces, 0 and 1, for the time of a ``with`` block.
 
     Args:
         delay_s, jitter_s: of a packet, one way.
@@ -51,7 +51,7 @@ class SlowLink:
         self._program: subprocess.Popen[str] | None = None
 
     def command(self, side: int, *words: object) -> list[object]:
-        """What runs ``words`` in a namespace, and ends with this thread."""
+        """Return the command that runs ``words`` in a namespace; it ends with this thread."""
         return ["ip", "netns", "exec", self._names[side], "setpriv", "--pdeathsig", "KILL", *words]
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class SlowLink:
         assert self._program.stdout is not None
         if self._program.stdout.readline() != "ready\n":
             self.__exit__()
-            raise RuntimeError("the slow link did not come up: see above")
+            raise RuntimeError("the slow link did not start: see its error above")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +80,7 @@ def _ip(line: str) -> str:
 
 
 def _remove_stale() -> None:
-    """What killed runs have left."""
+    """Remove the namespaces of killed runs."""
     for name in (line.split()[0] for line in _ip("netns list").splitlines()):
         if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
             _ip(f"netns del {name}")
@@ -90,7 +90,7 @@ def _remove_stale() -> None:
 
 
 def open_device(name: str, address: str) -> int:
-    """The file of a new TUN device in the namespace."""
+    """Make a TUN device in the namespace; return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
@@ -106,7 +106,7 @@ def open_device(name: str, address: str) -> int:
 
 
 def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
-    """Pass packets for ever."""
+    """Pass packets until killed."""
     ways: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # from each side to the other
     while True:
         due = min((way[0][0] for way in ways if way), default=None)
@@ -126,11 +126,7 @@ def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
                     continue  # a full queue drops
 
 
-def main(names: Sequence[str], delay_s: float, jitter_s: float) -> None:
-    devices = [open_device(name, address) for name, address in zip(names, ADDRESSES, strict=True)]
-    print("ready", flush=True)
-    forward(devices, delay_s=delay_s, jitter_s=jitter_s)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4]))
+    opened = [open_device(name, address) for name, address in zip(sys.argv[1:3], ADDRESSES, strict=True)]
+    print("ready", flush=True)
+    forward(opened, delay_s=float(sys.argv[3]), jitter_s=float(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""Redis, PostgreSQL and MariaDB for a while, from the programs that are installed, on Unix sockets in a new folder."""
+"""Temporary Redis, PostgreSQL and MariaDB servers from installed programs, on Unix sockets in a new folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Absent(Exception):
 
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
-    """A Redis server, in memory or writing all to disk; gives its URL.
+    """Run a Redis server, in memory or writing all to disk; give its URL.
 
     Raises:
         Absent: redis-server is not installed.
@@ -39,7 +39,7 @@ def redis_server(*, durable: bool = False) -> Iterator[str]:
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """A PostgreSQL server, as it comes; gives the URL of a database.
+    """Run a PostgreSQL server with default settings; give the URL of a database.
 
     Raises:
         Absent: its programs, or a user to run them as, are missing.
@@ -53,22 +53,24 @@ def postgresql_server() -> Iterator[str]:
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
         _run([initdb, *options, f"--pgdata={data}"], user)
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        ready = partial(_says, data / "postmaster.pid", "ready")
-        with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to go
+        ready = partial(_postgresql_ready, data / "postmaster.pid")
+        with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to leave
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
+
+
+def _postgresql_ready(file: Path) -> bool:
+    return file.exists() and "ready" in file.read_text()
 
 
 @contextmanager
 def mariadb_server() -> Iterator[str]:
-    """A MariaDB server, as it comes; gives the URL of a database.
+    """Run a MariaDB server with default settings; give the URL of a database.
 
     Raises:
         Absent: its programs, or a user to run them as, are missing.
     """
-    install, server = (
-        _program("mariadb-install-db"),
-        _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin"),
-    )
+    install = _program("mariadb-install-db")
+    server = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
     user = _other_user("mysql")
     with _folder(user) as folder:
         data, socket = folder / "data", folder / "mariadb.sock"
@@ -87,7 +89,7 @@ def _program(name: str, path: str | None = None) -> str:
 
 
 def _other_user(name: str) -> str | None:
-    """Whom to run a server as that refuses to be root's; None: whoever this is."""
+    """Return the user to run a server as that refuses to run as root; None for the current one."""
     if os.name != "posix" or os.geteuid() != 0:
         return None
     import pwd
@@ -95,12 +97,12 @@ def _other_user(name: str) -> str | None:
     try:
         return pwd.getpwnam(name).pw_name
     except KeyError:
-        raise Absent(f"there is no user {name}, and its server refuses to be run by root") from None
+        raise Absent(f"there is no user {name}, and its server refuses to run as root") from None
 
 
 @contextmanager
 def _folder(user: str | None) -> Iterator[Path]:
-    """A new one that is ``user``'s; its path is short, as those of sockets must be."""
+    """Make a folder that belongs to ``user``; its path is short, as that of a socket must be."""
     folder = Path(tempfile.mkdtemp(prefix="swarm-"))
     try:
         if user is not None:
@@ -108,10 +110,6 @@ def _folder(user: str | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _says(file: Path, word: str) -> bool:
-    return file.exists() and word in file.read_text()
 
 
 def _run(command: list[str], user: str | None) -> None:

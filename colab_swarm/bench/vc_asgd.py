@@ -1,9 +1,9 @@
-"""Figure 4 of the VC-ASGD paper: what alpha does to speed and spread, beside serial training.
+"""Figure 4 of the VC-ASGD paper: the effect of alpha on speed and spread, compared with serial training.
 
-Digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers, or the images of ``--data``. Units are trained by the
-product's own code and assimilated by its own update; who finishes when is drawn at random: 3 volunteers, of which the
-slowest takes twice as long as the fastest, with 4 units at a time each (P3C3T4). A unit begins with the parameters as
-they are when it is handed out, so up to 11 others are assimilated before it: that is its staleness.
+Digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers, or the images of ``--data``. The product's own code
+trains and assimilates units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
+fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment, so up to 11 others
+are assimilated before it: that is its staleness.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import heapq
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.recipes.classify import classification_job
@@ -24,17 +23,16 @@ from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
-"""Of the volunteers: what a unit takes each."""
+"""Time of a unit on each volunteer."""
 AT_ONCE = 4
 SCATTER = 0.2
-SUBSETS, EPOCHS, LOCAL_EPOCHS, BATCH = 50, 40, 4, 8
 EARLY = 6
-"""Epochs that count as early: in the paper the order of 0.7 and 0.95 turns after them."""
+"""Epochs that count as early; in the paper the order of 0.7 and 0.95 turns after them."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Accuracy over the units of an epoch, each after its assimilation; and when it ended, in units' times."""
+    """Accuracy over the units of an epoch, each after its assimilation; and its end, in units' times."""
 
     mean: float
     low: float
@@ -43,7 +41,7 @@ class Epoch:
 
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
-    """Each epoch of a run with the volunteers of above."""
+    """Return each epoch of a run with these volunteers."""
     plan, rng = job.plan, random.Random(seed)
     evaluator, rows = Evaluator(job), job.rows()
     parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)
@@ -53,7 +51,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     now = 0.0
     for epoch in range(1, plan.max_epochs + 1):
         alpha, waiting = plan.alpha_of(epoch), rng.sample(range(len(parts)), len(parts))
-        flying: list[tuple[float, int, float, Floats]] = []  # back when, subset, speed, what it began with
+        flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
         free = list(SPEEDS) * AT_ONCE
         accuracies = []
         while waiting or flying:
@@ -64,8 +62,8 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             evaluator.schema.load(model, base)
-            lesson = UnitConfig(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
-            training = UnitTraining(job, parts[subset], lesson, model=model)
+            config = UnitConfig(plan.local_epochs, plan.batch_size, unit_seed(plan.seed, epoch, subset))
+            training = UnitTraining(job, parts[subset], config, model=model)
             while training.done < training.batches:
                 training.step()
             values = assimilate(values, evaluator.schema.flatten(model), alpha)
@@ -75,12 +73,12 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
-    epochs, subsets = (8, 20) if quick else (EPOCHS, SUBSETS)
+    epochs, subsets = (8, 20) if quick else (40, 50)
     plan = WorkPlan(
         subsets=subsets,
         max_epochs=epochs,
-        local_epochs=LOCAL_EPOCHS,
-        batch_size=BATCH,
+        local_epochs=4,
+        batch_size=8,
         alpha=alpha,
         seed=seed,
         validation_samples=400,
@@ -92,13 +90,13 @@ def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
 
 @dataclass
 class AccuracyCurves(BenchReport):
-    """With every epoch of every run: by alpha, or ``serial``, then by seed."""
+    """The report, with every epoch of every run: by alpha or ``serial``, then by seed."""
 
-    epochs: dict[str, list[list[Epoch]]] | None = None
+    epochs: dict[str, list[list[Epoch]]] = field(default_factory=dict)
 
 
-def run(*, quick: bool, data: str = "digits") -> BenchReport:
-    """The orders that the paper found, as differences that are over 0 where they hold."""
+def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
+    """Report the orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if quick else 3)
     runs: dict[str, list[list[Epoch]]] = {
         name: [train_by_volunteers(_job(data, seed, alpha, quick=quick), seed=seed) for seed in seeds]
@@ -109,14 +107,12 @@ def run(*, quick: bool, data: str = "digits") -> BenchReport:
     report = AccuracyCurves("vc-asgd", quick, epochs=runs)
     for name, curves in runs.items():
         key = "vc_asgd." + name.replace("/", "_over_").replace("(", "").replace(")", "")
-        report.add(
-            f"{key}.final", 100 * _mean(curves, -1), "%", f"{len(seeds)} seeds, {len(curves[0])} epochs"
-        )
+        note = f"{len(seeds)} seeds, {len(curves[0])} epochs"
+        report.add(f"{key}.final", 100 * _mean(curves, -1), "%", note)
         report.add(f"{key}.early", 100 * _early(curves), "%", f"mean of the first {EARLY} epochs")
         if name != "serial":
-            report.add(
-                f"{key}.spread", 100 * _spread(curves), "points", "highest - lowest unit of an epoch, mean"
-            )
+            note = "highest - lowest unit of an epoch, mean"
+            report.add(f"{key}.spread", 100 * _spread(curves), "points", note)
     best = max(_mean(runs[name], -1) for name in ALPHAS)
     ahead = _early(runs["e/(e+1)"]) - _early(runs["0.95"])
     slowest = min(_early(runs[name]) for name in ALPHAS if name != "0.999") - _early(runs["0.999"])
@@ -140,10 +136,11 @@ def _spread(curves: Sequence[Sequence[Epoch]]) -> float:
     return statistics.mean(epoch.high - epoch.low for curve in curves for epoch in curve)
 
 
-def plot(report: Any, path: str | Path) -> None:
-    """Accuracy by epoch, with bars from the lowest to the highest unit."""
+def plot(report: BenchReport, path: str | Path) -> None:
+    """Draw accuracy by epoch, with bars from the lowest to the highest unit; needs matplotlib."""
     from matplotlib.figure import Figure
 
+    assert isinstance(report, AccuracyCurves)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, curves in report.epochs.items():

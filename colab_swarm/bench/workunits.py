@@ -1,9 +1,9 @@
 """Figure 3 of the VC-ASGD paper: time per epoch by parameter servers, volunteers and units at a time (PnCnTn).
 
-Real processes on this machine: a coordinator, its parameter servers, the volunteers. As in the paper, what limits an
-epoch is at first the volunteers, and with more of their units at a time the parameter servers, each of which measures
-the accuracy after every result: here of a small ResNetV2 on 11,504 images, which takes far longer than to train a unit
-of 30 of them, so that one server cannot keep up. ``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
+Real processes on this machine: a coordinator, its parameter servers, the volunteers. As in the paper, the volunteers
+limit an epoch at first, and with more of their units at a time the parameter servers do. Each of these measures the
+accuracy after every result, here of a small ResNetV2 on 11,504 images. That takes far longer than to train a unit of 30
+images, so one server is too slow. ``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
 from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.workunits.coordinator import coordinate
-from colab_swarm.workunits.state import AnyEntry, Assigned, EpochEnded
+from colab_swarm.workunits.state import Assigned, EpochEnded
 from colab_swarm.workunits.volunteering import volunteer
 
 CODE = """
@@ -43,15 +42,15 @@ PRELOADED = ["colab_swarm.workunits.volunteering", "colab_swarm.recipes.classify
 
 
 def run(*, quick: bool, data: str = "digits") -> BenchReport:
-    """Seconds per epoch of each arrangement, and how much slower one parameter server is than three."""
+    """Measure seconds per epoch of each arrangement, and the ratio between one and three parameter servers."""
     report = BenchReport("workunits", quick)
     seconds = {}
     for servers, volunteers, units in QUICK if quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
-            took = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
-        seconds[servers, volunteers, units] = took
-        name = f"P{servers}C{volunteers}T{units}"
-        report.add(f"workunits.{name.lower()}_epoch_s", took, "s", f"{SUBSETS} units")
+            took_s = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
+        seconds[servers, volunteers, units] = took_s
+        key = f"workunits.p{servers}c{volunteers}t{units}_epoch_s"
+        report.add(key, took_s, "s", f"{SUBSETS} units")
     ratio = seconds[1, 3, 8] / seconds[3, 3, 8]
     report.add("workunits.p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
     return report
@@ -60,14 +59,12 @@ def run(*, quick: bool, data: str = "digits") -> BenchReport:
 def epoch_seconds(
     folder: Path, servers: int, volunteers: int, units: int, *, data: str = "digits", quick: bool = False
 ) -> float:
-    """Median time of an epoch but the first, from its first unit given to its last result measured."""
+    """Return the median time of an epoch except the first, from its first assignment to its last measured result."""
     shape, validation = ((1, 8, 8), 12_000) if data == "digits" else ((3, 32, 32), 1500)
     where = data if data == "digits" else str(Path(data).resolve())
-    file = folder / "job.py"
-    epochs = 2 if quick else EPOCHS
-    file.write_text(
-        CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
-    )
+    file, epochs = folder / "job.py", 2 if quick else EPOCHS
+    code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
+    file.write_text(code)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
@@ -79,20 +76,19 @@ def epoch_seconds(
             helping[-1].start()
         if not coordinator.wait(TIME_LIMIT_S):
             raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
-        return statistics.median(_durations(coordinator.log())[1:])
+        begun: dict[int, float] = {}
+        took_s = []
+        for entry in coordinator.log():
+            if isinstance(entry, Assigned):
+                begun.setdefault(entry.unit.epoch, entry.at)
+            elif isinstance(entry, EpochEnded):
+                took_s.append(entry.at - begun[entry.epoch])
+        return statistics.median(took_s[1:])
     finally:
         coordinator.stop()
         for process in helping:
             process.kill()
             process.join()
-
-
-def _durations(log: Sequence[AnyEntry]) -> list[float]:
-    begun: dict[int, float] = {}
-    for entry in log:
-        if isinstance(entry, Assigned):
-            begun.setdefault(entry.unit.epoch, entry.at)
-    return [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
 
 
 def _volunteer(link: str, folder: Path, name: str, units: int) -> None:

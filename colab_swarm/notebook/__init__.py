@@ -1,11 +1,10 @@
-"""What a person sees in a notebook or a terminal.
+"""Panels and reports for notebooks and terminals.
 
-## What problem it solves
+## The problem
 
-Somebody in a notebook wants to see that training goes on, why it does not, and what the others do: on Colab,
-Kaggle, JupyterLab, classic Notebook, VS Code and Binder, and in plain text where there is no front-end.
-Watching must not slow training down, grow the notebook, or break when a cell is run again, interrupted, or
-its page closed.
+You want to see whether training makes progress, why it does not, and what the other peers do: on Colab, Kaggle,
+JupyterLab, classic Notebook, VS Code and Binder, and as plain text without a front-end. Watching must not slow
+training, grow the notebook, or break when you run a cell again, interrupt it, or close its page.
 
 ## The idea
 
@@ -14,86 +13,79 @@ its page closed.
            |                       |      ^                                     buttons, a slider, Play
            |--frozen snapshot----->|      '--- watch(), tick(), Play, click ----'
                                    v
-                     view: a pure function, snapshot -> HTML, and snapshot -> text that says the same
+                     view: a pure function, snapshot -> HTML, and snapshot -> text with the same content
 
-Only the thread that the user works in touches a widget: some platforms do not repaint what other threads
-change. A button's callback hands its wish to a thread and returns at once. There is no JavaScript of ours, no
-`Output` widget and no live matplotlib. A view brings its own style sheet (`colab_swarm.notebook.theme`): light
-and dark, contrast of 4.5 to 1 or more, nothing told by colour alone.
+Only the user's thread touches a widget: some platforms do not repaint what other threads change. A button's callback
+hands its work to a thread and returns at once. There is no JavaScript of ours, no `Output` widget and no live
+matplotlib. A view has its own style sheet (`colab_swarm.notebook.theme`): light and dark, contrast of at least
+4.5 to 1, never colour alone.
 
 ## Three ways to stay live
 
 | call | while |
 |---|---|
-| `swarm.panel()` as the last value of a cell, then ▶ | no cell runs: the browser asks each second |
-| `swarm.watch()` | its cell runs; ■ ends the watching and not the peer |
-| `panel.tick()` after each batch | your training loop runs; draws four times a second at most |
+| `swarm.panel()` as the last value of a cell, then ▶ | no cell runs: the browser requests a refresh each second |
+| `swarm.watch()` | its cell runs; ■ stops the watching, not the peer |
+| `panel.tick()` after each batch | your training loop runs; draws at most four times a second |
 
-Where there is no front-end (`jupyter execute`, a terminal, `TERM=dumb`) lines are printed each 10 s, and all
-pages at the end; characters that the terminal does not know are replaced.
+Without a front-end (`jupyter execute`, a terminal, `TERM=dumb`) the panel prints a line each 10 s, and all pages at the
+end. Characters that the terminal cannot show are replaced.
 
-## What there is to see
+## Views
 
 | call | shows | module |
 |---|---|---|
-| `swarm.panel()`, page *swarm* | step, time to the next, loss, speeds, peers, leaderboard, log | `render` |
-| page *rounds* | who waited, sent, gave means, was dropped and why; the last 20 rounds | `rounds` |
-| page *map* | this peer's links, as wide as the lines are fast; dashed by way of a relay | `swarm_map` |
-| `swarm.experts_panel(prefix, grid=…)` | which experts live, how much they are used; mine | `experts`, `expert_grid` |
+| `swarm.panel()`, page *swarm* | step, ETA, loss, speeds, peers, contributions, log | `panel`, `views` |
+| page *rounds* | when each member sent and returned what, or why it was dropped; the last 20 rounds | `rounds` |
+| page *map* | this peer's links, wider if faster; dashed through a relay | `swarm_map` |
+| `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `experts` |
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `coordinator_view`, `volunteer_view` |
-| `swarm.consistency_meter()` | how far an elastic peer is off, beside the bound | `consistency` |
-| `cs.doctor(…)` | traffic lights, each with its fix | `doctor` |
-| `cs.join()` without an invitation | runs in the local network | `lan` |
-| `swarm.invite()` | the line, a QR code, badges | `invitation` |
-| `simulation.play(train)` | a simulated swarm with sliders and a kill button | `lesson`, `lesson_controls` |
-| `cs.replay("run.jsonl")` | a recorded run, offline | `replay` |
-| the loss beside a published run's | whether that is warm-up or a fault | `loss_band` |
+| `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `consistency` |
+| `cs.doctor(…)` | traffic lights, each with its fix | `checks`, `machine` |
+| `cs.join()` without an invitation | runs in the local network | `invitation` |
+| `swarm.invite()` | the text, a QR code, badges | `invitation` |
+| `simulation.play(train)` | a simulated swarm with sliders and a kill button | `lessons` |
+| `cs.replay("run.jsonl")` | a recorded run, offline | `recorder` |
+| `cs.explain(error)` | cause and fix of an error | `explanation` |
 
 ## Sessions
 
-- **Clock.** Colab and Kaggle end a session after 12 hours, Kaggle's TPUs after 9
-  (`colab_swarm.notebook.platforms`). The panel shows what is left, and some minutes before the end the peer hands
-  over what it has and leaves.
-- **Coming back.** After `cs.join(…, state_dir="folder")`, `cs.resume("folder")` is the same peer in a later
-  session: identity, membership, checkpoints (`colab_swarm.swarm.saved`). The folder is secret, and lasts where
-  the platform keeps it: Drive, `/kaggle/working`.
-- **Your own work.** `with swarm.paused():` gives you the accelerator; others do not wait for this peer
-  meanwhile.
-- **The record.** `swarm.record("run.jsonl")` writes each event as a line of JSON (`colab_swarm.notebook.recorder`).
-- **Asking.** `swarm.try_model()` shows what the newest weights answer, beside those that this peer began with
+- **Clock.** Colab and Kaggle end a session after 12 hours, Kaggle's TPUs after 9 (`colab_swarm.notebook.platforms`). The
+  panel shows the remaining time. Some minutes before the end the peer hands over its gradients and leaves.
+- **Resume.** After `cs.join(…, state_dir="folder")`, `cs.resume("folder")` is the same peer in a later session: identity,
+  membership, checkpoints (`colab_swarm.swarm.saved`). The folder is secret, and lasts only where the platform keeps it:
+  Drive, `/kaggle/working`.
+- **Pause.** `with swarm.paused():` gives you the accelerator; the others do not wait for this peer.
+- **Record.** `swarm.record("run.jsonl")` writes each event as a line of JSON (`colab_swarm.notebook.recorder`).
+- **Try.** `swarm.try_model()` fills masks with the newest weights and with the initial ones
   (`colab_swarm.notebook.try_model`).
-- **Thanks.** `swarm.receipt()` is what others saw this peer give, signed by them.
+- **Receipt.** `swarm.receipt()` is this peer's contribution, signed by the peers that saw it.
 
 ## Colab and Kaggle
 
-PyTorch and transformers are there already and stay as they are; the rest installs in seconds.
+PyTorch and transformers are preinstalled and stay as they are; the rest installs in seconds.
 
-**Read the terms first.** The FAQ of Colab is reported to forbid *running distributed computing workers* on
-runtimes without paid compute units, and *peer-to-peer file-sharing* and *connecting to remote proxies* on
-all. Joining a swarm from a free runtime is the first of these. Use paid units, your own machine, a lab's, or
-`cs.simulate`, which needs no network and no permission. On Colab, `cs.join` and `cs.create` ask for
-`accept_terms=True`. On Kaggle, read the terms as well, and switch the internet on (*Settings,
-Internet*; it wants a verified phone number). What is known of each platform is in
-`colab_swarm.notebook.platforms`.
+**Read the terms first.** The FAQ of Colab is reported to forbid *running distributed computing workers* on runtimes
+without paid compute units, and *peer-to-peer file-sharing* and *connecting to remote proxies* on all. Joining a swarm
+from a free runtime is the first of these. Use paid units, your own machine, a lab's, or `cs.simulate`, which needs no
+network and no permission. On Colab, `cs.join` and `cs.create` require `accept_terms=True`. On Kaggle, read the terms
+too, and switch the internet on (*Settings, Internet*; it needs a verified phone number).
 
-Tokens (ngrok's, Hugging Face's) are taken from the platform's secrets and never shown. An organizer of an
-allowlist sees the Hugging Face tokens of those who join: make one that may only read.
+Tokens of ngrok and Hugging Face come from the platform's secrets and are never shown. The organizer of an allowlist
+sees the Hugging Face tokens of those who join: create one that may only read.
 
-## What goes wrong
+## Failures
 
-A view that cannot be drawn does not end the training: the reason is logged, and the loop is spared it for a
-minute. A second panel of the same swarm works. *Stop* interrupts the running cell where the kernel takes
-clicks meanwhile; elsewhere use ■. *Leave* asks once more. What a fault means, why it happened and what to do
-next: `cs.explain(error)` (`colab_swarm.errors`, `colab_swarm.notebook.explanation`).
+A view that cannot be drawn does not end the training: the reason is logged, and the loop draws nothing for a minute.
+A second panel of the same swarm works. *Stop cell* interrupts the running cell where the kernel handles clicks
+meanwhile; elsewhere use ■. *Leave swarm* needs a second click.
 
-**Security.** Names, reasons and everything else that peers tell is escaped and bounded
-(`colab_swarm.markup`). Invitations are secrets: they show themselves when asked, and nobody else's ``repr``
-holds one.
+**Security.** Names, reasons and all other texts of peers are escaped and bounded (`colab_swarm.markup`). Invitations
+are secrets: they show themselves, and no other object's ``repr`` contains one.
 
 ## Measured
 
-With the panel open and the flight recorder on, training is no slower (1.02 of the speed with neither,
-measured in turns). A refresh costs 1.4 ms of processor time, four a second 0.6 % of a core; half an hour of
-them adds 0.3 MB to the kernel and 0.1 kB to the saved notebook. `python -m colab_swarm.bench panel` measures
-again.
+With the panel open and the flight recorder on, training is no slower (1.02 of the speed with neither, measured in
+turns). A refresh costs 1.4 ms of processor time, four a second 0.6 % of a core. Half an hour of them adds 0.3 MB to the
+kernel and 0.1 kB to the saved notebook. `python -m colab_swarm.bench panel` measures this.
 """

@@ -1,22 +1,45 @@
-"""The doctor's judgement: facts in, traffic lights with their fixes out. Pure."""
+"""The doctor's checks: facts in, traffic lights with their fixes out. Pure functions."""
 
 from __future__ import annotations
 
 import enum
-import html
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from colab_swarm.markup import count, plain, text
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
 
+PARAMETER_BYTES = 16
+"""Training memory per parameter: value, gradient and two moments, in float32."""
+STATE_BYTES = 12
+"""What a late joiner downloads per parameter: value and two moments, in float32."""
+USABLE = 0.8
+"""Share of free memory to plan with; the rest is for temporaries and fragments."""
+ROUND_TRIPS = 2
+"""Round trips to form and start a round."""
+MAX_MICRO_BATCH = 512
+MIN_BPS = 1.0
+"""Lowest bandwidth in the arithmetic."""
+GB = 1e9
+MIN_FREE_RAM = 1 * GB
+MIN_FREE_DISK = 2 * GB
+MIN_OPEN_FILES = 512
+MAX_SKEW_S = 5.0
+MAX_COMPENSATED_SKEW_S = 600.0
+SLOW_BPS = 5e6
+LONG_STEP_S = 600.0
+WIDTH = 100
+INDENT = " " * 18
+MAX_CHARS = 10_000
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """A graphics card; bytes of its memory."""
+    """A graphics card and the bytes of its memory."""
 
     name: str
     free_bytes: int
@@ -25,14 +48,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as this process may use it.
+    """The resources that this process may use.
 
     Attributes:
         cores: CPU cores.
-        free_ram_bytes: main memory still to be had.
+        free_ram_bytes: available main memory; None if unknown.
         free_disk_bytes: in the current folder.
-        open_files: how many file descriptors (sockets are such) this process may hold.
-        gpu: the card torch uses.
+        open_files: limit of file descriptors, sockets included; None without a limit.
+        gpu: the card that torch uses.
     """
 
     cores: int
@@ -44,7 +67,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Version:
-    """A package: what is here (None if nothing) and what is wanted at least."""
+    """A package: the installed version, or None, and the lowest version that works."""
 
     name: str
     found: str | None
@@ -52,12 +75,12 @@ class Version:
 
     @property
     def too_old(self) -> bool:
-        """Whether what is here is older than wanted."""
+        """Whether the installed version is too old."""
         return self.found is not None and numbers(self.found) < numbers(self.wanted)
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: ``2.9.0+cu126`` is (2, 9, 0)."""
+    """Return the leading numbers of a version: (2, 9) for ``2.9.0+cu126``."""
     parts: list[int] = []
     for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -70,16 +93,25 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class UplinkFacts:
+    """This peer's bandwidth (bits per second) and round-trip time; infinite and 0 where unknown."""
+
+    upload_bps: float = math.inf
+    download_bps: float = math.inf
+    rtt_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class MembershipFacts:
     """This peer in its swarm.
 
     Attributes:
         run: the run's name.
         reachability: how others reach this peer, and why not better.
-        linked: peers it has links to.
-        trainers: speeds of the peers that train already, samples/s.
+        linked: number of linked peers.
+        trainers: speeds of the training peers, samples/s.
         skew_s: own clock minus the swarm's, seconds.
-        line: what speed tests with peers gave; None if no peer took one.
+        uplink: result of speed tests with peers; None if no peer took one.
     """
 
     run: str
@@ -87,20 +119,75 @@ class MembershipFacts:
     linked: int
     trainers: tuple[float, ...]
     skew_s: float
-    line: UplinkFacts | None
+    uplink: UplinkFacts | None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The training memory of a model.
+
+    Attributes:
+        name: for people, such as "ALBERT-large at 512 tokens".
+        parameters: number of trained values.
+        sample_bytes: saved for the backward pass of one sample.
+    """
+
+    name: str
+    parameters: int
+    sample_bytes: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training task.
+
+    Attributes:
+        parameters: number of the model's trained values.
+        micro_batch: samples of one forward and backward pass.
+        target_batch_size: samples of all peers for one global step.
+        value_bytes: bytes of one compressed value.
+    """
+
+    parameters: int
+    micro_batch: int
+    target_batch_size: int
+    value_bytes: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The expected training.
+
+    Attributes:
+        first_sample_s: from now to this peer's first counted sample.
+        samples_per_s: this peer's speed.
+        swarm_samples_per_s: speed of all peers while they compute.
+        step_s: time of a global step with its averaging.
+        averaging_s: time of the averaging.
+        gb_per_hour: sent plus received by this peer.
+        share: this peer's part of a step's samples, 0 to 1.
+    """
+
+    first_sample_s: float
+    samples_per_s: float
+    swarm_samples_per_s: float
+    step_s: float
+    averaging_s: float
+    gb_per_hour: float
+    share: float
 
 
 @dataclass(frozen=True)
 class DoctorFacts:
-    """All that the doctor judges by.
+    """The input of all checks.
 
     Attributes:
-        platform, machine, versions: where this runs.
-        internet: whether well-known hosts can be reached.
+        platform, machine, versions: of this process.
+        internet: whether well-known hosts answer.
         membership: the swarm, if there is one.
-        refused: why the swarm could not be joined; empty if it was, or if none was asked for.
-        needs: memory of the model, if it is known.
-        work, prediction: of the training, if its speed could be measured and the target batch is known.
+        refused: why the swarm could not be joined; empty if it was, or without a swarm.
+        needs: memory of the model, if known.
+        work, prediction: of the training, if its speed was measured and the target batch size is known.
     """
 
     platform: Platform
@@ -114,98 +201,34 @@ class DoctorFacts:
     prediction: Prediction | None = None
 
 
-PARAMETER_BYTES = 16
-
-"""Memory per parameter where it is trained: itself, its gradient and two moments, in float32."""
-
-STATE_BYTES = 12
-
-"""What a newcomer downloads per parameter: itself and two moments, in float32."""
-
-USABLE = 0.8
-
-"""Share of free memory to plan with; the rest is for temporaries and fragments."""
-
-ROUND_TRIPS = 2
-
-"""A round forms and begins within so many round trips."""
-
-MAX_MICRO_BATCH = 512
-
-DEAD_BPS = 1.0
-
-"""What a line carries at least, for the arithmetic."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained.
-
-    Attributes:
-        parameters: count of the model's trained values.
-        micro_batch: samples of one forward and backward pass.
-        target_batch_size: samples of all peers together for one global step.
-        value_bytes: bytes of one value on the wire, by the codec.
-    """
-
-    parameters: int
-    micro_batch: int
-    target_batch_size: int
-    value_bytes: float
-
-
-@dataclass(frozen=True)
-class UplinkFacts:
-    """This peer's way to the others: bits per second and seconds; infinite and 0 where nothing is known."""
-
-    upload_bps: float = math.inf
-    download_bps: float = math.inf
-    rtt_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What will happen.
-
-    Attributes:
-        first_sample_s: from now to this peer's first counted sample.
-        samples_per_s: this peer's speed.
-        swarm_samples_per_s: all peers' speed while they compute.
-        step_s: time of a global step, the averaging included.
-        averaging_s: the averaging's part of it.
-        gb_per_hour: sent and received by this peer together.
-        share: this peer's part of a step's samples, 0 to 1.
-    """
-
-    first_sample_s: float
-    samples_per_s: float
-    swarm_samples_per_s: float
-    step_s: float
-    averaging_s: float
-    gb_per_hour: float
-    share: float
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def predict(
-    work: Workload, samples_per_s: float, others: Sequence[float], line: UplinkFacts, *, reduces: bool = True
+    work: Workload,
+    samples_per_s: float,
+    others: Sequence[float],
+    uplink: UplinkFacts,
+    *,
+    reduces: bool = True,
 ) -> Prediction:
-    """Predict a training with equal averaging shares (DeDLOC, section 3.1 and 3.2).
+    """Predict a training with equal averaging shares (DeDLOC, sections 3.1 and 3.2).
 
-    With n peers, S samples/s of all together, a target batch of B samples and micro-batches of m::
+    With n peers, S samples/s in all, a target batch of B samples and micro-batches of m::
 
-        step      = (B + n m) / S + averaging              each peer finishes the micro-batch it is at
+        step      = (B + n m) / S + averaging              each peer finishes its current micro-batch
         averaging = 2 rtt + max(sent / upload, received / download)
         sent      = received = 2 (n - 1) / n * vector      reducers; others send and receive the vector once
         vector    = parameters * bytes of a value
 
-    A peer alone averages nothing, and its step takes the micro-batches that fill B.
+    A lone peer averages nothing; its step takes the micro-batches that fill B.
 
     Args:
-        work: what is trained.
+        work: the training task.
         samples_per_s: this peer's measured speed, > 0.
         others: speeds of the other trainers.
-        line: this peer's way to them; the others' lines are taken to be no slower.
-        reduces: whether this peer takes a share of the averaging, for which others must be able to reach it.
+        uplink: of this peer; the others are assumed to be no slower.
+        reduces: whether this peer takes a share of the averaging, for which others must reach it.
     """
     peers, total = 1 + len(others), samples_per_s + sum(others)
     moved_bytes = averaging_s = state_s = 0.0
@@ -213,10 +236,10 @@ def predict(
     if others:
         batch = work.target_batch_size + peers * work.micro_batch
         moved_bytes = work.parameters * work.value_bytes * (2 * (peers - 1) / peers if reduces else 1)
-        download_bps = max(line.download_bps, DEAD_BPS)
-        slowest_bps = min(max(line.upload_bps, DEAD_BPS), download_bps)
-        averaging_s = ROUND_TRIPS * line.rtt_s + 8 * moved_bytes / slowest_bps
-        state_s = ROUND_TRIPS * line.rtt_s + 8 * work.parameters * STATE_BYTES / download_bps
+        download_bps = max(uplink.download_bps, MIN_BPS)
+        slowest_bps = min(max(uplink.upload_bps, MIN_BPS), download_bps)
+        averaging_s = ROUND_TRIPS * uplink.rtt_s + 8 * moved_bytes / slowest_bps
+        state_s = ROUND_TRIPS * uplink.rtt_s + 8 * work.parameters * STATE_BYTES / download_bps
     step_s = batch / total + averaging_s
     return Prediction(
         first_sample_s=state_s + work.micro_batch / samples_per_s,
@@ -229,33 +252,18 @@ def predict(
     )
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Memory that a model wants: per parameter and, kept for the backward pass, per sample.
-
-    Attributes:
-        name: for people, such as "ALBERT-large at 512 tokens".
-        parameters: count of its trained values.
-        sample_bytes: kept for the backward pass of one sample.
-    """
-
-    name: str
-    parameters: int
-    sample_bytes: float
-
-
 def micro_batch(free_bytes: float, needs: Needs) -> int:
-    """The largest power of two (at most 512) whose training fits into ``free_bytes``; 0 if no sample does."""
+    """Return the largest power of two, at most 512, whose training fits into ``free_bytes``; 0 if none does."""
     room_bytes = USABLE * free_bytes - PARAMETER_BYTES * needs.parameters
     fitting = min(int(room_bytes / needs.sample_bytes), MAX_MICRO_BATCH)
     return 1 << (fitting.bit_length() - 1) if fitting > 0 else 0
 
 
 def albert_needs(name: str, *, layers: int, hidden: int, vocabulary: int, length: int) -> Needs:
-    """What an ALBERT in float32 wants; layers share their parameters, embeddings have 128 axes.
+    """Return the needs of an ALBERT in float32; layers share parameters, embeddings have 128 axes.
 
-    Kept for the backward pass: 28 values per token, layer and hidden unit (counted with torch's saved-tensor hooks:
-    16 of them in the four times wider feed-forward part), and 3 per token and word of the vocabulary.
+    Saved for the backward pass: 28 values per token, layer and hidden unit (counted with torch's saved-tensor hooks;
+    16 of them in the feed-forward part), and 3 per token and word of the vocabulary.
     """
     embedding = 128
     embeddings = embedding * (vocabulary + 512 + 2 + 2) + embedding * hidden + hidden
@@ -265,43 +273,37 @@ def albert_needs(name: str, *, layers: int, hidden: int, vocabulary: int, length
     return Needs(f"ALBERT-{name} at {length} tokens", embeddings + layer + heads, sample_bytes)
 
 
-WIDTH = 100
-
-INDENT = " " * 18
+# --- views ------------------------------------------------------------------------------------------------------------
 
 
 class Light(enum.Enum):
-    """How good it is: symbol, word and hue."""
+    """A result: symbol, word and hue."""
 
     GREEN = ("✔", "good", "green")
-    YELLOW = ("▲", "look", "amber")
-    RED = ("✖", "stop", "red")
+    YELLOW = ("▲", "warning", "amber")
+    RED = ("✖", "problem", "red")
 
-    @property
-    def symbol(self) -> str:
-        """One character."""
-        return self.value[0]
+    def __init__(self, symbol: str, word: str, hue: str) -> None:
+        self.symbol, self.word, self.hue = symbol, word, hue
 
-    @property
-    def word(self) -> str:
-        """For those who cannot see the symbol."""
-        return self.value[1]
 
-    @property
-    def hue(self) -> str:
-        """Of the theme."""
-        return self.value[2]
+GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
+REACH_FIXES = {
+    ReachabilityLevel.UNVERIFIED: "run the doctor again when another peer has joined: it tries to dial this one",
+    ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
+    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
+}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing the doctor looked at.
+    """One result.
 
     Attributes:
-        name: of the thing.
-        light: how good it is.
-        text: what was found.
-        fix: exactly what to do; empty only if the light is green.
+        name: what was checked.
+        light: the result.
+        text: the facts.
+        fix: what to do; empty only for a green light.
     """
 
     name: str
@@ -311,80 +313,44 @@ class Check:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """How many are good, to look at, and stopping, in one line."""
-    count = {light: sum(check.light is light for check in checks) for light in Light}
-    if count[Light.RED]:
-        verdict = "this has to be mended before you train"
-    else:
-        verdict = (
-            "ready to train" if not count[Light.YELLOW] else "ready to train, with a thing or two to know"
-        )
-    lights = ", ".join(f"{number} {light.symbol} {light.word}" for light, number in count.items() if number)
+    """Return the verdict and the number of each light in one line."""
+    number = {light: sum(check.light is light for check in checks) for light in Light}
+    verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
+    if number[RED]:
+        verdict = "fix the problems before you train"
+    lights = ", ".join(f"{many} {light.symbol} {light.word}" for light, many in number.items() if many)
     return f"{verdict}: {lights}"
 
 
 def render_text(checks: Sequence[Check]) -> str:
-    """A line or more per check, and under it what to do."""
+    """Draw each check as a line or more, with its fix below."""
     lines = [summary(checks)]
     for check in checks:
-        first = f" {check.light.symbol} {_plain(check.name):<15}"
-        lines += textwrap.wrap(f"{first}{_plain(check.text)}", WIDTH, subsequent_indent=INDENT)
+        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+        lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
         if check.fix:
-            arrow = f"{INDENT}→ {_plain(check.fix)}"
+            arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
             lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def render_html(checks: Sequence[Check]) -> str:
-    """The same as a table."""
-    return theme.wrap(
-        theme.heading("doctor", html.escape(summary(checks)))
-        + theme.table(("check", "", "found, and what to do"), map(_row, checks), label="checks"),
-        "what the doctor found",
-    )
+    """Draw the checks as a table."""
+    rows = []
+    for check in checks:
+        fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""
+        name = f'<b style="white-space:nowrap">{text(check.name)}</b>'
+        mark = theme.mark(check.light.hue, check.light.symbol, check.light.word)
+        rows.append((name, mark, text(check.text, MAX_CHARS) + fix))
+    table = theme.table(("check", "", "facts, and what to do"), rows, label="checks")
+    return theme.wrap(theme.heading("doctor", text(summary(checks))) + table, "report of the doctor")
 
 
-def _row(check: Check) -> tuple[str, str, str]:
-    light, fix = check.light, f"<br>→ <b>{html.escape(_plain(check.fix))}</b>" if check.fix else ""
-    return (
-        f'<b style="white-space:nowrap">{html.escape(_plain(check.name))}</b>',  # ours, and never long
-        theme.mark(light.hue, light.symbol, light.word),
-        html.escape(_plain(check.text)) + fix,
-    )
-
-
-def _plain(text: str) -> str:
-    """Without control characters, which could steer a terminal: some of it comes from peers."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-GB = 1e9
-
-LEAST_FREE_RAM = 1 * GB
-
-LEAST_FREE_DISK = 2 * GB
-
-LEAST_OPEN_FILES = 512
-
-SKEW_TOLD_S = 5.0
-
-SKEW_COMPENSATED_S = 600.0
-
-SLOW_LINE_BPS = 5e6
-
-LONG_STEP_S = 600.0
-
-REACH_FIXES = {
-    ReachabilityLevel.UNVERIFIED: "ask again when another peer has joined: it tries to dial this one",
-    ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
-    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
-}
-
-GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def diagnose(facts: DoctorFacts) -> tuple[Check, ...]:
-    """Judge the facts, in the order in which a person would mend them: every light but green has its fix."""
+    """Return the checks in the order in which to fix them: every light but green has a fix."""
     return tuple(_checks(facts))
 
 
@@ -393,37 +359,33 @@ def _checks(facts: DoctorFacts) -> Iterator[Check]:
     yield _internet(facts)
     yield _versions(facts.versions)
     yield _compute(facts.machine, facts.needs)
-    yield _memory(facts.machine)
-    yield _disk(facts.machine)
-    if facts.machine.open_files is not None:
-        yield _open_files(facts.machine.open_files)
+    yield from _limits(facts.machine)
     if facts.refused:
-        yield Check("swarm", RED, facts.refused, "mend that, join, and ask again: cs.doctor(cs.join(…))")
+        yield Check("swarm", RED, facts.refused, "fix that, join, and run cs.doctor(cs.join(…))")
     if facts.membership is not None:
         yield from _swarm(facts.membership)
     if facts.prediction is not None and facts.work is not None:
         yield _prediction(facts.work, facts.prediction)
 
 
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
 def _platform(facts: DoctorFacts) -> Check:
     here = facts.platform
-    text = here.name + (f": {here.limits}" if here.limits else "")
+    words = (
+        here.name + (f": {here.limits}" if here.limits else "") + (f". {here.terms}" if here.terms else "")
+    )
     if here.must_agree:
-        fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs none"
-        return Check("platform", YELLOW, f"{text}. {here.terms}", fix)
-    return Check("platform", GREEN, f"{text}. {here.terms}" if here.terms else text)
+        fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
+        return Check("platform", YELLOW, words, fix)
+    return Check("platform", GREEN, words)
 
 
 def _internet(facts: DoctorFacts) -> Check:
     if facts.internet:
-        return Check("internet", GREEN, "well-known hosts can be reached")
+        return Check("internet", GREEN, "well-known hosts answer")
     if facts.platform.internet_help:
-        return Check("internet", RED, "it is switched off for this notebook", facts.platform.internet_help)
+        return Check("internet", RED, "it is off for this notebook", facts.platform.internet_help)
     fix = "check the network and its proxy; a swarm in the local network needs no internet: cs.join()"
-    return Check("internet", YELLOW, "no well-known host can be reached", fix)
+    return Check("internet", YELLOW, "no well-known host answers", fix)
 
 
 def _versions(versions: tuple[Version, ...]) -> Check:
@@ -435,150 +397,115 @@ def _versions(versions: tuple[Version, ...]) -> Check:
         packages = " ".join(f'"{each.name}>={each.wanted}"' for each in old)
         return Check("versions", RED, wrong, f"pip install -U {packages}, then restart the kernel")
     if missing := [each.name for each in versions if each.found is None]:
-        text = f"{found}; {', '.join(missing)} is missing: enough for a backbone or a relay, not to train"
-        return Check("versions", YELLOW, text, 'pip install "colab-swarm[train]"')
+        words = f"{found}; without {', '.join(missing)} this peer can be a backbone or a relay but not train"
+        return Check("versions", YELLOW, words, 'pip install "colab-swarm[train]"')
     return Check("versions", GREEN, found)
 
 
 def _compute(machine: Machine, needs: Needs | None) -> Check:
-    cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
-    gpu = machine.gpu
-    free_bytes = machine.free_ram_bytes if gpu is None else gpu.free_bytes
-    where = f"no GPU, {cores}" if gpu is None else _card(gpu)
-    if needs is None or free_bytes is None:
-        size = None
-    else:
+    gpu, free_bytes, words = machine.gpu, machine.free_ram_bytes, f"no GPU, {count(machine.cores, 'core')}"
+    if gpu is not None:
+        free_bytes = gpu.free_bytes
+        words = f"{gpu.name}, {free_bytes / GB:.1f} of {gpu.total_bytes / GB:.1f} GB free"
+    if needs is not None and free_bytes is not None:
         size = micro_batch(free_bytes, needs)
-        where += f". {_arithmetic(free_bytes, needs)}: micro-batch {size}"
-    if size == 0:
-        fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
-        return Check("compute", RED, where, fix)
-    if gpu is None:
-        return Check(
-            "compute", YELLOW, where, "training works, slowly; Colab and Kaggle lend GPUs in their settings"
+        words += (
+            f". For {needs.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {needs.parameters / 1e6:.1f} M "
+            f"parameters × {PARAMETER_BYTES} B) / {needs.sample_bytes / 1e6:,.1f} MB a sample: micro-batch {size}"
         )
-    return Check("compute", GREEN, where)
+        if not size:
+            fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
+            return Check("compute", RED, words, fix)
+    if gpu is None:
+        fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
+        return Check("compute", YELLOW, words, fix)
+    return Check("compute", GREEN, words)
 
 
-def _card(gpu: Gpu) -> str:
-    return f"{gpu.name}, {gpu.free_bytes / GB:.1f} of {gpu.total_bytes / GB:.1f} GB free"
-
-
-def _arithmetic(free_bytes: float, needs: Needs) -> str:
-    return (
-        f"For {needs.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {needs.parameters / 1e6:.1f} M parameters "
-        f"× {PARAMETER_BYTES} B) / {needs.sample_bytes / 1e6:,.1f} MB a sample"
-    )
-
-
-def _memory(machine: Machine) -> Check:
-    free_bytes = machine.free_ram_bytes
-    if free_bytes is None:
-        return Check("memory", GREEN, "this system does not tell how much is free")
-    text = f"{free_bytes / GB:.1f} GB of main memory free"
-    if free_bytes < LEAST_FREE_RAM:
-        return Check("memory", RED, text, "restart the kernel, and close others")
-    return Check("memory", GREEN, text)
-
-
-def _disk(machine: Machine) -> Check:
-    text = f"{machine.free_disk_bytes / GB:.1f} GB free here"
-    if machine.free_disk_bytes < LEAST_FREE_DISK:
-        return Check("disk", YELLOW, text, "checkpoints and data sets want room: delete old ones")
-    return Check("disk", GREEN, text)
-
-
-def _open_files(limit: int) -> Check:
-    text = f"{limit:,} files and sockets may be open at once"
-    if limit >= LEAST_OPEN_FILES:
-        return Check("open files", GREEN, text)
-    fix = f"in the shell that starts Python: ulimit -n {2 * LEAST_OPEN_FILES}"
-    return Check("open files", YELLOW, f"{text}; a busy peer holds 300 links", fix)
-
-
-# --- the swarm --------------------------------------------------------------------------------------------------------
+def _limits(machine: Machine) -> Iterator[Check]:
+    ram_bytes, disk_bytes = machine.free_ram_bytes, machine.free_disk_bytes
+    if ram_bytes is None:
+        yield Check("memory", GREEN, "this system does not report its free memory")
+    elif ram_bytes < MIN_FREE_RAM:
+        fix = "restart the kernel, and close others"
+        yield Check("memory", RED, f"{ram_bytes / GB:.1f} GB of main memory free", fix)
+    else:
+        yield Check("memory", GREEN, f"{ram_bytes / GB:.1f} GB of main memory free")
+    little = disk_bytes < MIN_FREE_DISK
+    fix = "checkpoints and data sets need space: delete old ones" if little else ""
+    yield Check("disk", YELLOW if little else GREEN, f"{disk_bytes / GB:.1f} GB free here", fix)
+    if machine.open_files is not None:
+        words = f"{machine.open_files:,} files and sockets may be open at once"
+        if machine.open_files >= MIN_OPEN_FILES:
+            yield Check("open files", GREEN, words)
+        else:
+            fix = f"in the shell that starts Python: ulimit -n {2 * MIN_OPEN_FILES}"
+            yield Check("open files", YELLOW, f"{words}; a busy peer has 300 links", fix)
 
 
 def _swarm(swarm: MembershipFacts) -> Iterator[Check]:
-    if swarm.linked:
-        peers = "1 peer" if swarm.linked == 1 else f"{swarm.linked} peers"
-        yield Check("swarm", GREEN, f"{swarm.run}: linked to {peers}, {len(swarm.trainers)} of the run train")
+    if not swarm.linked:
+        yield Check("swarm", YELLOW, f"{swarm.run}: no linked peer", "invite others: print(swarm.invite())")
     else:
-        yield Check(
-            "swarm", YELLOW, f"{swarm.run}: no peer is linked", "invite others: print(swarm.invite())"
-        )
-    yield _reachability(swarm.reachability)
+        peers = count(swarm.linked, "peer")
+        yield Check("swarm", GREEN, f"{swarm.run}: linked to {peers}, {len(swarm.trainers)} of the run train")
+    reached = swarm.reachability
+    words = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
+    fix = REACH_FIXES.get(reached.rung, "")
+    yield Check("reachability", YELLOW if fix else GREEN, words, fix)
     if swarm.linked:
         yield _clock(swarm.skew_s)
-        yield _speed(swarm)
-
-
-def _reachability(reached: Reachability) -> Check:
-    text = "; ".join((str(reached), *(f"not {rung.value}: {why}" for rung, why in reached.reasons)))
-    fix = REACH_FIXES.get(reached.rung)
-    return Check("reachability", GREEN, text) if fix is None else Check("reachability", YELLOW, text, fix)
+        yield _bandwidth(swarm.uplink)
 
 
 def _clock(skew_s: float) -> Check:
     way = "ahead of" if skew_s > 0 else "behind"
-    text = f"{abs(skew_s):,.1f} s {way} the swarm's"
-    if abs(skew_s) < SKEW_TOLD_S:
-        return Check("clock", GREEN, text)
-    light = YELLOW if abs(skew_s) <= SKEW_COMPENSATED_S else RED
-    text += (
-        "; compensated" if light is YELLOW else f"; only {SKEW_COMPENSATED_S / 60:g} minutes are compensated"
-    )
-    return Check("clock", light, text, "let the system set its clock: sudo timedatectl set-ntp true")
+    words = f"{abs(skew_s):,.1f} s {way} the swarm's"
+    if abs(skew_s) < MAX_SKEW_S:
+        return Check("clock", GREEN, words)
+    fix = "let the system set its clock: sudo timedatectl set-ntp true"
+    if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
+        return Check("clock", YELLOW, f"{words}; compensated", fix)
+    limit = f"only {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
+    return Check("clock", RED, f"{words}; {limit}", fix)
 
 
-def _speed(swarm: MembershipFacts) -> Check:
-    line = swarm.line
-    if line is None:
-        return Check("line", YELLOW, "no peer took a speed test now", "ask again in 10 seconds")
-    text = (
-        f"{_rate(line.upload_bps)} up, {_rate(line.download_bps)} down, round trip {line.rtt_s * 1e3:.0f} ms"
-    )
-    if min(line.upload_bps, line.download_bps) < SLOW_LINE_BPS:
-        fix = "use a cable, end other transfers, and swarm.optimizer(…, codec='int8')"
-        return Check("line", YELLOW, f"{text}: slow", fix)
-    return Check("line", GREEN, text)
+def _bandwidth(uplink: UplinkFacts | None) -> Check:
+    if uplink is None:
+        return Check("bandwidth", YELLOW, "no peer was free for a speed test", "run the doctor again in 10 s")
+    words = f"{_rate(uplink.upload_bps)} up, {_rate(uplink.download_bps)} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
+    if min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS:
+        fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')"
+        return Check("bandwidth", YELLOW, f"{words}: slow", fix)
+    return Check("bandwidth", GREEN, words)
 
 
 def _rate(bps: float) -> str:
-    return (
-        "beyond measure"
-        if math.isinf(bps)
-        else f"{bps / 1e6:,.3g} Mbit/s"
-        if bps < 1e9
-        else f"{bps / 1e9:,.1f} Gbit/s"
+    if math.isinf(bps):
+        return "too fast to measure"
+    return f"{bps / 1e6:,.3g} Mbit/s" if bps < 1e9 else f"{bps / 1e9:,.1f} Gbit/s"
+
+
+def _prediction(work: Workload, found: Prediction) -> Check:
+    words = (
+        f"first sample in {_time(found.first_sample_s)}; {found.samples_per_s:,.3g} samples/s here, "
+        f"{found.share:.0%} of a step; a step of {work.target_batch_size:,} samples every {_time(found.step_s)}, "
+        f"of which {_time(found.averaging_s)} averaging; {found.gb_per_hour:.2g} GB per hour"
     )
-
-
-# --- the training -----------------------------------------------------------------------------------------------------
-
-
-def _prediction(work: Workload, told: Prediction) -> Check:
-    text = (
-        f"first sample in {_time(told.first_sample_s)}; {told.samples_per_s:,.3g} samples/s here, "
-        f"{told.share:.0%} of a step; a step of {work.target_batch_size:,} samples every {_time(told.step_s)}, "
-        f"of which {_time(told.averaging_s)} averaging; {told.gb_per_hour:.2g} GB per hour"
-    )
-    if told.averaging_s > told.step_s / 2:
-        enough = 2 ** math.ceil(math.log2(told.averaging_s * told.swarm_samples_per_s))
-        fix = f"target_batch_size={enough} or more for all peers, or codec='int8'"
-        return Check("prediction", YELLOW, f"{text}. Most of a step is averaging", fix)
-    if told.step_s > LONG_STEP_S:
-        return Check("prediction", YELLOW, text, "invite more peers, or agree on a smaller target_batch_size")
-    return Check("prediction", GREEN, text)
+    if found.averaging_s > found.step_s / 2:
+        enough = 2 ** math.ceil(math.log2(found.averaging_s * found.swarm_samples_per_s))
+        fix = f"target_batch_size={enough} or more for all peers, or compression='int8'"
+        return Check("prediction", YELLOW, f"{words}. Most of a step is averaging", fix)
+    if found.step_s > LONG_STEP_S:
+        return Check(
+            "prediction", YELLOW, words, "invite more peers, or agree on a smaller target_batch_size"
+        )
+    return Check("prediction", GREEN, words)
 
 
 def _time(seconds: float) -> str:
     if math.isinf(seconds):
         return "never"
-    return (
-        f"{seconds:.2g} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from colab_swarm.markup import aligned, count, plain, text
-from colab_swarm.moe.watch import ExpertsSnapshot, HostOfExperts, ServedExpert
-from colab_swarm.notebook import expert_grid, theme
+from colab_swarm.moe.watch import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 
 MAX_ROWS = 20
-NAMED = 5
-SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency, p50 / p99")
+MAX_NAMED = 5
+EXPERTS = ("expert", "state", "host", "step", "of the updates")
 HOSTS = ("host", "experts", "of the updates", "round trip")
+SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency, p50 / p99")
 
 
 def summary(snapshot: ExpertsSnapshot) -> str:
-    """How the experts are, in one line."""
-    listing = snapshot.listing
-    grid = listing.grid
+    """Return the state of the grid in one line."""
+    listing, grid = snapshot.listing, snapshot.listing.grid
     if snapshot.listed_s is None:
-        return f"{grid}: asking the swarm for its experts"
+        return f"{grid}: looking up the experts"
     hosts = count(len(listing.hosts), "host")
     parts = [f"{len(listing.live):,} of {count(grid.size, 'place')} live on {hosts}"]
     others = {"left out": listing.left_out, "dead": listing.dead}
@@ -32,83 +32,104 @@ def summary(snapshot: ExpertsSnapshot) -> str:
     return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
 
 
-def notes(snapshot: ExpertsSnapshot) -> list[str]:
-    """What the reader had better know; most often nothing."""
-    listing, said = snapshot.listing, []
+def _warnings(snapshot: ExpertsSnapshot) -> list[str]:
+    listing, found = snapshot.listing, []
     if snapshot.fault:
-        said.append(f"the last look failed and is tried again: {plain(snapshot.fault)}")
+        found.append(f"the last lookup failed and is retried: {plain(snapshot.fault)}")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:
-        said.append(
-            "no expert lives: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
+        found.append(
+            "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
         )
     if listing.left_out:
-        names = ", ".join(listing.left_out[:NAMED]) + " …" * (len(listing.left_out) > NAMED)
-        said.append(f"not called for a while, for they failed this peer: {names}")
-    return said
+        names = ", ".join(listing.left_out[:MAX_NAMED]) + " …" * (len(listing.left_out) > MAX_NAMED)
+        found.append(f"not called for a while because they failed this peer: {names}")
+    return found
 
 
 def render_text(snapshot: ExpertsSnapshot) -> str:
-    """As lines: the map, hosts, this peer's experts."""
-    lines = [summary(snapshot), *(f"  ! {note}" for note in notes(snapshot))]
-    lines.append(expert_grid.render_text(snapshot.listing))
-    if snapshot.listing.hosts:
-        lines += aligned([HOSTS, *map(_host, snapshot.listing.hosts[:MAX_ROWS])])
-    if snapshot.served:
-        lines += aligned([SERVED, *map(_served, snapshot.served[:MAX_ROWS])])
-    return "\n".join([*lines, *(f"  {line}" for line in _more(snapshot))])
+    """Draw the experts as lines: the grid, its hosts, this peer's experts."""
+    listing = snapshot.listing
+    tables = (
+        (EXPERTS, _experts(listing)),
+        (HOSTS, list(map(_host, listing.hosts[:MAX_ROWS]))),
+        (SERVED, list(map(_served, snapshot.served[:MAX_ROWS]))),
+    )
+    lines = [summary(snapshot), *(f"  ! {warning}" for warning in _warnings(snapshot))]
+    for columns, rows in tables:
+        lines += aligned([columns, *rows]) if rows else []
+    return "\n".join([*lines, *(f"  {line}" for line in _hidden(snapshot))])
 
 
 def render_html(snapshot: ExpertsSnapshot) -> str:
-    """As one ``div``: the map with its key, hosts, this peer's experts."""
+    """Draw the experts as one ``div``: the grid with a bar for each use, its hosts, this peer's experts."""
     listing = snapshot.listing
-    warnings = "".join(f'<p class="warn">{text(note)}</p>' for note in notes(snapshot))
-    hosts = theme.table(HOSTS, map(_host, listing.hosts[:MAX_ROWS]), numbers=(1, 2, 3), label="hosts")
-    mine = theme.table(
-        SERVED, map(_served, snapshot.served[:MAX_ROWS]), numbers=range(1, 7), label="my experts"
-    )
-    more = "".join(f'<p class="soft">{line}</p>' for line in _more(snapshot))
-    name, _, told = summary(snapshot).partition(": ")
-    return theme.wrap(
-        f"{theme.heading(text(name), text(told))}{warnings}{expert_grid.render_svg(listing)}{expert_grid.key(listing)}"
-        + (hosts if listing.hosts else "")
-        + (mine if snapshot.served else "")
-        + more,
-        f"experts of {listing.grid}",
-    )
+    name, _, state = summary(snapshot).partition(": ")
+    warnings = "".join(f'<p class="warn">{text(warning)}</p>' for warning in _warnings(snapshot))
+    shares = {expert.uid: expert.share for expert in listing.live}
+    experts = []
+    for uid, state_of, host, step, share in _experts(listing):
+        bar = theme.bar(shares.get(uid) or 0.0, f"{share} of the updates")
+        experts.append((text(uid), state_of, host, step, share + bar if share else ""))
+    tables = [theme.table(EXPERTS, experts, numbers=(3,), label="experts")] if experts else []
+    if listing.hosts:
+        rows = map(_host, listing.hosts[:MAX_ROWS])
+        tables.append(theme.table(HOSTS, rows, numbers=(1, 2, 3), label="hosts"))
+    if snapshot.served:
+        served = map(_served, snapshot.served[:MAX_ROWS])
+        tables.append(theme.table(SERVED, served, numbers=range(1, 7), label="my experts"))
+    more = "".join(f'<p class="soft">{line}</p>' for line in _hidden(snapshot))
+    head = theme.heading(text(name), text(state))
+    return theme.wrap(f"{head}{warnings}{''.join(tables)}{more}", f"experts of {listing.grid}")
+
+
+def _experts(listing: ExpertsListing) -> list[tuple[str, ...]]:
+    """Return the rows of the grid: experts that failed first, then the most used ones."""
+    failed: list[tuple[str, ...]] = [(uid, "! left out", "", "", "") for uid in listing.left_out]
+    failed += [(uid, "x dead", "", "", "") for uid in listing.dead]
+    used = sorted(listing.live, key=_use, reverse=True)
+    live = [
+        (expert.uid, "live", _me(expert.host, expert.mine), f"{expert.step:,}", _percent(expert.share))
+        for expert in used[:MAX_ROWS]
+    ]
+    return [*failed, *live][:MAX_ROWS]
+
+
+def _use(expert: LiveExpert) -> float:
+    return expert.share or 0.0
 
 
 def _host(row: HostOfExperts) -> tuple[str, ...]:
-    return (
-        f"{row.host} (me)" if row.mine else row.host,
-        f"{row.experts:,}",
-        "–" if row.share is None else f"{row.share:.0%}",
-        "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s),
-    )
+    rtt = "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s)
+    return _me(row.host, row.mine), f"{row.experts:,}", _percent(row.share), rtt
 
 
 def _served(row: ServedExpert) -> tuple[str, ...]:
     latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
-    return (
-        row.uid,
-        f"{row.step:,}",
-        f"{row.queued:,}",
-        "–" if row.batch_size is None else f"{row.batch_size:,.0f}",
-        f"{row.calls_per_s:,.1f}",
-        f"{row.samples_per_s:,.0f}",
-        latency,
-    )
+    batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
+    rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
+    return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
+
+
+def _me(host: str, mine: bool) -> str:
+    return f"{host} (me)" if mine else host
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
-def _more(snapshot: ExpertsSnapshot) -> list[str]:
-    hidden = {
-        "hosts": len(snapshot.listing.hosts) - MAX_ROWS,
-        "experts here": len(snapshot.served) - MAX_ROWS,
+def _hidden(snapshot: ExpertsSnapshot) -> list[str]:
+    listing = snapshot.listing
+    rows = {
+        "experts": len(listing.live) + len(listing.left_out) + len(listing.dead),
+        "hosts": len(listing.hosts),
+        "experts here": len(snapshot.served),
     }
-    return [f"and {number:,} more {what}" for what, number in hidden.items() if number > 0]
+    return [f"and {number - MAX_ROWS:,} more {what}" for what, number in rows.items() if number > MAX_ROWS]
 
 
 VIEWS: Views[ExpertsSnapshot] = Views(render_html, render_text, summary, lambda snapshot: snapshot.over)

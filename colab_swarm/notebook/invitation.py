@@ -1,4 +1,4 @@
-"""An invitation as people meet it: the line to copy, a QR code, badges that open the join notebook."""
+"""How an invitation is shown: the link to copy, a QR code, and badges that open the join notebook."""
 
 from __future__ import annotations
 
@@ -12,43 +12,37 @@ from colab_swarm.net.lan import LanSwarm
 from colab_swarm.notebook import theme
 
 PROJECT = "OWNER/colab_swarm"
-
-"""On GitHub; whoever publishes a copy puts its own owner here."""
-
+"""On GitHub; replace OWNER in your own copy."""
 COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
-
 KAGGLE_URL = (
     f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
 )
-
 NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
-
-"""On Colab and on Kaggle, by what the invitation is for."""
-
+"""For Colab and for Kaggle, by the purpose of the invitation."""
 MAX_QR_CHARACTERS = 1500
-
-"""A longer line makes a code that no camera reads from a screen."""
-
+"""Cameras cannot read the code of a longer text from a screen."""
 QR_WIDTH = 200
-
 BOX = "border:1px solid var(--line);border-radius:4px"
-
 BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
+NONE = (
+    "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('https://…#…'); "
+    "some networks block multicast"
+)
 
 
 class Invitation(str):
-    """The text of an invitation; in a notebook it shows itself with a QR code and badges.
+    """The text of an invitation; a notebook shows it with a QR code and badges.
 
-    It is the secret that lets others in: pass it on as you would a key.
+    It is the secret that lets others join: share it like a key.
 
     Args:
-        text: the line itself.
+        text: the invitation.
         run: the run's name.
-        role: what its bearer may be, such as ``worker``.
+        role: of those who join, such as ``worker``.
         expires_at: seconds since the epoch.
-        uses: how many peers may join by it; None for any number.
-        purpose: of `NOTEBOOKS`: which of them the badges open.
-        warning: one sentence if not everybody can use it, which is shown with it; else empty.
+        uses: how many peers may join; None for any number.
+        purpose: of `NOTEBOOKS`: what the badges open.
+        warning: one sentence if not everybody can use it; else empty.
     """
 
     run: str
@@ -76,29 +70,32 @@ class Invitation(str):
         return invitation
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        """An invitation is sent to other processes, by pickle too."""
+        """Support pickle."""
         return (str(self),), dict(vars(self))
 
     def described(self) -> str:
-        """Run, role, expiry and uses, in one line."""
+        """Return run, role, expiry and uses in one line."""
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
-        uses = (
-            "any number of times" if self.uses is None else "once" if self.uses == 1 else f"{self.uses} times"
-        )
-        return f"join {self.run} as {self.role}, {uses}, until {until}"
+        uses = "any number of times" if self.uses is None else f"{self.uses} times"
+        return f"join {self.run} as {self.role}, {'once' if self.uses == 1 else uses}, until {until}"
 
     @property
     def facts(self) -> dict[str, str]:
-        """The line as ``invite`` and, if there is one, the ``warning``: what a program tells its user."""
+        """``invite`` and, if there is one, ``warning``: what a program prints."""
         return {"invite": str(self), **({"warning": self.warning} if self.warning else {})}
 
     def _qr_html(self) -> str:
-        code = _code(self)
-        if isinstance(code, str):
-            return f'<p class="soft">{html.escape(code)}</p>'
-        modules = code.symbol_size(border=4)[0]
-        # dark on white whatever the page: many cameras cannot read the inverse
-        drawn = code.svg_inline(scale=QR_WIDTH / modules, border=4, dark="#000", light="#fff", omitsize=False)
+        if find_spec("segno") is None:
+            return '<p class="soft">For a QR code: pip install segno</p>'
+        if len(self) > MAX_QR_CHARACTERS:
+            words = f"This invitation is too long for a QR code ({len(self):,} characters): copy the text."
+            return f'<p class="soft">{words}</p>'
+        import segno
+
+        code = segno.make(str(self), error="l", micro=False, boost_error=False)
+        scale = QR_WIDTH / code.symbol_size(border=4)[0]
+        # dark on white on any page: many cameras cannot read the inverse
+        drawn = code.svg_inline(scale=scale, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _repr_html_(self) -> str:
@@ -109,15 +106,14 @@ class Invitation(str):
             f"{theme.heading(html.escape(self.described()))}{warning}{self._qr_html()}"
             f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
             'background:var(--card);color:inherit;user-select:all" title="one click selects all of it">'
-            f"{html.escape(self)}</code></p>"
-            f"<p>{badges}and paste the line there.</p>",
+            f"{html.escape(self)}</code></p><p>{badges}and paste the text there.</p>",
             "invitation",
         )
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        # the line comes last: whoever copies all of the text can still join by it
-        told = f"{self.warning}\n{self}" if self.warning else str(self)
-        return {"text/plain": told, "text/html": self._repr_html_()}
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        # the invitation comes last: a copy of the whole text can still be used to join
+        plain = f"{self.warning}\n{self}" if self.warning else str(self)
+        return theme.mime_bundle(plain, self._repr_html_())
 
 
 def _badge(url: str, notebook: str, text: str) -> str:
@@ -125,45 +121,25 @@ def _badge(url: str, notebook: str, text: str) -> str:
     return f'<a href="{html.escape(url)}" target="_blank" rel="noopener" style="{BADGE}">{text} ↗</a>'
 
 
-def _code(text: str) -> Any:
-    """The QR code, or a sentence that says why there is none."""
-    if find_spec("segno") is None:
-        return "For a QR code: pip install segno"
-    if len(text) > MAX_QR_CHARACTERS:
-        return f"This invitation is too long for a QR code ({len(text):,} characters): copy the line."
-    import segno
-
-    return segno.make(str(text), error="l", micro=False, boost_error=False)
-
-
-NONE = (
-    "no swarm announces itself in this network: begin one with cs.create(…), or paste an invitation into "
-    "cs.join('https://…#…'); some networks keep multicast from passing"
-)
-
-
 class LanSwarms(tuple[LanSwarm, ...]):
-    """The swarms that announce themselves in the local network; an open one can be joined: ``cs.join(found[0])``."""
+    """The swarms found in the local network; join an open one with ``cs.join(found[0])``."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """For each, its place and name, who is there, and how to join."""
+        """Return index and name, peers, and how to join, for each swarm."""
+        ask = "by invitation: ask its peers for one"
         return [
-            (f"[{index}] {swarm.run}", ", ".join(swarm.names), self._how(index, swarm))
+            (
+                f"[{index}] {swarm.run}",
+                ", ".join(swarm.names),
+                f"open: cs.join(found[{index}])" if swarm.access == "open" else ask,
+            )
             for index, swarm in enumerate(self)
         ]
-
-    @staticmethod
-    def _how(index: int, swarm: LanSwarm) -> str:
-        return (
-            f"open: cs.join(found[{index}])" if swarm.access == "open" else "by invitation: ask them for one"
-        )
 
     def __repr__(self) -> str:
         return "\n".join("  ".join(row) for row in self.rows()) or NONE
 
     def _repr_html_(self) -> str:
-        if not self:
-            return theme.wrap(f"<p>{html.escape(NONE)}</p>", "swarms in this network")
-        rows = (tuple(map(text, row)) for row in self.rows())
-        table = theme.table(("swarm", "who is there", "how to join"), rows, label="swarms in this network")
-        return theme.wrap(table, "swarms in this network")
+        rows = [tuple(map(text, row)) for row in self.rows()]
+        table = theme.table(("swarm", "peers", "how to join"), rows, label="swarms in this network")
+        return theme.wrap(table if rows else f"<p>{html.escape(NONE)}</p>", "swarms in this network")

@@ -1,7 +1,7 @@
-"""A simulated swarm as people see it, and a lesson that plays it: records, HTML and text.
+"""A simulated swarm and an interactive run of it: frozen records, drawn as HTML and as text.
 
-Everything that the controls of a lesson ask for is a `Action`, a record with a virtual time: same seed, same wishes,
-same run.
+Everything that the controls of a run do is an `Action`, a record with a virtual time. The same seed and the same
+actions give the same run.
 """
 
 from __future__ import annotations
@@ -9,33 +9,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import partial
+from typing import Literal, TypeAlias
 
 from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
-from colab_swarm.markup import count, plain, size, text
-from colab_swarm.notebook import buttons, rounds, swarm_map, theme
+from colab_swarm.markup import aligned, count, plain, size, text
+from colab_swarm.notebook import rounds, swarm_map, theme
 from colab_swarm.notebook.panel import Page, Views
 from colab_swarm.snapshot import SwarmSnapshot
 
 MAX_PEERS = 32
-
 MAX_LINES = 12
-
 OVER = ("finished", "stopped", "failed")
-
-"""States of a lesson after which nothing happens."""
+"""Final states of a run."""
+COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
+SYMBOLS = {
+    "training": ("green", "▶"),
+    "finished": ("blue", "✓"),
+    "catching up": ("amber", "↻"),
+    "joining": ("amber", "…"),
+    "crashed": ("red", "✗"),
+    "left": ("soft", "○"),
+}
 
 Verb: TypeAlias = Literal["peers", "join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """What somebody asks a simulation for.
+    """A change to a running simulation.
 
     Attributes:
-        at: virtual seconds since the simulation began.
-        verb: ``peers`` (how many), ``join``, ``crash`` (who), ``speed`` (who, samples per second), ``slow`` (who, how
-            many times slower a line), ``latency``, ``bandwidth`` (times the network's own), ``lose`` (share).
+        at: virtual seconds since the simulation started.
+        verb: ``peers`` (how many), ``join``, ``crash`` (a peer), ``speed`` (a peer, samples per second), ``slow`` (a
+            peer, how many times slower its connection), ``latency``, ``bandwidth`` (factor), ``lose`` (share of
+            messages).
         arguments: of the verb.
     """
 
@@ -49,12 +57,12 @@ class SimulatedPeer:
     """One peer of a simulation.
 
     Attributes:
-        name: what faults call it.
+        name: as faults use it.
         state: ``training``, ``catching up``, ``joined``, ``finished``, ``joining``, ``crashed`` or ``left``.
         step: global step of its parameters.
-        samples: that it holds towards the next step.
-        samples_per_s: how fast it trains.
-        loss: at its last step; None if it has told none.
+        samples: accumulated towards the next step.
+        samples_per_s: training speed.
+        loss: at its last step; None before the first.
     """
 
     name: str
@@ -70,12 +78,12 @@ class SimulationSnapshot:
     """A simulated swarm at one moment.
 
     Attributes:
-        at: virtual seconds since it began.
-        network: its name and what it is like, in words.
-        peers: in the order in which they came.
-        target_batch_size: samples that make a global step; 0 while nobody trains.
-        fired, coming: faults, in words, with their times; the oldest first.
-        seen: what one of the peers sees; None if nobody is there.
+        at: virtual seconds since it started.
+        network: name and description.
+        peers: in the order in which they joined.
+        target_batch_size: samples of a global step; 0 while no peer trains.
+        fired, coming: past and future faults, in words, with their times; oldest first.
+        seen: the swarm as one of the peers sees it; None without peers.
     """
 
     at: float
@@ -89,14 +97,14 @@ class SimulationSnapshot:
 
 @dataclass(frozen=True)
 class LessonSnapshot:
-    """A lesson at one moment.
+    """An interactive run at one moment.
 
     Attributes:
-        simulation: what is shown.
+        simulation: its swarm.
         state: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``.
         speed: virtual seconds per second.
-        story: what happened, as lines, the oldest first.
-        error: what a peer's code raised; empty if nothing.
+        story: what happened, one line each, oldest first.
+        error: raised by a peer's code; empty if none.
     """
 
     simulation: SimulationSnapshot
@@ -106,40 +114,39 @@ class LessonSnapshot:
     error: str = ""
 
 
-def fault_words(name: str, arguments: Sequence[object]) -> str:
-    """A fault as people say it: ``carol crashes``."""
+def describe_fault(name: str, arguments: Sequence[object]) -> str:
+    """Return a fault in words, such as ``carol crashes``."""
     match name, *arguments:
         case ("crash", who):
             return f"{who} crashes"
         case ("restart", who):
             return f"{who} can be dialled again"
         case ("partition", *groups):
-            return "the network falls apart: " + " | ".join(
-                ", ".join(sorted(group)) for group in groups if isinstance(group, set)
-            )
+            parts = (", ".join(sorted(group)) for group in groups if isinstance(group, set))
+            return f"the network is partitioned: {' | '.join(parts)}"
         case ("heal",):
             return "the network is whole again"
         case ("slow", who, float() | int() as factor):
-            return f"{who}'s line gets {factor:g} times slower than it was at first"
+            return f"{who}'s connection becomes {factor:g} times slower than at first"
         case ("skew", who, float() | int() as seconds):
             return f"{who}'s clock is {seconds:g} s ahead"
         case ("lose", float() | int() as rate):
             return f"{rate:.1%} of all messages are lost once"
         case ("latency", float() | int() as factor):
-            return f"messages travel {factor:g} times as long as at first"
+            return f"latency becomes {factor:g} times that at first"
         case ("bandwidth", float() | int() as factor):
-            return f"lines carry {factor:g} times as much as at first"
+            return f"bandwidth becomes {factor:g} times that at first"
     return f"{name} {', '.join(map(str, arguments))}".strip()
 
 
-def event_words(name: str, event: Event) -> str:
-    """What the peer ``name`` tells of an event; empty if it is not worth a line."""
+def describe_event(name: str, event: Event) -> str:
+    """Return an event of the peer ``name`` in words; empty for events that the story leaves out."""
     match event:
         case RoundFinished(step=step, group_size=members, samples=samples):
-            seconds = event.averaging_s or event.seconds  # without the waiting for the group
-            text = f"step {step + 1}: {samples:.0f} samples of {count(members, 'peer')}, averaged in {seconds:.1f} s"
+            seconds = event.averaging_s or event.seconds  # without forming the group
+            words = f"step {step + 1}: {samples:.0f} samples of {count(members, 'peer')}, averaged in {seconds:.1f} s"
             missing = members - len(event.contributors)
-            return f"{text}; {missing} of them missing" if missing > 0 else text
+            return f"{words}; {missing} of them missing" if missing > 0 else words
         case StateReceived(step=step, size_bytes=size_bytes, donors=donors):
             return (
                 f"{name} got the state of step {step}, {size(size_bytes)} from {count(len(donors), 'peer')}"
@@ -151,75 +158,72 @@ def event_words(name: str, event: Event) -> str:
     return ""
 
 
-# --- a simulation -----------------------------------------------------------------------------------------------------
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def summary(snapshot: LessonSnapshot) -> str:
-    """The lesson in one line."""
-    return f"{snapshot.state} at {_at(snapshot)}: {_peers(snapshot.simulation)}"
+    """Return the run in one line."""
+    return f"{snapshot.state} at {snapshot.simulation.at:.1f} s: {_peers(snapshot.simulation)}"
 
 
 def simulation_text(snapshot: SimulationSnapshot) -> str:
-    """The simulation as aligned lines."""
-    rows = [COLUMNS, *(_cells(peer) for peer in snapshot.peers[:MAX_PEERS])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    faults = [f"  {line}" for line in (*snapshot.fired[-MAX_LINES:], *_coming(snapshot))]
+    """Draw the simulation as aligned lines."""
     head = f"{_peers(snapshot)} after {snapshot.at:.1f} s on {snapshot.network}"
-    return "\n".join([head, *(f"  {line.rstrip()}" for line in table), *faults])
+    rows = [COLUMNS, *map(_cells, snapshot.peers[:MAX_PEERS])]
+    return "\n".join([head, *aligned(rows), *(f"  {line}" for line in _faults(snapshot, snapshot.fired))])
 
 
 def simulation_html(snapshot: SimulationSnapshot) -> str:
-    """The simulation as a view."""
-    faults = [*snapshot.fired[-MAX_LINES:], *_coming(snapshot)]
-    return theme.wrap(_simulation(snapshot) + _lines("Faults", faults), "simulated swarm")
+    """Draw the simulation as one ``div``."""
+    return theme.wrap(
+        _table(snapshot) + _lines("Faults", _faults(snapshot, snapshot.fired)), "simulated swarm"
+    )
 
 
-COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
-
-SYMBOLS = {
-    "training": ("green", "▶"),
-    "finished": ("blue", "✓"),
-    "catching up": ("amber", "↻"),
-    "joining": ("amber", "…"),
-    "crashed": ("red", "✗"),
-    "left": ("soft", "○"),
-}
+def lesson_text(snapshot: LessonSnapshot) -> str:
+    """Draw the run as lines: peers, faults and an error."""
+    error = [f"A peer's code raised {plain(snapshot.error, 500)}"] if snapshot.error else []
+    return "\n".join([summary(snapshot), simulation_text(snapshot.simulation), *error])
 
 
-def _simulation(snapshot: SimulationSnapshot) -> str:
-    rows = [_row(peer, snapshot.target_batch_size) for peer in snapshot.peers[:MAX_PEERS]]
-    return theme.heading(
-        _peers(snapshot), f"after {snapshot.at:.1f} s on {text(snapshot.network)}"
-    ) + theme.table(COLUMNS, rows, numbers=(2, 3, 4, 5), label="peers")
+def lesson_html(snapshot: LessonSnapshot) -> str:
+    """Draw the run as one ``div``: its time, the peers and the story."""
+    error = f'<p class="warn">A peer\'s code raised {text(snapshot.error, 500)}</p>' if snapshot.error else ""
+    figures = {
+        "virtual time": f"{snapshot.simulation.at:,.0f} s",
+        "run": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
+    }
+    story = _lines("What happened", _faults(snapshot.simulation, snapshot.story))
+    return theme.wrap(
+        theme.cards(figures) + error + _table(snapshot.simulation) + story, "run of a simulated swarm"
+    )
+
+
+def _table(snapshot: SimulationSnapshot) -> str:
+    rows = []
+    for peer in snapshot.peers[:MAX_PEERS]:
+        name, state, step, samples, *rest = map(text, _cells(peer))
+        if snapshot.target_batch_size > 0 and peer.samples > 0:
+            label = f"{samples} of the {snapshot.target_batch_size:,.0f} samples of a step"
+            samples += theme.bar(peer.samples / snapshot.target_batch_size, label)
+        hue, symbol = SYMBOLS.get(peer.state, ("soft", "•"))
+        rows.append((name, theme.mark(hue, symbol, state), step, samples, *rest))
+    head = theme.heading(_peers(snapshot), f"after {snapshot.at:.1f} s on {text(snapshot.network)}")
+    return head + theme.table(COLUMNS, rows, numbers=(2, 3, 4, 5), label="peers")
 
 
 def _lines(title: str, lines: Sequence[str]) -> str:
     return f"<h4>{title}</h4><p>{'<br>'.join(map(text, lines))}</p>" if lines else ""
 
 
-def _row(peer: SimulatedPeer, target: float) -> tuple[str, ...]:
-    name, state, step, samples, *rest = _cells(peer)
-    hue, symbol = SYMBOLS.get(peer.state, ("soft", "•"))
-    if target > 0 and peer.samples > 0:
-        samples += theme.bar(peer.samples / target, f"{samples} of the {target:,.0f} samples of a step")
-    return (text(name), theme.mark(hue, symbol, text(state)), step, samples, *rest)
-
-
 def _cells(peer: SimulatedPeer) -> tuple[str, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
-    return (
-        plain(peer.name, 40),
-        plain(peer.state, 40),
-        str(peer.step),
-        f"{peer.samples:,.0f}",
-        f"{peer.samples_per_s:,.1f}",
-        loss,
-    )
+    speeds = (f"{peer.samples:,.0f}", f"{peer.samples_per_s:,.1f}")
+    return (plain(peer.name, 40), plain(peer.state, 40), str(peer.step), *speeds, loss)
 
 
-def _coming(snapshot: SimulationSnapshot) -> list[str]:
-    return [f"to come: {line}" for line in snapshot.coming[:MAX_LINES]]
+def _faults(snapshot: SimulationSnapshot, past: Sequence[str]) -> list[str]:
+    return [*past[-MAX_LINES:], *(f"to come: {line}" for line in snapshot.coming[:MAX_LINES])]
 
 
 def _peers(snapshot: SimulationSnapshot) -> str:
@@ -228,47 +232,12 @@ def _peers(snapshot: SimulationSnapshot) -> str:
     return f"{count(len(alive), 'peer')} at step {step}"
 
 
-def _at(snapshot: LessonSnapshot) -> str:
-    return f"{snapshot.simulation.at:.1f} s"
-
-
-# --- a lesson ---------------------------------------------------------------------------------------------------------
-
-
-def lesson_text(snapshot: LessonSnapshot) -> str:
-    """The lesson as lines: peers, faults, and what went wrong."""
-    error = [f"A peer's code raised {plain(snapshot.error, 500)}"] if snapshot.error else []
-    return "\n".join([summary(snapshot), simulation_text(snapshot.simulation), *error])
-
-
-def lesson_html(snapshot: LessonSnapshot) -> str:
-    """The lesson as a view: its time, the peers, the story."""
-    told = (*snapshot.story[-MAX_LINES:], *_coming(snapshot.simulation))
-    error = f'<p class="warn">A peer\'s code raised {text(snapshot.error, 500)}</p>' if snapshot.error else ""
-    figures = {
-        "virtual time": f"{snapshot.simulation.at:,.0f} s",
-        "lesson": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
-    }
-    view = theme.cards(figures) + error + _simulation(snapshot.simulation) + _lines("What happened", told)
-    return theme.wrap(view, "lesson: a simulated swarm")
-
-
-def _seen_html(draw: Callable[..., str]) -> Callable[..., str]:
-    """A page of what one of the peers sees."""
-
-    def page(snapshot: LessonSnapshot, *chosen: int) -> str:
-        seen = snapshot.simulation.seen
-        return theme.wrap("<p>Nobody is there.</p>", "empty") if seen is None else draw(seen, *chosen)
-
-    return page
-
-
-def _seen_text(draw: Callable[..., str]) -> Callable[..., str]:
-    def page(snapshot: LessonSnapshot, *chosen: int) -> str:
-        seen = snapshot.simulation.seen
-        return "Nobody is there." if seen is None else draw(seen, *chosen)
-
-    return page
+def _seen_page(
+    draw: Callable[..., str], empty: Callable[[str], str], snapshot: LessonSnapshot, *chosen: int
+) -> str:
+    """Draw the swarm as one of the peers sees it."""
+    seen = snapshot.simulation.seen
+    return empty("No peer is online.") if seen is None else draw(seen, *chosen)
 
 
 LESSON: Views[LessonSnapshot] = Views(
@@ -276,162 +245,19 @@ LESSON: Views[LessonSnapshot] = Views(
     lesson_text,
     summary,
     lambda snapshot: snapshot.state in OVER,
-    who="lesson",
-    leave=("End", "Ended"),
+    who="run",
+    leave=("End run", "Ended"),
     first="peers",
     pages={
         "rounds": Page(
-            _seen_html(rounds.render_html),
-            _seen_text(rounds.render_text),
+            partial(_seen_page, rounds.render_html, partial(theme.wrap, label="empty")),
+            partial(_seen_page, rounds.render_text, str),
             slider=("rounds back", rounds.RECENT - 1),
         ),
-        "map": Page(_seen_html(swarm_map.render_html), _seen_text(swarm_map.render_text)),
+        "map": Page(
+            partial(_seen_page, swarm_map.render_html, partial(theme.wrap, label="empty")),
+            partial(_seen_page, swarm_map.render_text, str),
+        ),
     },
     paused=lambda snapshot: snapshot.state == "paused",
 )
-
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
-
-"""Of latency and bandwidth."""
-
-SLOWNESS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-
-LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-
-PLAYBACK = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-
-SLIDER_PEERS = min(16, MAX_PEERS)
-
-DESCRIBED = {"description_width": "initial"}
-
-WIDE = {"width": "310px"}
-
-BESIDE = {"width": "300px", "margin": "2px 12px 2px 2px"}
-
-"""As wide in all, for a box that has no margin of its own at the right."""
-
-
-class Playable(Protocol):
-    """What the controls want of a lesson; all of it returns at once."""
-
-    speed: float
-
-    def wish(self, verb: Any, *arguments: str | float) -> None:
-        """Ask for something, see `Action`."""
-
-    def step(self) -> None:
-        """Let a moment pass while time stands still."""
-
-
-class LessonControls:
-    """Made where there is a front-end; `settle` brings them level with what is the case.
-
-    Args:
-        lesson: whom to ask.
-        loss: share of messages that are lost at first.
-    """
-
-    def __init__(self, lesson: Playable, *, loss: float) -> None:
-        self._lesson, self._loss = lesson, loss
-        self._settling = False
-        self._rows: list[Any] = []
-
-    def make(self, peers: Sequence[SimulatedPeer]) -> list[Any]:
-        """The widgets, in rows."""
-        import ipywidgets
-
-        wish = self._lesson.wish
-        self._count = ipywidgets.IntSlider(
-            len(peers),
-            1,
-            SLIDER_PEERS,
-            description="peers",
-            continuous_update=False,
-            style=DESCRIBED,
-            layout=WIDE,
-        )
-        self._count.observe(self._change(lambda count: wish("peers", count)), names="value")
-        losses = sorted({*LOSSES, self._loss})
-        network = [
-            self._count,
-            self._slider("latency", FACTORS, 1.0, lambda factor: wish("latency", factor), "× {:g}"),
-            self._slider("bandwidth", FACTORS, 1.0, lambda factor: wish("bandwidth", factor), "× {:g}"),
-            self._slider("lost messages", losses, self._loss, lambda rate: wish("lose", rate), "{:.1%}"),
-        ]
-        self._who = ipywidgets.Dropdown(description="this peer:", style=DESCRIBED, layout=BESIDE)
-        speeds = [round(peers[0].samples_per_s * factor, 3) for factor in FACTORS]
-        one = [
-            self._who,
-            self._slider("samples/s", speeds, speeds[4], self._of_one("speed"), "{:g}"),
-            self._slider("line slower", SLOWNESS, 1.0, self._of_one("slow"), "× {:g}"),
-        ]
-        self._kill = buttons.make(
-            "Kill this peer", "bolt", "Kill this peer: its process ends without a word", self._of_one("crash")
-        )
-        self._back = buttons.make(
-            "Bring it back", "undo", "Bring it back: as a new process of the same name", self._of_one("join")
-        )
-        playback = self._slider("playback", PLAYBACK, self._lesson.speed, self._play_at, "× {:g}")
-        step = buttons.make(
-            "Step", "step-forward", "Step: while paused, let a second of virtual time pass", self._lesson.step
-        )
-        wrapping = {"flex_flow": "row wrap"}
-        self._rows = [
-            ipywidgets.HBox(row, layout=wrapping)
-            for row in (network, [*one, self._kill, self._back], [playback, step])
-        ]
-        self._who.observe(lambda change: self._light(), names="value")
-        self._alive: set[str] = set()
-        self._offer(peers)
-        return self._rows
-
-    def settle(self, snapshot: LessonSnapshot) -> LessonSnapshot:
-        """Offer the peers that there are; nothing can be asked for when it is over."""
-        if self._rows:
-            self._settling = True
-            self._offer(snapshot.simulation.peers)
-            self._settling = False
-            over = snapshot.state in OVER
-            for widget in (child for row in self._rows for child in row.children if over):
-                widget.disabled = True
-        return snapshot
-
-    def _offer(self, peers: Sequence[SimulatedPeer]) -> None:
-        names = tuple(peer.name for peer in peers)
-        if self._who.options != names:
-            chosen = self._who.value
-            self._who.options = names
-            self._who.value = chosen if chosen in names else names[0]
-        self._alive = {peer.name for peer in peers if peer.state != "crashed"}
-        self._light()
-
-    def _light(self) -> None:
-        alive = self._who.value in self._alive
-        buttons.say(self._kill, disabled=not alive)
-        buttons.say(self._back, disabled=alive)
-
-    def _of_one(self, verb: str) -> Callable[..., None]:
-        return lambda *arguments: self._lesson.wish(verb, self._who.value, *arguments)
-
-    def _play_at(self, speed: float) -> None:
-        self._lesson.speed = speed
-
-    def _change(self, wanted: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda change: None if self._settling else wanted(change["new"])
-
-    def _slider(
-        self, name: str, values: Sequence[float], value: float, wanted: Callable[[float], None], shown: str
-    ) -> Any:
-        import ipywidgets
-
-        options = [(shown.format(one), one) for one in sorted({*values, value})]
-        slider = ipywidgets.SelectionSlider(
-            options=options,
-            value=value,
-            description=name,
-            continuous_update=False,
-            style=DESCRIBED,
-            layout=WIDE,
-        )
-        slider.observe(self._change(wanted), names="value")
-        return slider

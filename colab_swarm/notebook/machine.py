@@ -1,4 +1,7 @@
-"""Probes of this machine: cores, memory, disk, graphics card, versions, internet. None needs torch to be installed."""
+"""Probes of this machine: cores, memory, disk, graphics card, versions, internet, and the speed of a model.
+
+Everything but `calibrate` works without torch.
+"""
 
 from __future__ import annotations
 
@@ -13,68 +16,54 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from colab_swarm.notebook.checks import Gpu, Machine, Version
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))
-
-"""Whoever installs the package or loads a data set talks to these anyway."""
-
+"""Hosts that installing the package or loading a data set contacts anyway."""
 CONNECT_TIMEOUT_S = 3.0
-
-TOLD = ("python", "torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
-
+PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
-
-MEMINFO = Path("/proc/meminfo")
-
-CGROUP = Path("/sys/fs/cgroup")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CALIBRATION_S = 2.0
+MIN_PASSES = 3
 
 
 def machine() -> Machine:
-    """This machine, as this process may use it."""
-    return Machine(
-        cores=_cores(),
-        free_ram_bytes=free_ram_bytes(),
-        free_disk_bytes=shutil.disk_usage(".").free,
-        open_files=_open_files(),
-        gpu=_gpu(),
-    )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the resources that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores, free_ram_bytes(), shutil.disk_usage(".").free, _open_files(), _gpu())
 
 
 def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """Main memory still to be had: what the machine has free, or less where a container bounds it."""
+    """Return the available main memory within the limit of a container, or None if the system does not report it."""
     try:
-        told = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    except OSError:
-        return None  # neither macOS nor Windows tells it without a package of its own
-    if told is None:
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    except OSError:  # macOS and Windows
         return None
-    free_bytes = 1024 * int(told[1])
+    if available is None:
+        return None
+    free_bytes = 1024 * int(available[1])
     try:
-        bound = (cgroup / "memory.max").read_text().strip()
+        limit = (cgroup / "memory.max").read_text().strip()
         used = (cgroup / "memory.current").read_text().strip()
     except OSError:
         return free_bytes
-    return min(free_bytes, max(0, int(bound) - int(used))) if bound.isdigit() else free_bytes
+    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
 
 
 def _open_files() -> int | None:
-    if find_spec("resource") is None:
-        return None  # Windows has no such bound
+    if find_spec("resource") is None:  # Windows has no such limit
+        return None
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,17 +82,14 @@ def _gpu() -> Gpu | None:
 
 
 def versions() -> tuple[Version, ...]:
-    """What is installed, beside the least that this package asks for."""
+    """Return the installed versions beside the lowest ones that this package accepts."""
     floors = wanted(requires("colab-swarm") or ())
-    python = ".".join(map(str, sys.version_info[:3]))
-    found = {"python": python} | {name: _version(name) for name in TOLD[1:]}
-    return tuple(
-        Version(name, found[name], {"python": "3.11"}.get(name, floors.get(name, "0"))) for name in TOLD
-    )
+    python = Version("python", ".".join(map(str, sys.version_info[:3])), "3.11")
+    return (python, *(Version(name, _version(name), floors.get(name, "0")) for name in PACKAGES))
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
-    """The least versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
+    """Return the lowest versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
 
 
@@ -115,10 +101,10 @@ def _version(name: str) -> str | None:
 
 
 def internet(connect: Callable[[tuple[str, int], float], object] = socket.create_connection) -> bool:
-    """Whether any of `HOSTS` accepts a connection within 3 s."""
+    """Return True if any of `HOSTS` accepts a connection within 3 s."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    for host in HOSTS:  # in threads, because looking up a name cannot be bounded
-        threading.Thread(target=lambda host=host: answers.put(_answers(connect, host)), daemon=True).start()
+    for host in HOSTS:  # in threads, because a name lookup has no timeout
+        threading.Thread(target=partial(_try_host, connect, host, answers), daemon=True).start()
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     try:
         return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
@@ -126,30 +112,30 @@ def internet(connect: Callable[[tuple[str, int], float], object] = socket.create
         return False
 
 
-def _answers(connect: Callable[[tuple[str, int], float], object], host: tuple[str, int]) -> bool:
+def _try_host(
+    connect: Callable[[tuple[str, int], float], object],
+    host: tuple[str, int],
+    answers: queue.SimpleQueue[bool],
+) -> None:
     try:
         connection = connect(host, CONNECT_TIMEOUT_S)
     except OSError:
-        return False
+        answers.put(False)
+        return
     if isinstance(connection, socket.socket):
         connection.close()
-    return True
-
-
-SECONDS = 2.0
-
-LEAST_PASSES = 3
+    answers.put(True)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """The measured speed of a model.
 
     Attributes:
-        samples_per_s: forward and backward, the making of the batches included.
+        samples_per_s: forward and backward, with the loading of batches.
         micro_batch: samples of a batch.
-        parameters: count of trained values.
-        sample_bytes: kept for the backward pass of one sample, on average.
+        parameters: number of trained values.
+        sample_bytes: saved for the backward pass of one sample, on average.
     """
 
     samples_per_s: float
@@ -159,22 +145,21 @@ class Calibration:
 
 
 def calibrate(
-    model: torch.nn.Module, batches: Iterable[Mapping[str, Tensor]], *, seconds: float = SECONDS
+    model: Module, batches: Iterable[Mapping[str, Tensor]], *, seconds: float = CALIBRATION_S
 ) -> Calibration:
-    """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a warm-up of a quarter of it.
+    """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Parameters, gradients, buffers and the random state of torch are afterwards as they were; of ``batches``, those
-    used are gone.
+    Afterwards parameters, gradients, buffers and torch's random state are as before; the used batches are gone.
 
     Raises:
-        ValueError: there are no batches.
+        ValueError: there are not enough batches.
     """
     source = iter(batches)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _untouched(model, trained):
+    with _restored(model, trained):
         saved_bytes, micro_batch = _saved_bytes(model, _next(source))
         _train(model, source, seconds / 4, 1)  # the first passes are slow
-        samples, took_s = _train(model, source, seconds, LEAST_PASSES)
+        samples, took_s = _train(model, source, seconds, MIN_PASSES)
     numel = sum(parameter.numel() for parameter in trained)
     return Calibration(samples / took_s, micro_batch, numel, saved_bytes / micro_batch)
 
@@ -189,9 +174,11 @@ def _next(source: Iterator[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
 
 
 def _train(
-    model: torch.nn.Module, source: Iterator[Mapping[str, Tensor]], seconds: float, passes: int
+    model: Module, source: Iterator[Mapping[str, Tensor]], seconds: float, passes: int
 ) -> tuple[int, float]:
-    """Samples and seconds of as many passes as fit, and at least ``passes``."""
+    """Return samples and seconds of as many passes as fit, at least ``passes``."""
+    import torch
+
     samples, began_at = 0, time.perf_counter()
     while passes > 0 or time.perf_counter() - began_at < seconds:
         batch = _next(source)
@@ -199,11 +186,11 @@ def _train(
         model.zero_grad(set_to_none=True)
         samples, passes = samples + _size(batch), passes - 1
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels run behind
+        torch.cuda.synchronize()  # kernels run asynchronously
     return samples, time.perf_counter() - began_at
 
 
-def _loss(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
+def _loss(model: Module, batch: Mapping[str, Tensor]) -> Any:
     device = next(model.parameters()).device
     return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
 
@@ -212,26 +199,30 @@ def _size(batch: Mapping[str, Tensor]) -> int:
     return len(next(iter(batch.values())))
 
 
-def _saved_bytes(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """What one pass keeps for its backward half beside the parameters, bytes, and its samples."""
+def _saved_bytes(model: Module, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the bytes saved for a backward pass, without the parameters, and the samples of the batch."""
+    import torch
+
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = _loss(model, batch)
-    del loss  # it kept all of them alive, so that no address was used twice
+    del loss  # it kept all tensors alive, so that no address was used twice
     return sum(saved.values()), _size(batch)
 
 
 @contextmanager
-def _untouched(model: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Put gradients, buffers, mode and the random state back afterwards, also after an interrupt."""
+def _restored(model: Module, trained: list[Parameter]) -> Iterator[None]:
+    """Restore gradients, buffers, mode and random state afterwards, also after an interrupt."""
+    import torch
+
     gradients = [parameter.grad for parameter in trained]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     was_training = model.training

@@ -1,13 +1,15 @@
-"""A live view of a swarm, or of anything that tells of itself by snapshots: widgets where a front-end is, else text.
+"""A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
 
-Only the thread that the user works in touches a widget: Colab does not repaint what other threads change.
-There are three ways to stay live: `Panel.watch`, which keeps the cell busy, `Panel.tick` in a training loop, and the
-play button, by which the browser asks for a refresh each second while no cell runs.
+Only the user's thread touches a widget: Colab does not repaint what other threads change. A button's callback holds
+up the kernel, so it hands its work to a thread. A panel stays live in three ways: `Panel.watch` keeps the cell busy,
+`Panel.tick` runs in a training loop, and ▶ makes the browser request a refresh each second while no cell runs.
 """
 
 from __future__ import annotations
 
+import _thread
 import logging
+import signal
 import sys
 import threading
 import time
@@ -15,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import buttons, rounds, swarm_map
-from colab_swarm.notebook import views as render
+from colab_swarm.notebook import rounds, swarm_map, theme, views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.snapshot import SwarmSnapshot
 
@@ -24,10 +25,16 @@ logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.25
 TEXT_EVERY_S = 10.0
-"""How often a line is printed where there is no front-end."""
-AGAIN_S = 60.0
-"""How long a training loop is spared a view that could not be drawn."""
+"""Interval between printed lines where there is no front-end."""
+RETRY_S = 60.0
+"""Pause in a training loop after a view that could not be drawn."""
+CONFIRM_S = 5.0
+"""How long the leave button waits for the second click."""
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
+PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
+{content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
+"""Names for the play widget's buttons, which have pictures only."""
+WRAPPING = {"flex_flow": "row wrap"}
 
 S = TypeVar("S")
 
@@ -37,8 +44,8 @@ class Page(Generic[S]):
     """A further page of a panel.
 
     Attributes:
-        html, text: all of it, in the two ways; where there is a slider, they take its value too.
-        slider: what it chooses, and its largest value; the least is 0.
+        html, text: draw the page. With a slider they take its value too.
+        slider: its name and its largest value; the smallest is 0.
     """
 
     html: Callable[..., str]
@@ -48,18 +55,18 @@ class Page(Generic[S]):
 
 @dataclass(frozen=True)
 class Views(Generic[S]):
-    """How snapshots of one kind look.
+    """How to draw snapshots of one kind.
 
     Attributes:
-        html, text: all of it.
-        line: in a line.
+        html, text: draw the first page.
+        line: sums it up in one line.
         over: whether nothing will change any more.
-        who: goes on when nobody watches.
-        leave: the button that ends it, and what it says once clicked.
-        first: name of the page that ``html`` and ``text`` make.
-        pages: further ones by name.
-        paused: whether it stands still; wanted by panels that can pause.
-        stops: whether there is a button that interrupts the running cell.
+        who: what continues when the user stops watching.
+        leave: label of the button that ends it, before and after the click.
+        first: name of the first page.
+        pages: further pages by name.
+        paused: whether it is paused; needed by panels that can pause.
+        stops: whether to offer a button that interrupts the running cell.
     """
 
     html: Callable[[S], str]
@@ -67,7 +74,7 @@ class Views(Generic[S]):
     line: Callable[[S], str]
     over: Callable[[S], bool]
     who: str = "peer"
-    leave: tuple[str, str] = ("Leave", "Left")
+    leave: tuple[str, str] = ("Leave swarm", "Left")
     first: str = "overview"
     pages: Mapping[str, Page[S]] = field(default_factory=dict)
     paused: Callable[[S], bool] = lambda snapshot: False
@@ -75,9 +82,9 @@ class Views(Generic[S]):
 
 
 SWARM: Views[SwarmSnapshot] = Views(
-    render.render_html,
-    render.render_text,
-    render.summary,
+    views.render_html,
+    views.render_text,
+    views.summary,
     lambda snapshot: snapshot.state == "left",
     first="swarm",
     pages={
@@ -90,15 +97,15 @@ SWARM: Views[SwarmSnapshot] = Views(
 
 
 class Panel(Generic[S]):
-    """Shows the swarm under the cell that it is the last value of.
+    """A live view under the cell whose last value it is.
 
     Args:
-        read: takes a snapshot; called from the user's thread.
-        stop: leaves the swarm; called from a thread of its own when the leave button has been clicked twice.
-        views: of the snapshots.
-        pause: lets the work stand still (True) and go on (False), on a thread of its own; None: it cannot.
-        controls: makes further widgets, shown under the view; called where there is a front-end only.
-        live: whether to use widgets; None to find out.
+        read: takes a snapshot; called on the user's thread.
+        stop: ends what is shown; called on a thread of its own after two clicks on the leave button.
+        views: draw the snapshots.
+        pause: pauses (True) or resumes (False) the work, on a thread of its own; None: no such button.
+        controls: makes further widgets under the view; called only where there is a front-end.
+        live: whether to use widgets; None to detect it.
     """
 
     def __init__(
@@ -111,59 +118,92 @@ class Panel(Generic[S]):
         controls: Callable[[], Sequence[Any]] = tuple,
         live: bool | None = None,
     ) -> None:
-        self._read = read
-        self._views = views
+        self._read, self._stop, self._pause, self._views = read, stop, pause, views
         self._pages = {views.first: Page(views.html, views.text), **views.pages}
         self._page, self._chosen = views.first, 0
         self._lock = threading.RLock()  # some kernels call back on a thread beside the busy cell
         self._box: Any = None
-        self._shown_at = self._told_at = float("-inf")
+        self._paused = self._left = False
+        self._shown_at = self._printed_at = self._clicked_at = float("-inf")
         if has_frontend() if live is None else live:
-            self._build(stop, pause, controls())
+            self._build(controls())
 
-    def _build(
-        self, stop: Callable[[], None], pause: Callable[[bool], None] | None, controls: Sequence[Any]
-    ) -> None:
+    # --- widgets --------------------------------------------------------------------------------------------------
+
+    def _build(self, controls: Sequence[Any]) -> None:
         import ipywidgets
 
         self._view = ipywidgets.HTML()
         self._slider = ipywidgets.IntSlider(
             layout={"display": "none"}, style={"description_width": "initial"}
         )
-        self._slider.observe(self._choose, names="value")
+        self._slider.observe(self._on_slider, names="value")
         self._chooser = ipywidgets.ToggleButtons(
             options=list(self._pages), tooltips=[f"show the page: {name}" for name in self._pages]
         )
         self._chooser.style.button_width = "auto"
-        self._chooser.observe(self._turn, names="value")
-        live = buttons.play(self.tick)  # what it asked while a cell ran may come all at once
-        self._pause = buttons.Pause(pause) if pause else None
-        self._leave = buttons.Leave(self._views.leave, self._views.who, stop)
-        row = [*live]
-        row += [self._pause.widget] if self._pause else []
-        row += [buttons.stop()] if self._views.stops else []
+        self._chooser.observe(self._on_page, names="value")
+        name, who = self._views.leave[0], self._views.who
+        leave_tooltip = f"{name}: end this {who}'s part for good, after a second click"
+        pause_tooltip = (
+            "Pause: your work stops and the others continue; click again to resume. "
+            "Some kernels take clicks only while no cell runs"
+        )
+        stop_tooltip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
+        self._leave_button = make_button(name, "sign-out", leave_tooltip, self._on_leave)
+        self._pause_button = make_button(f"Pause {who}", "pause", pause_tooltip, self._on_pause)
+        row = list(play_button(self.tick))  # requests made while a cell ran may arrive all at once
+        row += [self._pause_button] if self._pause else []
+        row += [make_button("Stop cell", "stop", stop_tooltip, interrupt_cell)] if self._views.stops else []
+        bottom = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
         pages = [self._chooser] if len(self._pages) > 1 else []
-        wrapping = {"flex_flow": "row wrap"}
-        bottom = ipywidgets.HBox([*row, self._leave.widget], layout=wrapping)
         self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
         self.refresh()
         for control in (self._chooser, self._slider):
-            buttons.listen(control)
+            keep_listening(control)
 
-    def _turn(self, change: Any) -> None:
-        """Show another page, from its newest state on."""
+    def _on_page(self, change: Any) -> None:
         self._page = change["new"]
         if slider := self._pages[self._page].slider:
             self._slider.description, self._slider.max = slider
         self._slider.layout.display = "" if slider else "none"
-        buttons.listen(self._slider)
+        keep_listening(self._slider)
         self.refresh()
 
-    def _choose(self, change: Any) -> None:
+    def _on_slider(self, change: Any) -> None:
         self._chosen = change["new"]
         self.refresh()
 
-    def _drawn(self, page: Page[S], snapshot: S, *, text: bool = False) -> str:
+    def _on_leave(self) -> None:
+        if time.monotonic() - self._clicked_at > CONFIRM_S:
+            self._clicked_at = time.monotonic()
+            again = f"{self._views.leave[0]}? Click again"
+            update_button(self._leave_button, description=again, button_style="warning")
+            return
+        self._left = True
+        self._show_buttons()
+        threading.Thread(target=self._stop, name="colab-swarm-leave", daemon=True).start()
+
+    def _on_pause(self) -> None:
+        self._paused = not self._paused
+        threading.Thread(
+            target=self._pause, args=(self._paused,), name="colab-swarm-pause", daemon=True
+        ).start()
+        self._show_buttons()
+
+    def _show_buttons(self) -> None:
+        before, after = self._views.leave
+        if self._left:
+            update_button(self._leave_button, description=after, disabled=True, button_style="")
+        elif time.monotonic() - self._clicked_at > CONFIRM_S:  # nobody clicked again
+            update_button(self._leave_button, description=before, button_style="")
+        verb, icon = ("Resume", "play") if self._paused else ("Pause", "pause")
+        label = f"{verb} {self._views.who}"
+        update_button(self._pause_button, description=label, icon=icon, disabled=self._left)
+
+    # --- staying live ---------------------------------------------------------------------------------------------
+
+    def _draw(self, page: Page[S], snapshot: S, *, text: bool = False) -> str:
         draw = page.text if text else page.html
         return draw(snapshot, self._chosen) if page.slider else draw(snapshot)
 
@@ -173,15 +213,14 @@ class Panel(Generic[S]):
             self._shown_at = time.monotonic()
             snapshot = self._read()
             if self._box is not None:
-                over = self._views.over(snapshot)
-                self._view.value = self._drawn(self._pages[self._page], snapshot)
-                self._leave.settle(over)
-                if self._pause:
-                    self._pause.settle(self._views.paused(snapshot), over)
+                self._view.value = self._draw(self._pages[self._page], snapshot)
+                self._left = self._left or self._views.over(snapshot)
+                self._paused = self._views.paused(snapshot)
+                self._show_buttons()
         return snapshot
 
     def tick(self) -> None:
-        """Stay live from a training loop: call it after each batch, it takes time four times a second at most.
+        """Stay live from a training loop: call it after each batch. It draws four times a second at most.
 
         Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn does not end the
         training: the reason is logged.
@@ -191,18 +230,18 @@ class Panel(Generic[S]):
             return
         try:
             snapshot = self.refresh()
-            if self._box is None and now - self._told_at >= TEXT_EVERY_S:
-                self._told_at = now
-                _tell(self._views.line(snapshot))
-        except Exception:
-            logger.exception("the panel cannot be drawn, which does not matter to the training")
-            self._shown_at = now + AGAIN_S
+            if self._box is None and now - self._printed_at >= TEXT_EVERY_S:
+                self._printed_at = now
+                _print(self._views.line(snapshot))
+        except Exception:  # a door: a view must not end the training
+            logger.exception("cannot draw the panel; training continues")
+            self._shown_at = now + RETRY_S
 
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
-        """Keep the view live for ``seconds``, or until the swarm is left or the user interrupts.
+        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
 
-        An interrupt stops the watching, not the peer. Without a front-end a line is printed every
-        `TEXT_EVERY_S`, and all pages at the end.
+        An interrupt stops the watching, not the peer. Without a front-end, a line is printed every `TEXT_EVERY_S`
+        and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -211,13 +250,12 @@ class Panel(Generic[S]):
         try:
             self._watch(seconds, every_s)
         except KeyboardInterrupt:
-            _tell(
-                f"Stopped watching; the {self._views.who} goes on. {self._views.leave[0].lower()}() stops it."
-            )
+            method = self._views.leave[0].split()[0].lower()
+            _print(f"Stopped watching; the {self._views.who} continues. {method}() stops it.")
         if self._box is None:
             snapshot = self._read()
-            pages = (self._drawn(page, snapshot, text=True) for page in self._pages.values())
-            _tell("\n\n".join(filter(None, pages)))
+            pages = (self._draw(page, snapshot, text=True) for page in self._pages.values())
+            _print("\n\n".join(filter(None, pages)))
 
     def _watch(self, seconds: float | None, every_s: float) -> None:
         began = time.monotonic()
@@ -227,7 +265,7 @@ class Panel(Generic[S]):
             if seconds is not None and watched_s >= seconds:
                 return
             if self._box is None and watched_s >= lines * TEXT_EVERY_S:
-                _tell(self._views.line(snapshot))
+                _print(self._views.line(snapshot))
                 lines += 1
             time.sleep(every_s if seconds is None else min(every_s, seconds - watched_s))
 
@@ -235,20 +273,70 @@ class Panel(Generic[S]):
         return f"Panel({self._views.line(self._read())})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """By hand, for ipywidgets 7 and 8 differ; files show the HTML, front-ends prefer the widget."""
         snapshot, page = self.refresh(), self._pages[self._page]
-        bundle: dict[str, Any] = {
-            "text/plain": self._drawn(page, snapshot, text=True),
-            "text/html": self._drawn(page, snapshot),
-        }
-        if self._box is not None:
-            view = {"model_id": self._box.model_id, "version_major": 2, "version_minor": 0}
-            bundle["application/vnd.jupyter.widget-view+json"] = view
-        return bundle
+        text, html = self._draw(page, snapshot, text=True), self._draw(page, snapshot)
+        return theme.mime_bundle(text, html, self._box)
 
 
-def _tell(text: str) -> None:
-    """Print, in ASCII where the terminal knows no more."""
+# --- buttons ----------------------------------------------------------------------------------------------------------
+
+
+def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[], None]) -> Any:
+    """Return a button; ``clicked`` must return at once."""
+    import ipywidgets
+
+    button = ipywidgets.Button(description=description, icon=icon, tooltip=tooltip)
+    button.layout.width = "auto"
+    button.on_click(lambda _: clicked())
+    keep_listening(button)
+    return button
+
+
+def update_button(button: Any, **traits: object) -> None:
+    """Set those traits of a button that differ, and keep it listening."""
+    for name, value in traits.items():
+        if getattr(button, name) != value:
+            setattr(button, name, value)
+    keep_listening(button)
+
+
+def keep_listening(control: Any) -> None:
+    """Keep a control responsive while a cell runs, on kernels that can.
+
+    Some kernels (ipykernel 7) handle clicks in a thread beside the busy cell. Version 7.4 does so only for widgets
+    that no cell has updated since. This makes it forget the update; other kernels store no such note.
+    """
+    if control.comm is not None:
+        vars(control.comm).pop("_reply_subshell_id", None)
+
+
+def interrupt_cell() -> None:
+    """Interrupt the running cell, like the notebook's own ■; do nothing where none runs.
+
+    A callback on the main thread means that the cell has ended: the kernel handled the click only then.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return
+    if hasattr(signal, "pthread_kill"):  # wakes the cell from a wait too
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
+
+
+def play_button(refresh: Callable[[], object]) -> tuple[Any, Any]:
+    """Return the button that makes the browser request a refresh each second, and the style that names it."""
+    import ipywidgets
+
+    clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+    clock.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
+    clock.add_class("cs-live")
+    clock.observe(lambda change: refresh(), names="value")
+    keep_listening(clock)
+    return clock, ipywidgets.HTML(PLAY_STYLE)
+
+
+def _print(text: str) -> None:
+    """Print, in ASCII where the terminal cannot show more."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     try:
         text.encode(encoding)

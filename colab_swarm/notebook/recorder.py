@@ -1,9 +1,8 @@
-"""The flight recorder: everything that happened to a peer, as lines of JSON in one file, and the way back.
+"""The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
 
-A line is ``{"kind": …, "told": {…}}``. ``Header`` begins each sitting at the file; ``Named`` tells what a peer calls
-itself, before the first event about it; all other kinds are the classes of `colab_swarm.events`. Lines are written
-one by one, on a thread of their own, so nobody waits for a disk. A process that is killed tears the last line at
-most; the next sitting begins a new one.
+A line is ``{"kind": …, "data": {…}}``. A ``Header`` starts each session; ``Named`` gives a peer's name before the first
+event about it; all other kinds are the classes of `colab_swarm.events`. A thread of its own writes line by line, so
+nothing waits for a disk. A killed process leaves at most one torn line; the next session starts a new one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,20 +35,18 @@ from colab_swarm.events import (
 )
 from colab_swarm.markup import count, duration, plain, size, text
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.notebook import loss_band, theme
+from colab_swarm.notebook import svg, theme
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.rounds import waterfall_html, waterfall_text
 
 logger = logging.getLogger(__name__)
 
-FORMAT, VERSION = "colab-swarm flight", 1
-
+FORMAT, VERSION = "colab-swarm recording", 1
 MAX_BYTES = 200_000_000
-
 MAX_LINE_BYTES = 1 << 20
-
 CLOSE_S = 10.0
-
+MAX_LOSSES = 8
+"""Losses in the text of a replay."""
 KINDS: dict[str, type[Event]] = {
     name: kind for name, kind in vars(_events).items() if isinstance(kind, type) and issubclass(kind, Event)
 }
@@ -59,12 +56,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Header:
-    """Who recorded, what and when.
+    """The start of a recording session.
 
     Attributes:
-        run, name, peer: the run, what the peer calls itself, and its hex id.
+        run, name, peer: the run, the recording peer's name and its hex id.
         began: wall time, seconds since the epoch.
-        at: what the clock of the events showed then, seconds.
+        at: the events' clock at that time, seconds.
         package: version of this package.
         format, version: of the file.
     """
@@ -80,7 +77,7 @@ class Header:
 
     @classmethod
     def now(cls, *, run: str, name: str, peer: str, at: float) -> Header:
-        """One that begins now; ``at`` as the events' clock shows it."""
+        """Return a header for a session that starts now; ``at`` by the events' clock."""
         try:
             package = version("colab-swarm")
         except PackageNotFoundError:  # run from its sources
@@ -90,7 +87,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Named:
-    """What ``peer`` (the first 8 hex digits of its id) calls itself."""
+    """The name of ``peer``, which is given by the first 8 hex digits of its id."""
 
     peer: str
     name: str
@@ -98,22 +95,22 @@ class Named:
 
 class _Line(msgspec.Struct):
     kind: str
-    told: dict[str, Any]
+    data: dict[str, Any]
 
 
 class Recorder:
-    """Writes a peer's events to a file until it is closed, or the file is full. Never raises once it runs.
+    """Writes a peer's events to a file until it is closed or the file is full. Never raises once it runs.
 
     Args:
         events: what to record.
-        path: the file; an older recording is gone on with.
-        header: begins this sitting.
-        names: what peers call themselves, by the first 8 hex digits of their ids.
+        path: the file; an older recording is continued.
+        header: starts this session.
+        names: returns the peers' names by the first 8 hex digits of their ids.
         max_bytes: of the whole file.
 
     Raises:
-        ValueError: the file there is something else.
-        OSError: it cannot be written.
+        ValueError: the file exists and is not a recording.
+        OSError: the file cannot be written.
     """
 
     def __init__(
@@ -126,11 +123,10 @@ class Recorder:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self.path = Path(path)
-        self._log, self._names, self._max_bytes = events, names, max_bytes
+        self._events, self._names, self._max_bytes = events, names, max_bytes
         self._named: dict[str, str] = {}
-        self.count = 0
-        self.stopped = ""
-        torn = _check(self.path)
+        self.count, self.stopped = 0, ""
+        torn = _is_torn(self.path)
         self._file = self.path.open("ab", buffering=0)
         self._size = self._file.tell()
         self._write((b"\n" if torn else b"") + _encoded(header))
@@ -146,20 +142,20 @@ class Recorder:
                 continue
             try:
                 self._record(event)
-            except Exception as error:  # a full disk, a drive that went away: training goes on
-                self._give_up(f"{self.path} cannot be written ({error}): nothing more is recorded", event.at)
+            except Exception as error:  # a full disk or an unmounted drive must not end the training
+                self._give_up(f"cannot write {self.path} ({error}): the recording has ended", event.at)
 
     def _record(self, event: Event) -> None:
         try:
-            told = _encoded(event)
-        except UnicodeEncodeError:  # a file's name may hold what is no text
+            data = _encoded(event)
+        except UnicodeEncodeError:  # a file name that is not valid text
             return
-        if len(told) > MAX_LINE_BYTES:  # nobody could read the file
+        if len(data) > MAX_LINE_BYTES:  # `replay` would refuse the file
             return
-        line = b"".join(_encoded(named) for named in self._new_names(event)) + told
+        line = b"".join(_encoded(named) for named in self._new_names(event)) + data
         if self._size + len(line) > self._max_bytes:
-            limit = f"its limit of {size(self._max_bytes)}"
-            self._give_up(f"{self.path} is at {limit}: nothing more is recorded", event.at)
+            limit = f"{self.path} has reached its limit of {size(self._max_bytes)}"
+            self._give_up(f"{limit}: the recording has ended", event.at)
             return
         self._write(line)
         self.count += 1
@@ -168,13 +164,13 @@ class Recorder:
         self._file.write(line)
         self._size += len(line)
 
-    def _give_up(self, why: str, at: float) -> None:
-        self.stopped = why
-        logger.warning("%s", why)
-        self._log.emit(Fault(at, "the flight recorder", why))
+    def _give_up(self, reason: str, at: float) -> None:
+        self.stopped = reason
+        logger.warning("%s", reason)
+        self._events.emit(Fault(at, "the flight recorder", reason))
 
     def _new_names(self, event: Event) -> Iterator[Named]:
-        """What is known of those whom the event is about, and has not been written yet."""
+        """Yield names of the event's peers that are not in the file yet."""
         ids: list[str] = []
         if isinstance(event, RoundFinished):
             ids = [member.peer[:8] for member in event.members]
@@ -187,7 +183,7 @@ class Recorder:
                 yield Named(id, names[id])
 
     def close(self) -> None:
-        """Write what is left, and end. Idempotent."""
+        """Write the remaining events and close the file. Idempotent."""
         self._stop_listening()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
@@ -206,176 +202,47 @@ class Recorder:
         return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self._size)}{state})"
 
 
-def _encoded(told: Header | Named | Event) -> bytes:
-    return msgspec.json.encode({"kind": type(told).__name__, "told": told}) + b"\n"
+def _encoded(item: Header | Named | Event) -> bytes:
+    return msgspec.json.encode({"kind": type(item).__name__, "data": item}) + b"\n"
 
 
-def _check(path: Path) -> bool:
-    """Whether the recording there, if there is one, ends in the middle of a line.
-
-    Raises:
-        ValueError: it is no recording.
-    """
+def _is_torn(path: Path) -> bool:
+    """Return True if a recording is there whose last line is incomplete."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
-        first = file.readline(MAX_LINE_BYTES)
         try:
-            _header(first)
+            _header(_decoded_as(_Line, file.readline(MAX_LINE_BYTES)))
         except ValueError as error:
             raise ValueError(
-                f"{path} is there already and is no recording ({error}): choose another file"
+                f"{path} exists and is not a recording ({error}): choose another file"
             ) from error
         file.seek(-1, 2)
         return file.read() != b"\n"
 
 
-# --- the way back ---------------------------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Flight:
-    """What a file of the recorder holds.
+@dataclass(repr=False)
+class Replay:
+    """A recording to look at: a cell draws it, ``print`` shows it as text.
 
     Attributes:
         path: the file.
-        headers: of its sittings.
-        names: what peers call themselves, by the first 8 hex digits of their ids.
+        live: whether to use widgets.
+        headers: of its sessions.
+        names: of peers, by the first 8 hex digits of their ids.
         events: all of them, in order.
         notes: what could not be read, in words.
     """
 
     path: Path
-    headers: tuple[Header, ...]
-    names: Mapping[str, str]
-    events: tuple[Event, ...]
-    notes: tuple[str, ...]
-
-
-def read(path: str | Path) -> Flight:
-    """Read what a `Recorder` wrote.
-
-    Lines that a killed process left torn are left out, and so are kinds of a newer version; `Flight.notes` says so.
-
-    Raises:
-        ValueError: the file is no recording, or damaged; names the line.
-        OSError: it cannot be read.
-    """
-    headers: list[Header] = []
-    names: dict[str, str] = {}
-    events: list[Event] = []
-    notes: list[str] = []
-    unknown = 0
-    for number, told in _records(Path(path), notes):
-        if isinstance(told, Header):
-            headers.append(told)
-        elif isinstance(told, Named):
-            names[told.peer] = told.name
-        elif told is None:
-            unknown += 1
-        else:
-            events.append(told)
-        if not headers:
-            raise ValueError(f"{path}, line {number}: a recording begins with its header")
-    if not headers:
-        raise ValueError(f"{path} is empty: nothing was recorded")
-    if unknown:
-        notes.append(f"{count(unknown, 'event')} of a newer version left out: update colab-swarm")
-    return Flight(Path(path), tuple(headers), names, tuple(events), tuple(notes))
-
-
-def _records(path: Path, notes: list[str]) -> Iterator[tuple[int, Header | Named | Event | None]]:
-    """The lines; what cannot be read is an error, unless it is a line that a killed process left: then a note."""
-    torn: ValueError | None = None
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
-            try:
-                told = _decoded(line)
-            except ValueError as error:
-                if torn is not None:
-                    raise _damaged(path, number - 1, torn) from torn
-                if number == 1:
-                    raise _damaged(path, number, error) from error
-                torn = error
-                continue
-            if torn is not None:
-                if not isinstance(told, Header):
-                    raise _damaged(path, number - 1, torn)
-                notes.append(f"line {number - 1} is torn: its process was killed; it is left out")
-                torn = None
-            yield number, told
-    if torn is not None:
-        notes.append("the last line is torn: the process was killed; it is left out")
-
-
-def _damaged(path: Path, number: int, error: ValueError) -> ValueError:
-    return ValueError(f"{path}, line {number} is no line of a recording: {error}")
-
-
-def _decoded(line: bytes) -> Header | Named | Event | None:
-    """One line; None for a kind that is not known here.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
-    found = _as(_Line, _parsed(line))
-    if found.kind == "Header":
-        return _header(line)
-    if found.kind == "Named":
-        return _as(Named, found.told)
-    kind = KINDS.get(found.kind)
-    if kind is None:
-        return None
-    try:
-        return _as(kind, found.told)
-    except ValueError:  # JSON has no word for a number that is none, so it was written as null
-        return _as(kind, {key: math.nan if value is None else value for key, value in found.told.items()})
-
-
-def _header(line: bytes) -> Header:
-    found = _as(_Line, _parsed(line))
-    if found.kind != "Header" or found.told.get("format") != FORMAT:
-        raise ValueError("no header of a recording")
-    header = _as(Header, found.told)
-    if header.version > VERSION:
-        raise ValueError(
-            f"it was made by version {header.package} of colab-swarm: update this one to read it"
-        )
-    return header
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return msgspec.json.decode(line)
-    except UNDECODABLE as error:
-        raise ValueError(str(error)) from error
-
-
-def _as(kind: type[T], told: Any) -> T:
-    try:
-        return msgspec.convert(told, kind)
-    except UNDECODABLE as error:
-        raise ValueError(str(error)) from error
-
-
-class Replay:
-    """A flight, to look at: as the last value of a cell it shows itself, ``print`` shows it as text.
-
-    Args:
-        flight: the recording.
-        live: whether to use widgets; None to find out.
-    """
-
-    def __init__(self, flight: Flight, *, live: bool | None = None) -> None:
-        self.flight = flight
-        self._live = has_frontend() if live is None else live
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """All of them, in order."""
-        return self.flight.events
+    live: bool = False
+    headers: list[Header] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @cached_property
     def rounds(self) -> tuple[RoundFinished, ...]:
@@ -384,91 +251,170 @@ class Replay:
 
     @cached_property
     def losses(self) -> tuple[tuple[int, float], ...]:
-        """(step, loss) by step; where a step was taken again, the last one."""
-        told = (event for event in self.events if isinstance(event, StepFinished))
-        by_step = {one.step: one.loss for one in told if one.loss is not None and math.isfinite(one.loss)}
+        """(step, loss) by step; the last loss of a step that was repeated."""
+        steps = (event for event in self.events if isinstance(event, StepFinished))
+        by_step = {one.step: one.loss for one in steps if one.loss is not None and math.isfinite(one.loss)}
         return tuple(sorted(by_step.items()))
 
     def __len__(self) -> int:
-        """How many events there are."""
         return len(self.events)
 
-    # --- how it looks -------------------------------------------------------------------------------------------
-
     def html(self, chosen: int = -1) -> str:
-        """All of it, with the round at ``chosen`` in full; the last one by default."""
-        notes = "".join(f'<p class="warn">{text(note)}</p>' for note in self.flight.notes)
-        loss = loss_band.render_html(self.losses) or loss_band.render_svg(self.losses)
-        drawn = f"<h4>loss</h4>{loss}" if loss else ""
-        rounds = waterfall_html(self.rounds, self._back(chosen), self.flight.names)
-        inside = theme.heading("recorded", text(self._summary(), 400)) + notes + drawn + rounds
-        return theme.wrap(inside, "a recorded run")
+        """Draw the run, with the round at index ``chosen`` in full."""
+        notes = "".join(f'<p class="warn">{text(note)}</p>' for note in self.notes)
+        curve = svg.curve(self.losses)
+        loss = f"<h4>loss</h4>{curve}" if curve else ""
+        rounds = waterfall_html(self.rounds, self._back(chosen), self.names)
+        head = theme.heading("recorded", text(self._summary(), 400))
+        return theme.wrap(head + notes + loss + rounds, "a recorded run")
 
     def text(self, chosen: int = -1) -> str:
-        """The same as lines."""
-        lines = [self._summary(), *self.flight.notes]
-        if self.losses:
-            lines.append("  ".join(f"step {step}: {loss:.3f}" for step, loss in _few(self.losses)))
-        return "\n".join([*lines, waterfall_text(self.rounds, self._back(chosen), self.flight.names)])
+        """Return the same as lines of text."""
+        lines = [self._summary(), *self.notes]
+        if losses := self.losses:
+            some = [*losses[: -1 : math.ceil(len(losses) / MAX_LOSSES)], losses[-1]]
+            lines.append("  ".join(f"step {step}: {loss:.3f}" for step, loss in some))
+        return "\n".join([*lines, waterfall_text(self.rounds, self._back(chosen), self.names)])
 
     def _back(self, chosen: int) -> int:
-        """So many rounds before the last one."""
         return 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
 
     def _summary(self) -> str:
-        header = self.flight.headers[-1]
-        spans = [event.at for event in self.events if math.isfinite(event.at)]
+        header = self.headers[-1]
+        times = [event.at for event in self.events if math.isfinite(event.at)]
         facts = [
-            f"{plain(header.run, 40)}, seen by {plain(header.name, 40)}",
+            f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}",
             count(len(self.rounds), "round"),
         ]
-        if len(self.flight.headers) > 1:
-            facts.append(count(len(self.flight.headers), "sitting"))
-        elif spans:
-            facts.append(duration(max(spans) - min(spans)))
+        if len(self.headers) > 1:
+            facts.append(count(len(self.headers), "session"))
+        elif times:
+            facts.append(duration(max(times) - min(times)))
         if self.losses:
             facts.append(f"loss {self.losses[0][1]:.3f} to {self.losses[-1][1]:.3f}")
         return ", ".join(facts)
 
     def __repr__(self) -> str:
-        return f"Replay({self.flight.path.name}: {self._summary()})"
+        return f"Replay({self.path.name}: {self._summary()})"
 
     def __str__(self) -> str:
         return self.text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
-        if self._live and len(self.rounds) > 1:
-            view = {"model_id": self._widget.model_id, "version_major": 2, "version_minor": 0}
-            bundle["application/vnd.jupyter.widget-view+json"] = view
-        return bundle
+        widget = self._widget if self.live and len(self.rounds) > 1 else None
+        return theme.mime_bundle(self.text(), self.html(), widget)
 
     @cached_property
     def _widget(self) -> Any:
         import ipywidgets
 
         last = len(self.rounds) - 1
-        view = ipywidgets.HTML(self.html())
+        self._view = ipywidgets.HTML(self.html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
-        slider.tooltip = "choose the round that is shown in full"  # no trait in ipywidgets 7
+        slider.tooltip = "choose the round to show in full"  # no trait in ipywidgets 7
+        slider.observe(self._on_slider, names="value")
+        return ipywidgets.VBox([slider, self._view])
 
-        def choose(change: Any) -> None:
-            view.value = self.html(change["new"])
-
-        slider.observe(choose, names="value")
-        return ipywidgets.VBox([slider, view])
-
-
-def _few(losses: tuple[tuple[int, float], ...], most: int = 8) -> list[tuple[int, float]]:
-    """Some of them, the last among them."""
-    return [*losses[: -1 : math.ceil(len(losses) / most)], losses[-1]]
+    def _on_slider(self, change: Any) -> None:
+        self._view.value = self.html(change["new"])
 
 
-def replay(path: str | Path) -> Replay:
-    """Look at a run that ``swarm.record(path)`` recorded; needs no swarm.
+def replay(path: str | Path, *, live: bool | None = None) -> Replay:
+    """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
+
+    Torn lines of killed processes and kinds of a newer version are left out; `Replay.notes` says so.
+
+    Args:
+        path: the file.
+        live: whether to use widgets; None to detect a front-end.
 
     Raises:
-        ValueError: the file is no recording, or damaged; names the line.
-        OSError: it cannot be read.
+        ValueError: the file is not a recording, or is damaged; names the line.
+        OSError: the file cannot be read.
     """
-    return Replay(read(path))
+    found = Replay(Path(path), has_frontend() if live is None else live)
+    unknown = 0
+    for number, item in _items(found.path, found.notes):
+        if isinstance(item, Header):
+            found.headers.append(item)
+        elif isinstance(item, Named):
+            found.names[item.peer] = item.name
+        elif item is None:
+            unknown += 1
+        else:
+            found.events.append(item)
+        if not found.headers:
+            raise ValueError(f"{path}, line {number}: a recording starts with a header")
+    if not found.headers:
+        raise ValueError(f"{path} is empty: nothing was recorded")
+    if unknown:
+        found.notes.append(f"{count(unknown, 'event')} of a newer version left out: update colab-swarm")
+    return found
+
+
+def _items(path: Path, notes: list[str]) -> Iterator[tuple[int, Header | Named | Event | None]]:
+    """Yield the lines. An unreadable one is an error, unless a killed process tore it: then a note."""
+    torn: tuple[int, ValueError] | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            try:
+                item = _decoded(line)
+            except ValueError as error:
+                if torn is not None or number == 1:
+                    raise _damaged(path, *(torn or (number, error))) from error
+                torn = number, error
+                continue
+            if torn is not None:
+                if not isinstance(item, Header):
+                    raise _damaged(path, *torn) from torn[1]
+                notes.append(f"line {torn[0]} is torn because its process was killed; it is left out")
+                torn = None
+            yield number, item
+    if torn is not None:
+        notes.append("the last line is torn because its process was killed; it is left out")
+
+
+def _damaged(path: Path, number: int, error: ValueError) -> ValueError:
+    return ValueError(f"{path}, line {number} is not a line of a recording: {error}")
+
+
+def _decoded(line: bytes) -> Header | Named | Event | None:
+    """Return the content of a line; None for an unknown kind. Raises ValueError for anything else."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
+    found = _decoded_as(_Line, line)
+    if found.kind == "Header":
+        return _header(found)
+    if found.kind == "Named":
+        return _converted(Named, found.data)
+    kind = KINDS.get(found.kind)
+    if kind is None:
+        return None
+    try:
+        return _converted(kind, found.data)
+    except ValueError:  # JSON writes NaN as null
+        nan = {key: math.nan if value is None else value for key, value in found.data.items()}
+        return _converted(kind, nan)
+
+
+def _header(line: _Line) -> Header:
+    if line.kind != "Header" or line.data.get("format") != FORMAT:
+        raise ValueError("it is not the header of a recording")
+    header = _converted(Header, line.data)
+    if header.version > VERSION:
+        raise ValueError(f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it")
+    return header
+
+
+def _decoded_as(kind: type[T], line: bytes) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except UNDECODABLE as error:
+        raise ValueError(str(error)) from error
+
+
+def _converted(kind: type[T], data: Any) -> T:
+    try:
+        return msgspec.convert(data, kind)
+    except UNDECODABLE as error:
+        raise ValueError(str(error)) from error

@@ -1,8 +1,7 @@
-"""The round waterfall: what each member of an averaging round did when, and what came of it. Pure functions.
+"""The round waterfall: when each member of an averaging round did what, and its result. Pure functions.
 
-A lane has three tracks, for much happens at once: above what this peer sent, in the middle what the member
-contributed to this peer's span, below the means that the member gave back. Time runs from the forming of the group
-to the result.
+A lane has three tracks, because transfers overlap: above what this peer sent, in the middle the member's contribution
+to this peer's span, below the average that the member returned. Time runs from forming the group to the result.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ MIN_S, MAX_S = 1e-6, 1e6
 ID_CHARS = 8
 LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
 BAR_WIDTH, STRIP_HEIGHT = 24, 46
-NONE_YET = "No averaging round has ended yet: peers average once they have the samples of a step together."
-GROUP = "the group forms"
+NONE_YET = (
+    "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
+)
+GROUP = "forming the group"
 
 
 @dataclass(frozen=True)
 class _Track:
-    """A kind of transfer: its place in `MemberTrace`, meaning, look and character."""
+    """A kind of transfer: field of `MemberTrace`, meaning, look and character."""
 
     field: str
     meaning: str
@@ -40,37 +41,33 @@ class _Track:
 
 
 TRACKS = (
-    _Track("sent", "this peer sent it values", "blue", "", 4, "░"),
-    _Track("received", "its values came", "amber", "4 2", 10, "▒"),
-    _Track("means", "its means came", "green", "1.5 1.5", 16, "▓"),
+    _Track("sent", "sent to it", "blue", "", 4, "░"),
+    _Track("received", "received from it", "amber", "4 2", 10, "▒"),
+    _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
 )
 
 
 def render_html(snapshot: SwarmSnapshot, back: int = 0) -> str:
-    """A round of a swarm under the strip of the last ones.
-
-    Args:
-        back: how many rounds before the last one it is.
-    """
+    """Draw the round ``back`` rounds before the last one, under the strip of the last rounds."""
     return theme.wrap(waterfall_html(snapshot.rounds, back, _names(snapshot)), "averaging rounds")
 
 
 def render_text(snapshot: SwarmSnapshot, back: int = 0) -> str:
-    """The same, as lines."""
+    """Draw the same as lines."""
     return waterfall_text(snapshot.rounds, back, _names(snapshot))
 
 
 def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
-    """One of these rounds in full, all of them as a strip; without the style sheet.
+    """Draw one round in full and the last ones as a strip; without the style sheet.
 
     Args:
         rounds: oldest first.
-        back: how many rounds before the last one it is; beyond the first one it is the first.
+        back: how many rounds before the last one; the first one if there are fewer.
         names: of peers, by the first `ID_CHARS` of their ids.
     """
     if not rounds:
         return f'<p class="soft">{NONE_YET}</p>'
-    rounds = [_sound(one) for one in rounds]
+    rounds = [_drawable(one) for one in rounds]
     chosen = max(len(rounds) - 1 - back, 0)
     shown = rounds[chosen]
     head = theme.heading(f"round {shown.step}", text(_facts(shown), 400))
@@ -79,10 +76,10 @@ def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
 
 
 def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
-    """The same, as lines."""
+    """Draw the same as lines."""
     if not rounds:
         return NONE_YET
-    rounds = [_sound(one) for one in rounds]
+    rounds = [_drawable(one) for one in rounds]
     shown = rounds[max(len(rounds) - 1 - back, 0)]
     lines = [f"round {shown.step}: {plain(_facts(shown), 400)}"]
     if shown.members:
@@ -95,7 +92,8 @@ def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[st
         lines += [f"  {more}" for more in _more(shown)]
         lines.append(f"  · {GROUP}" + "".join(f"  {track.character} {track.meaning}" for track in TRACKS))
     recent = rounds[-RECENT:]
-    lines.append(f"  last {count(len(recent), 'round')}: " + ", ".join(map(_brief, recent)))
+    times = ", ".join(_time(one.seconds) + "✖" * _lost(one) for one in recent)
+    lines.append(f"  last {count(len(recent), 'round')}: {times}")
     return "\n".join(lines)
 
 
@@ -110,7 +108,7 @@ def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
 
 
 def _members(finished: RoundFinished) -> list[MemberTrace]:
-    """Those who failed come first, so that a crowd hides nobody of them."""
+    """Return the members to show: those that failed come first, so a crowd does not hide them."""
     return sorted(finished.members, key=lambda member: not member.dropped)[:MAX_LANES]
 
 
@@ -119,15 +117,11 @@ def _more(finished: RoundFinished) -> list[str]:
     return [f"… and {hidden} more members"] if hidden > 0 else []
 
 
-def _sound(finished: RoundFinished) -> RoundFinished:
-    """With times that can be drawn: a record may hold anything."""
+def _drawable(finished: RoundFinished) -> RoundFinished:
+    """Return the round with finite, positive times: a recording may hold anything."""
     seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
     averaging_s = finished.averaging_s if 0 <= finished.averaging_s < seconds else seconds
     return replace(finished, seconds=seconds, averaging_s=averaging_s)
-
-
-def _waited_s(finished: RoundFinished) -> float:
-    return finished.seconds - finished.averaging_s
 
 
 def _time(seconds: float) -> str:
@@ -139,11 +133,11 @@ def _lost(finished: RoundFinished) -> bool:
 
 
 def _facts(finished: RoundFinished) -> str:
-    came, began = len(finished.contributors), finished.group_size
+    waited_s = finished.seconds - finished.averaging_s
     facts = [
-        f"values of {came} of {count(began, 'peer')}",
+        f"values of {len(finished.contributors)} of {count(finished.group_size, 'peer')}",
         f"{finished.samples:,.0f} samples",
-        f"{_time(finished.seconds)}, of which {_time(_waited_s(finished))} for the group to form",
+        f"{_time(finished.seconds)}, of which {_time(waited_s)} for {GROUP}",
         f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
     ]
     if finished.predicted_s is not None:
@@ -151,12 +145,8 @@ def _facts(finished: RoundFinished) -> str:
     if finished.spans_lost:
         facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
     if finished.kept_local:
-        facts.append(f"{finished.kept_local:,} values stayed this peer's own")
+        facts.append(f"{finished.kept_local:,} values not averaged")
     return ", ".join(facts)
-
-
-def _brief(finished: RoundFinished) -> str:
-    return _time(finished.seconds) + ("✖" if _lost(finished) else "")
 
 
 def _share(member: MemberTrace) -> str:
@@ -164,17 +154,17 @@ def _share(member: MemberTrace) -> str:
 
 
 def _outcome(member: MemberTrace) -> tuple[str, str]:
-    """Hue, and symbol and words."""
+    """Return hue, and symbol with words."""
     if member.dropped:
         return "red", f"✖ {plain(member.dropped, 80)}"
     if not any((member.sent, member.received, member.means)):
-        return "soft", "– nothing to exchange"  # so it is with itself
-    return "green", "✔ all came"
+        return "soft", "– nothing to exchange"  # this peer itself
+    return "green", "✔ complete"
 
 
 def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
-    """Its transfers as parts of the round, 0 to 1."""
-    waited = _waited_s(finished)
+    """Return the member's transfers as parts of the round, 0 to 1."""
+    waited = finished.seconds - finished.averaging_s
     spans = []
     for track in TRACKS:
         times = getattr(member, track.field)
@@ -185,7 +175,7 @@ def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, f
 
 
 def _part_waited(finished: RoundFinished) -> float:
-    return _waited_s(finished) / finished.seconds
+    return (finished.seconds - finished.averaging_s) / finished.seconds
 
 
 def _slots(member: MemberTrace, finished: RoundFinished) -> str:
@@ -199,29 +189,27 @@ def _slots(member: MemberTrace, finished: RoundFinished) -> str:
 
 def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
     if not finished.members:
-        return '<p class="soft">This round left no trace of who did what when.</p>'
-    rows = [
-        (
-            text(_name(member, names)),
-            _lane(member, finished),
-            f"{member.weight:,.0f}",
-            _share(member),
-            f'<span class="{_outcome(member)[0]}">{text(_outcome(member)[1], 90)}</span>',
-        )
-        for member in _members(finished)
-    ]
+        return '<p class="soft">This round left no trace of its members.</p>'
+    rows = []
+    for member in _members(finished):
+        hue, outcome = _outcome(member)
+        words = f'<span class="{hue}">{text(outcome, 90)}</span>'
+        lane, samples = _lane(member, finished), f"{member.weight:,.0f}"
+        rows.append((text(_name(member, names)), lane, samples, _share(member), words))
     axis = (
         '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
         f"<span>{_time(finished.seconds)}</span></span>"
     )
-    columns = ("member", axis, "samples", "reduces", "what came of it")
-    widths = ("18%", "40%", "9%", "9%", "24%")
-    more = "".join(f'<p class="soft">{line}</p>' for line in _more(finished))
-    return (
-        theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
-        + more
-        + _key()
+    columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
+    table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
+    entries = [("soft", "1 4", 1.5, GROUP), *((one.hue, one.dashes, 4, one.meaning) for one in TRACKS)]
+    key = "".join(
+        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
+        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
+        for hue, dashes, thick, meaning in entries
     )
+    more = "".join(f'<p class="soft">{line}</p>' for line in _more(finished))
+    return f'{table}{more}<p class="key soft">{key}</p>'
 
 
 def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:
@@ -235,41 +223,30 @@ def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: floa
 def _lane(member: MemberTrace, finished: RoundFinished) -> str:
     waited = LANE_WIDTH * _part_waited(finished)
     drawn = [_line("soft", "1 4", 1.5, 0, waited, 10, GROUP)] if waited else []
-    told = []
+    labels = []
     for track, begin, end in _spans(member, finished):
         left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
         times = " to ".join(_time(part * finished.seconds) for part in (begin, end))
-        told.append(f"{track.meaning}: {times}")
-        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, told[-1]))
+        labels.append(f"{track.meaning}: {times}")
+        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, labels[-1]))
     return (
         f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(told) or "nothing to exchange"}">{"".join(drawn)}</svg>'
+        f'preserveAspectRatio="none" aria-label="{"; ".join(labels) or "nothing to exchange"}">{"".join(drawn)}</svg>'
     )
-
-
-def _key() -> str:
-    entries = [("soft", "1 4", 1.5, GROUP)]
-    entries += [(track.hue, track.dashes, 4, track.meaning) for track in TRACKS]
-    shown = (
-        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
-        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
-        for hue, dashes, thick, meaning in entries
-    )
-    return f'<p class="key soft">{"".join(shown)}</p>'
 
 
 def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
-    """The last rounds as bars: hollow while the group formed, full while it averaged."""
+    """Draw the last rounds as bars: hollow while forming the group, full while averaging."""
     begin = min(max(len(rounds) - RECENT, 0), chosen)
     recent = rounds[begin : begin + RECENT]
     longest = max(one.seconds for one in recent)
     bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
     width = BAR_WIDTH * len(recent)
-    told = f"{count(len(recent), 'round')}, the longest {_time(longest)}"
+    label = f"{count(len(recent), 'round')}, the longest {_time(longest)}"
     return (
         f'<svg viewBox="0 0 {width} {STRIP_HEIGHT + 30}" width="{width}" role="img" '
-        f'aria-label="{told}">{bars}</svg><p class="soft">last {told}; hollow: {GROUP}, full: averaging, '
-        "✖ something was lost, ▲ shown below</p>"
+        f'aria-label="{label}">{bars}</svg><p class="soft">last {label}; hollow: {GROUP}, full: averaging, '
+        "✖ data lost, ▲ shown below</p>"
     )
 
 

@@ -1,18 +1,19 @@
-"""How our views look: one small style sheet for light and dark pages, and the few pieces that all views need.
+"""The style of all views: one small style sheet for light and dark pages, and the pieces that views share.
 
-A view brings its own paper and ink, so it can be read on any page. Colours are those of Okabe and Ito, which
-colour-blind people tell apart, darkened or lightened until text has a contrast of 4.5 to 1; no view tells anything
-by colour alone. Classes: ``blue green amber red purple soft`` colour text, and whatever is drawn in ``currentColor``;
-``row`` puts boxes side by side, ``warn`` marks a paragraph that wants attention.
+A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito, distinct for
+colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone. Classes: ``blue green amber red
+purple soft`` colour text and shapes in ``currentColor``, ``row`` puts boxes side by side, ``warn`` marks a warning.
 
-All pieces take and give HTML: a text that others told goes through `markup.text` first.
+All pieces take and return HTML: texts of other peers go through `markup.text` first.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
     "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
@@ -22,9 +23,9 @@ DARK = (
     "--paper:#16191d;--card:#22272d;--ink:#e8eaed;--soft:#a8b1bb;--line:#3d444d;"
     "--blue:#56b4e9;--green:#2cc295;--amber:#eeb03a;--red:#ff8355;--purple:#e39bc4"
 )
-# A view is as wide as there is room, 860 pixels at most, and scrolls if it wants more: it has no width of its own, by
-# which it would stretch the output around it. Twice .cs-view where a page's own rules for tables have to be beaten.
-# Dark: where the page says so (JupyterLab, Colab, VS Code), and where it says nothing and the browser does.
+# A view fills the available width, at most 860 pixels, and scrolls if it needs more. It has no width of its own, which
+# would stretch the output around it. .cs-view.cs-view overrides a page's own rules for tables.
+# Dark: where the page says so (JupyterLab, Colab, VS Code), or where it says nothing and the browser does.
 STYLE = (
     f".cs-view{{{LIGHT};box-sizing:border-box;width:0;min-width:min(100%,860px);overflow-x:auto;"
     "padding:10px 14px;background:var(--paper);"
@@ -57,22 +58,17 @@ STYLE = (
 
 
 def wrap(inside: str, label: str) -> str:
-    """A view: one ``div`` that holds the style sheet and what is inside.
-
-    Args:
-        inside: HTML.
-        label: what it shows, plain text, for those who hear it read.
-    """
+    """Return a view: one ``div`` with the style sheet and the HTML ``inside``; ``label`` is for screen readers."""
     return f'<div class="cs-view" role="group" aria-label="{html.escape(label)}"><style>{STYLE}</style>{inside}</div>'
 
 
-def heading(title: str, told: str = "") -> str:
-    """A view's first line: what it is, and what there is to say of it in a few words."""
-    return f'<p><b>{title}</b> <span class="soft">{told}</span></p>'
+def heading(title: str, state: str = "") -> str:
+    """Return a view's first line: its title and its state in a few words."""
+    return f'<p><b>{title}</b> <span class="soft">{state}</span></p>'
 
 
 def cards(figures: Mapping[str, str]) -> str:
-    """A row of figures, each under its name."""
+    """Return a row of figures, each under its name."""
     shown = (
         f'<div class="card"><span class="soft">{name}</span><b>{value}</b></div>'
         for name, value in figures.items()
@@ -81,7 +77,7 @@ def cards(figures: Mapping[str, str]) -> str:
 
 
 def figure(value: str, unit: str) -> str:
-    """A figure for `cards`, with what it counts under it."""
+    """Return a figure for `cards`, with its unit under it."""
     return f'{value}<small class="soft">{unit}</small>'
 
 
@@ -93,24 +89,21 @@ def table(
     widths: Sequence[str] = (),
     label: str = "",
 ) -> str:
-    """Rows under their columns; the first cell of a row names it.
+    """Return a table; the first cell of a row is its header.
 
     Args:
         columns: empty for a table without a head.
         rows: cells.
-        numbers: columns whose cells stand at the right, counted from 0.
-        widths: of the columns, in CSS; as wide as they need where not given.
-        label: what the table shows, for those who hear it read.
+        numbers: indices of right-aligned columns.
+        widths: of the columns, in CSS; automatic if empty.
+        label: for screen readers.
     """
-
-    def at(column: int) -> str:
-        return ' class="n"' if column in numbers else ""
-
+    right = dict.fromkeys(numbers, ' class="n"')
     wide = "".join(f'<col style="width:{width}"/>' for width in widths)
-    head = "".join(f'<th scope="col"{at(i)}>{name}</th>' for i, name in enumerate(columns))
+    head = "".join(f'<th scope="col"{right.get(i, "")}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(
-        f'<tr><th scope="row"{at(0)}>{first}</th>'
-        + "".join(f"<td{at(i)}>{cell}</td>" for i, cell in enumerate(rest, 1))
+        f'<tr><th scope="row"{right.get(0, "")}>{first}</th>'
+        + "".join(f"<td{right.get(i, '')}>{cell}</td>" for i, cell in enumerate(rest, 1))
         + "</tr>"
         for first, *rest in rows
     )
@@ -120,13 +113,7 @@ def table(
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
-    """How much of a whole is there.
-
-    Args:
-        part: 0 to 1; what is beyond is cut, what is no number is nothing.
-        label: what the bar says, in words.
-        hue: of `HUES`.
-    """
+    """Return a bar for ``part`` of a whole, clipped to 0 to 1; NaN counts as 0. ``hue`` is one of `HUES`."""
     percent = 100 * min(part, 1.0) if part > 0 else 0.0
     return (
         f'<span class="bar {hue}" role="img" aria-label="{label}" title="{label}">'
@@ -134,16 +121,14 @@ def bar(part: float, label: str, hue: str = "blue") -> str:
     )
 
 
-def key(entries: Iterable[tuple[str, str]]) -> str:
-    """What colours mean.
-
-    Args:
-        entries: hue and its meaning.
-    """
-    shown = "".join(f'<span><i class="{hue}"></i>{meaning}</span>' for hue, meaning in entries)
-    return f'<p class="key">{shown}</p>'
-
-
 def mark(hue: str, symbol: str, word: str) -> str:
-    """A state, told by colour, symbol and word."""
+    """Return a state as colour, symbol and word."""
     return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
+
+
+def mime_bundle(text: str, html: str, widget: Any = None) -> dict[str, Any]:
+    """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
+    bundle: dict[str, Any] = {"text/plain": text, "text/html": html}
+    if widget is not None:
+        bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+    return bundle

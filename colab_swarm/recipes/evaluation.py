@@ -1,10 +1,8 @@
-"""What a masked language model has learned: its guesses, and its loss on text that it was not trained on.
+"""Evaluate a masked language model: its guesses for masked words, and its loss on held-out text.
 
-How to ask a model: masked language models fill gaps, classifiers name what they see.
-
-Asking disturbs no training: the model is asked in evaluation mode and without gradients, each of its modules is put
-back into the mode that it had, and other weights than its own are lent to it for the length of a call. Do it between
-two steps, on the thread that trains.
+Evaluation does not disturb training: the model runs in evaluation mode and without gradients, then each module gets
+its mode back. A call may also use other weights than the model's own. Evaluate between two steps, on the thread that
+trains.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +19,6 @@ from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, Sampl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-Picture: TypeAlias = tuple[tuple[float, ...], ...]
-
-"""Rows of pixels, 0 (empty) to 1 (ink)."""
-
-
-@dataclass(frozen=True)
-class Canvas:
-    """What a picture is drawn on: its sides, and the value of a pixel with ink."""
-
-    height: int
-    width: int
-    ink: float
 
 
 @dataclass(frozen=True)
@@ -51,13 +35,11 @@ class Reply:
 
     Attributes:
         question: as text.
-        picture: what was asked about; empty if it is a text.
         before: by the model as this peer found it; empty if that is not known.
         now: by the model as it is.
     """
 
     question: str
-    picture: Picture
     before: tuple[Answer, ...]
     now: tuple[Answer, ...]
 
@@ -179,10 +161,6 @@ TOP = 5
 
 MASK = "[MASK]"
 
-MAX_SIDE = 32
-
-"""Of a picture to draw: more buttons take a browser too long."""
-
 Weights: TypeAlias = Mapping[str, Tensor]
 
 ENGLISH = ("The capital of France is [MASK].", "She went to the [MASK] to buy some bread.")
@@ -198,31 +176,6 @@ EXAMPLES = {
 
 """What to ask by default, by text or language."""
 
-DIGITS = (
-    "...##...|..###...|...##...|...##...|...##...|...##...|..####..|........",
-    "..####..|.##..##.|.....##.|....##..|...##...|..##....|.######.|........",
-    ".######.|.....##.|....##..|...##...|...##...|..##....|..##....|........",
-)
-
-
-class Predictor(Protocol):
-    """What can be asked of a model."""
-
-    @property
-    def examples(self) -> Sequence[Any]:
-        """Questions to begin with; empty if none are known."""
-
-    @property
-    def form(self) -> Literal["text"] | Canvas | None:
-        """How a person puts a question: writes it, draws it, or not at all."""
-
-    def replies(self, model: nn.Module, question: Any, before: Weights | None) -> list[Reply]:
-        """Ask the model, and once more with the weights of ``before``.
-
-        Raises:
-            ValueError: the question cannot be asked.
-        """
-
 
 @dataclass(frozen=True)
 class MaskedText:
@@ -234,7 +187,6 @@ class MaskedText:
 
     tokenizer: PreTrainedTokenizerFast
     examples: Sequence[str] = ENGLISH
-    form: Literal["text"] = "text"
 
     def replies(self, model: nn.Module, question: str, before: Weights | None) -> list[Reply]:
         """One reply for each gap."""
@@ -251,7 +203,7 @@ class MaskedText:
         now = self._fill(model, inputs, gaps, None)
         then = [()] * len(gaps) if before is None else self._fill(model, inputs, gaps, before)
         texts = [question if len(gaps) == 1 else f"{question} (gap {n})" for n in range(1, len(gaps) + 1)]
-        return [Reply(text, (), *answers) for text, *answers in zip(texts, then, now, strict=True)]
+        return [Reply(text, *answers) for text, *answers in zip(texts, then, now, strict=True)]
 
     def _fill(
         self, model: nn.Module, inputs: Mapping[str, Tensor], gaps: list[int], weights: Weights | None
@@ -262,68 +214,6 @@ class MaskedText:
     def _word(self, token: int) -> str:
         text = str(self.tokenizer.convert_ids_to_tokens(token))
         return text.replace("\u2581", " ").strip() or "(space)"
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Things to classify.
-
-    Attributes:
-        labels: of the model's outputs, in their order.
-        shape: of one thing, for a model that wants it so; None: as it is given.
-        ink: value of a pixel that is drawn; set for pictures, whose last two sides are height and width.
-    """
-
-    labels: Sequence[str]
-    shape: tuple[int, ...] | None = None
-    ink: float | None = None
-
-    @property
-    def form(self) -> Canvas | None:
-        """Pictures of a size that buttons can draw are drawn."""
-        if self.ink is None or self.shape is None or len(self.shape) < 2 or max(self.shape[-2:]) > MAX_SIDE:
-            return None
-        return Canvas(self.shape[-2], self.shape[-1], self.ink)
-
-    @property
-    def examples(self) -> Sequence[Tensor]:
-        """Drawn digits, where digits are drawn."""
-        if self.ink is None or self.form != Canvas(8, 8, self.ink) or len(self.labels) != 10:
-            return ()
-        bits = [[[float(dot == "#") for dot in row] for row in digit.split("|")] for digit in DIGITS]
-        return tuple(self.ink * torch.tensor(digit) for digit in bits)
-
-    def replies(self, model: nn.Module, question: Any, before: Weights | None) -> list[Reply]:
-        """One reply."""
-        thing = self._thing(question)
-        now = self._name(model, thing, None)
-        then = () if before is None else self._name(model, thing, before)
-        shown = self._picture(thing)
-        return [
-            Reply("what is this?" if shown else f"values of shape {tuple(thing.shape)}", shown, then, now)
-        ]
-
-    def _thing(self, question: Any) -> Tensor:
-        try:
-            thing = torch.as_tensor(question)
-            return thing if self.shape is None else thing.reshape(self.shape)
-        except (RuntimeError, TypeError, ValueError) as error:
-            wanted = "numbers" if self.shape is None else f"{' x '.join(map(str, self.shape))} numbers"
-            raise ValueError(f"{question!r:.60} cannot be classified: pass {wanted}") from error
-
-    def _name(self, model: nn.Module, thing: Tensor, weights: Weights | None) -> tuple[Answer, ...]:
-        output = call(model, weights, thing[None])
-        scores = getattr(output, "logits", output)[0]
-        if scores.shape != (len(self.labels),):
-            gives = f"the model gives {' x '.join(map(str, scores.shape))} scores"
-            raise ValueError(f"{gives}, and there are {len(self.labels)} labels: pass one for each")
-        return best(scores, lambda index: str(self.labels[index]))
-
-    def _picture(self, thing: Tensor) -> Picture:
-        if self.ink is None or thing.dim() < 2:
-            return ()
-        pixels = thing.reshape(-1, *thing.shape[-2:])[0].float() / self.ink
-        return tuple(tuple(row) for row in pixels.nan_to_num().clamp(0, 1).tolist())
 
 
 def call(model: nn.Module, weights: Weights | None, *inputs: Tensor, **named: Tensor) -> Any:

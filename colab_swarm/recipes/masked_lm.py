@@ -256,7 +256,7 @@ def albert(
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
         examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.can_ask(model, MaskedText(words, examples))
+        probe.set_model(model, MaskedText(words, examples))
     return model, batches
 
 

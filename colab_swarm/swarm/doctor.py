@@ -171,9 +171,9 @@ def _examined(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> Doct
     compression = Precision(subject.compression or others.compression, fine=0).at(0)
     work = Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
     here = facts.membership
-    line = here.line if here is not None and here.line is not None else UplinkFacts()
+    uplink = here.uplink if here is not None and here.uplink is not None else UplinkFacts()
     reduces = here is not None and bool(here.reachability.addresses)
-    told = predict(work, calibration.samples_per_s, tuple(others.speeds.values()), line, reduces=reduces)
+    told = predict(work, calibration.samples_per_s, tuple(others.speeds.values()), uplink, reduces=reduces)
     return replace(facts, work=work, prediction=told)
 
 
@@ -251,7 +251,7 @@ def membership(swarm: Swarm, trainers: Trainers) -> MembershipFacts:
         linked=len(linked),
         trainers=tuple(trainers.speeds.values()),
         skew_s=_skew_s(swarm),
-        line=swarm.runtime.call(_line(peers, asked)),
+        uplink=swarm.runtime.call(_line(peers, asked)),
     )
 
 

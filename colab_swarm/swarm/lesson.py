@@ -1,12 +1,12 @@
-"""`Simulation.play`: a simulated swarm that lives in the background while you look at it and interfere.
+"""`Simulation.play`: a simulated swarm that runs in the background while you watch it and interfere.
 
-lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
-lesson.wish("crash", "bob")                      # the same from code
-lesson.wait()
+    lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
+    lesson.inject("crash", "bob")                    # the same from code
+    lesson.wait()
 
-Time passes in slices of `SLICE_S` virtual seconds. What is asked for is done between two slices and recorded with its
-virtual time, so that ``simulation.play(train, wishes=lesson.wishes)`` on a simulation of the same seed repeats the
-run, whatever the speed and the pauses were. Threads: the lesson's own lets the time pass; the user's asks and looks.
+Time passes in slices of `SLICE_S` virtual seconds. Actions take effect between two slices and are recorded with their
+virtual time. So ``simulation.play(train, actions=lesson.actions)``, on a simulation of the same seed, repeats the run,
+whatever its speed and pauses were. The run's own thread advances the time; the user's thread injects and looks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from colab_swarm.errors import JoinError
 from colab_swarm.events import Event, RoundFinished
+from colab_swarm.notebook import theme
 from colab_swarm.notebook.lessons import (
     LESSON,
     MAX_PEERS,
+    OVER,
     Action,
-    LessonControls,
     LessonSnapshot,
+    SimulatedPeer,
     Verb,
-    event_words,
-    fault_words,
+    describe_event,
+    describe_fault,
     lesson_html,
     lesson_text,
     summary,
 )
-from colab_swarm.notebook.panel import Panel
+from colab_swarm.notebook.panel import WRAPPING, Panel, make_button, update_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S
 
@@ -43,123 +44,270 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.simulation import Simulation
     from colab_swarm.swarm.swarm import Swarm
 
-
 SLICE_S = 0.5
-
-"""Virtual time between two looks at what is asked for."""
-
+"""Virtual time between two looks at the injected actions."""
+STEP_S = 1.0
+"""Virtual time that the step button advances."""
+MIN_SPEED = 0.01
+"""Virtual seconds per second, even if `InteractiveRun.speed` is lower."""
+LOOK_S = 0.25
+"""Real time between two snapshots."""
 MAX_LINES = 1000
-
-"""Of the story; the oldest are forgotten."""
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """How a lesson goes if nobody interferes.
-
-    Attributes:
-        seconds: virtual time after which it ends; None: when everyone has finished.
-        speed: virtual seconds per second.
-        wishes: what to ask for, and when.
-    """
-
-    seconds: float | None = None
-    speed: float = 10.0
-    wishes: tuple[Action, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.speed > 0 or not (self.seconds is None or self.seconds > 0):
-            raise ValueError(f"speed={self.speed}, seconds={self.seconds}: both must be above 0")
+"""Lines of the story; the oldest are dropped."""
+FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+"""Slider values of slower connections and of the playback."""
+LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+SLIDER_PEERS = min(16, MAX_PEERS)
+SLIDER = {
+    "style": {"description_width": "initial"},
+    "layout": {"width": "310px"},
+    "continuous_update": False,
+}
 
 
-class SteppedSimulation:
-    """The lesson without its thread: lets slices of time pass, grants wishes, writes down the story.
+class InteractiveRun:
+    """A running simulation. One runs at a time: a new one stops the former. Make it by `Simulation.play`.
 
     Attributes:
-        wishes: those that were granted, with their times.
-        story: what happened, as lines.
-        deserted: nobody is left, so no time passes until somebody joins.
+        speed: virtual seconds per second, above 0; change it at any time.
+        actions: those that took effect, with their times; ``simulation.play(train, actions=…)`` repeats them.
+
+    Raises:
+        ValueError: ``speed`` or ``seconds`` is not above 0.
     """
 
-    def __init__(self, simulation: Simulation, train: Callable[[Swarm], object], plan: RunPlan) -> None:
-        self._simulation = simulation
-        self._until = None if plan.seconds is None else simulation.time + plan.seconds
-        self._scripted = deque(sorted(plan.wishes, key=lambda wish: wish.at))
-        self._asked: deque[tuple[Verb, tuple[str | float, ...]]] = deque()
+    _running: ClassVar[InteractiveRun | None] = None
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        train: Callable[[Swarm], object],
+        *,
+        seconds: float | None = None,
+        speed: float = 10.0,
+        actions: Sequence[Action] = (),
+        live: bool | None = None,
+    ) -> None:
+        if not speed > 0 or not (seconds is None or seconds > 0):
+            raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
+        if InteractiveRun._running is not None:
+            InteractiveRun._running.stop()
+        self._simulation, self.speed = simulation, speed
+        self._until = None if seconds is None else simulation.time + seconds
+        self._scripted = deque(sorted(actions, key=lambda action: action.at))
+        self._injected: deque[tuple[Verb, tuple[str | float, ...]]] = deque()
+        self.actions: tuple[Action, ...] = ()
         self._events: list[tuple[Event, str]] = []
-        self._met: dict[str, Swarm] = {}
+        self._known: dict[str, Swarm] = {}
         self._finished: set[str] = set()
-        self._steps: set[int] = set()
+        self._rounds: set[int] = set()  # those in the story
         self._faults = len(simulation.network.fired)
-        self.wishes: list[Action] = []
-        self.story: deque[str] = deque(maxlen=MAX_LINES)
-        self._news: list[str] = []
-        self.deserted = False
+        self._story: deque[str] = deque(maxlen=MAX_LINES)
+        self._deserted = False  # no peer is left, so no time passes until one joins
+        self._state, self._single_steps, self._stopping = "playing", 0, False
+        self._error: BaseException | None = None
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._live = has_frontend() if live is None else live
         simulation.begin(train)
-        self._listen(newcomers=False)
+        self._listen(late=False)
+        self._look()
+        self._panel = self._make_panel() if self._live else None
+        InteractiveRun._running = self
+        if self._live:
+            threading.Thread(target=self._run, name="colab-swarm-lesson", daemon=True).start()
+        else:
+            self._run_at_once()
 
-    def ask(self, verb: Verb, *arguments: str | float) -> None:
-        """Wish for something; granted between two slices. Any thread may."""
-        self._asked.append((verb, arguments))
+    def _make_panel(self) -> Panel[LessonSnapshot]:
+        controls = LessonControls(self, loss=self._simulation.network.loss)
+        peers = self._seen[0].peers
+        return Panel(
+            lambda: controls.update(self.snapshot()),
+            self.stop,
+            views=LESSON,
+            pause=lambda paused: self.pause() if paused else self.resume(),
+            controls=lambda: controls.make(peers),
+            live=True,
+        )
 
-    def pass_slice(self) -> bool:
-        """Grant what was asked for and let a slice pass; returns whether everyone has finished, or the time is over.
-
-        Raises:
-            Exception: whatever a peer's ``train`` raised.
-        """
-        simulation = self._simulation
-        self.grant()
-        left = SLICE_S if self._until is None else min(SLICE_S, self._until - simulation.time)
-        try:
-            idle = simulation.advance(left)
-        except JoinError as error:
-            idle = False
-            self._write(simulation.time, f"a newcomer could not join: {error}")
-        self._listen()
-        self._write_events()
-        self.deserted = idle and not simulation.swarms
-        timed_out = self._until is not None and simulation.time > self._until - 1e-6
-        return timed_out or (idle and not self._scripted and not self.deserted)
-
-    # --- wishes ---------------------------------------------------------------------------------------------------
+    # --- for the user ---------------------------------------------------------------------------------------------
 
     @property
-    def pending(self) -> bool:
-        """Whether something is asked for that was not granted yet."""
-        return bool(self._asked or self._scripted)
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return self._over.is_set()
 
-    def grant(self) -> None:
-        """Grant what is due. If nobody is left, time stands still, and the script's next wish is due."""
-        while self._scripted and (self.deserted or self._scripted[0].at < self._simulation.time + 1e-6):
-            self.deserted = False
-            wish = self._scripted.popleft()
-            self._grant(wish.verb, wish.arguments)
-        while self._asked:
-            self.deserted = False
-            self._grant(*self._asked.popleft())
+    def inject(self, verb: Verb, *arguments: str | float) -> None:
+        """Change the simulation, such as ``inject("crash", "bob")``; see `Action`. Thread-safe."""
+        self._injected.append((verb, arguments))
+        self._wake.set()
 
-    def _grant(self, verb: Verb, arguments: tuple[str | float, ...]) -> None:
-        now = self._simulation.time
+    def pause(self) -> None:
+        """Stop the virtual time."""
+        self._change("paused")
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._change("playing")
+
+    def step(self) -> None:
+        """While paused, advance `STEP_S` virtual seconds."""
+        self._single_steps += round(STEP_S / SLICE_S)
+        self._wake.set()
+
+    def _change(self, state: str) -> None:
+        if not self._over.is_set():
+            self._state = state
+            self._wake.set()
+
+    def stop(self) -> None:
+        """End the run; the peers keep their state. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        while not self._over.wait(POLL_S):
+            pass
+
+    def wait(self) -> dict[str, object]:
+        """Wait for the end and keep the view live; an interrupt ends only the waiting.
+
+        Returns:
+            The return value of ``train`` by name of peer, for those that finished.
+
+        Raises:
+            Exception: raised by a peer's ``train``.
+        """
+        self.resume()
+        over = False
+        while not over:
+            over = self._over.wait(LOOK_S)
+            if self._panel is not None:
+                self._panel.refresh()
+        if self._error is not None:
+            raise self._error
+        return dict(self._simulation.results)
+
+    def snapshot(self) -> LessonSnapshot:
+        """Return what the panel shows. Thread-safe."""
+        simulation, story = self._seen
+        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        return LessonSnapshot(simulation, self._state, self.speed, story, error)
+
+    def __repr__(self) -> str:
+        return f"Lesson({summary(self.snapshot())})"
+
+    def _repr_html_(self) -> str:
+        return lesson_html(self.snapshot())
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if self._panel is not None:
+            return self._panel._repr_mimebundle_()
+        return theme.mime_bundle(lesson_text(self.snapshot()), self._repr_html_())
+
+    # --- the passing of time --------------------------------------------------------------------------------------
+
+    def _run_at_once(self) -> None:
+        """Run to the end and print the story."""
+        over, self._state = False, "stopped"
+        try:
+            while not over:
+                over = self._pass_slice() or self._is_idle()
+            self._state = "finished"
+        finally:
+            self._end()
+
+    def _run(self) -> None:
+        try:
+            self._state = self._run_on()
+        except Exception as error:  # a door: the user's own code; shown in the panel, raised by `wait`
+            self._error, self._state = error, "failed"
+        finally:
+            self._end()
+
+    def _run_on(self) -> str:
+        """Advance slice by slice, at the chosen speed; return the final state."""
+        while not self._stopping:
+            began = time.monotonic()
+            self._apply_due()
+            if self._is_idle() or (self._state == "paused" and not self._single_steps):
+                self._look()
+                self._rest(None)
+                continue
+            self._single_steps = max(0, self._single_steps - 1)
+            if self._pass_slice():
+                return "finished"
+            if began - self._looked_at > LOOK_S:
+                self._look()
+            self._rest(SLICE_S / max(self.speed, MIN_SPEED) - (time.monotonic() - began))
+        return "stopped"
+
+    def _is_idle(self) -> bool:
+        return self._deserted and not self._injected and not self._scripted
+
+    def _rest(self, seconds: float | None) -> None:
+        if seconds is None or seconds > 0:
+            self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _end(self) -> None:
+        try:
+            self._simulation.end()
+            self._look()
+        finally:
+            self._over.set()
+
+    def _look(self) -> None:
+        """Take a snapshot; only while no time passes."""
+        self._looked_at = time.monotonic()
+        self._seen = self._simulation.snapshot(), tuple(self._story)
+
+    def _pass_slice(self) -> bool:
+        """Apply due actions and advance one slice; return True at the end of the run."""
+        simulation = self._simulation
+        self._apply_due()
+        left_s = SLICE_S if self._until is None else min(SLICE_S, self._until - simulation.time)
+        try:
+            idle = simulation.advance(left_s)
+        except JoinError as error:
+            idle = False
+            self._write(simulation.time, f"a late joiner could not join: {error}")
+        self._listen()
+        self._write_events()
+        self._deserted = idle and not simulation.swarms
+        timed_out = self._until is not None and simulation.time > self._until - 1e-6
+        return timed_out or (idle and not self._scripted and not self._deserted)
+
+    # --- actions --------------------------------------------------------------------------------------------------
+
+    def _apply_due(self) -> None:
+        """Apply due actions. If no peer is left, time stands still, and the next scripted action is due."""
+        while self._scripted and (self._deserted or self._scripted[0].at < self._simulation.time + 1e-6):
+            action = self._scripted.popleft()
+            self._apply(action.verb, action.arguments)
+        while self._injected:
+            self._apply(*self._injected.popleft())
+
+    def _apply(self, verb: Verb, arguments: tuple[str | float, ...]) -> None:
+        now, self._deserted = self._simulation.time, False
         try:
             self._do(verb, *arguments)
         except (ValueError, KeyError, TypeError) as error:
             self._write(now, f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
         else:
-            self.wishes.append(Action(now, verb, arguments))
+            self.actions += (Action(now, verb, arguments),)
 
     def _do(self, verb: Verb, *arguments: Any) -> None:
         simulation = self._simulation
         match verb, *arguments:
             case "peers", int(wanted) if 0 < wanted <= MAX_PEERS:
-                self._be(wanted)
+                self._resize(wanted)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
             case "speed", str(name), float() | int() as samples_per_s if 0 < samples_per_s < math.inf:
                 simulation.change_speed(name, samples_per_s)
-                self._write(simulation.time, f"{name} trains {samples_per_s:g} samples/s from now on")
+                self._write(simulation.time, f"{name} now trains {samples_per_s:g} samples/s")
             case (("crash" | "slow"), str(name), *_) if name not in simulation.swarms:
-                raise ValueError(f"{name} is not there")
+                raise ValueError(f"{name} is not online")
             case "crash", str(name):
                 simulation.fire(verb, name)
             case "slow", str(name), float() | int() as factor if 0 < factor < math.inf:
@@ -169,10 +317,10 @@ class SteppedSimulation:
             case "lose", float() | int() as rate if 0 <= rate < 1:
                 simulation.fire(verb, rate)
             case _:
-                raise ValueError("no such wish")
+                raise ValueError("no such action")
 
-    def _be(self, wanted: int) -> None:
-        """Let newcomers join, or the last ones kill, until so many are there."""
+    def _resize(self, wanted: int) -> None:
+        """Add peers, or kill the last ones, to get ``wanted`` of them."""
         from colab_swarm.swarm.simulation import nth_name
 
         simulation = self._simulation
@@ -187,29 +335,28 @@ class SteppedSimulation:
 
     # --- the story ------------------------------------------------------------------------------------------------
 
-    def _listen(self, *, newcomers: bool = True) -> None:
+    def _listen(self, *, late: bool = True) -> None:
         for name, swarm in self._simulation.swarms.items():
-            if self._met.get(name) is swarm:
-                continue
-            self._met[name] = swarm
-            swarm.events.listen(partial(self._hear, name))
-            if newcomers:
-                self._write(self._simulation.time, f"{name} has joined")
+            if self._known.get(name) is not swarm:
+                self._known[name] = swarm
+                swarm.events.listen(partial(self._on_event, name))
+                if late:
+                    self._write(self._simulation.time, f"{name} has joined")
 
-    def _hear(self, name: str, event: Event) -> None:
+    def _on_event(self, name: str, event: Event) -> None:
         self._events.append((event, name))
 
     def _write_events(self) -> None:
         simulation = self._simulation
         fired, self._faults = simulation.network.fired[self._faults :], len(simulation.network.fired)
-        happened = [(fault.at, fault_words(fault.name, fault.arguments)) for fault in fired]
+        happened = [(fault.at, describe_fault(fault.name, fault.arguments)) for fault in fired]
         events, self._events = self._events, []
         for event, name in sorted(events, key=lambda one: (one[0].at, one[1])):
             if isinstance(event, RoundFinished):
-                if event.step in self._steps:  # another peer has told of it
+                if event.step in self._rounds:  # another peer has reported it
                     continue
-                self._steps.add(event.step)
-            happened.append((event.at, event_words(name, event)))
+                self._rounds.add(event.step)
+            happened.append((event.at, describe_event(name, event)))
         for at, words in sorted(happened, key=lambda one: one[0]):
             if words:
                 self._write(at, words)
@@ -217,211 +364,103 @@ class SteppedSimulation:
             self._finished.add(name)
             self._write(simulation.time, f"{name} has finished")
 
-    def news(self) -> list[str]:
-        """The lines of the story since this was called before."""
-        news, self._news = self._news, []
-        return news
-
     def _write(self, at: float, words: str) -> None:
         line = f"{at:6.1f} s  {words}"
-        self.story.append(line)
-        self._news.append(line)
+        self._story.append(line)
+        if not self._live:
+            print(line, flush=True)
 
 
-STEP_S = 1.0
+class LessonControls:
+    """Sliders and buttons of a run; `update` shows its present state in them.
 
-"""Virtual time that passes at a press of the step button."""
-
-SLOWEST = 0.01
-
-"""Virtual seconds per second, whatever `InteractiveRun.speed` says."""
-
-LOOK_S = 0.25
-
-"""Real time between two snapshots."""
-
-
-class InteractiveRun:
-    """A simulation that is played. One plays at a time: a new one stops the former.
-
-    Attributes:
-        speed: virtual seconds per second, above 0; change it as you like.
+    Args:
+        lesson: the run.
+        loss: share of lost messages at first.
     """
 
-    _playing: ClassVar[InteractiveRun | None] = None
+    def __init__(self, lesson: InteractiveRun, *, loss: float) -> None:
+        self._lesson, self._loss = lesson, loss
+        self._updating = False
+        self._rows: list[Any] = []
+        self._alive: set[str] = set()
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        train: Callable[[Swarm], object],
-        plan: RunPlan,
-        *,
-        live: bool | None = None,
-    ) -> None:
-        """Use `Simulation.play`."""
-        if InteractiveRun._playing is not None:
-            InteractiveRun._playing.stop()
-        self._simulation, self.speed = simulation, plan.speed
-        self._stage = SteppedSimulation(simulation, train, plan)
-        self._state, self._single_steps = "playing", 0
-        self._stopping = False
-        self._error: BaseException | None = None
-        self._wake, self._over = threading.Event(), threading.Event()
-        self._look()
-        self._panel = self._make_panel(live)
-        InteractiveRun._playing = self
-        if self._panel is None:
-            self._tell()
-        else:
-            threading.Thread(target=self._play, name="colab-swarm-lesson", daemon=True).start()
+    def make(self, peers: Sequence[SimulatedPeer]) -> list[Any]:
+        """Return the widgets, in rows."""
+        import ipywidgets
 
-    def _make_panel(self, live: bool | None) -> Panel[LessonSnapshot] | None:
-        """Its play button asks for a refresh each second; `wait` refreshes it too."""
-        if not (has_frontend() if live is None else live):
-            return None
-        controls = LessonControls(self, loss=self._simulation.network.loss)
-        peers = self._seen[0].peers
-        return Panel(
-            lambda: controls.settle(self.snapshot()),
-            self.stop,
-            views=LESSON,
-            pause=lambda wanted: self.pause() if wanted else self.go_on(),
-            controls=lambda: controls.make(peers),
-            live=True,
-        )
+        lesson = self._lesson
+        number = ipywidgets.IntSlider(len(peers), 1, SLIDER_PEERS, description="peers", **SLIDER)
+        number.observe(partial(self._on_change, partial(lesson.inject, "peers")), names="value")
+        network = [
+            number,
+            self._slider("latency", FACTORS, 1.0, partial(lesson.inject, "latency"), "× {:g}"),
+            self._slider("bandwidth", FACTORS, 1.0, partial(lesson.inject, "bandwidth"), "× {:g}"),
+            self._slider("lost messages", LOSSES, self._loss, partial(lesson.inject, "lose"), "{:.1%}"),
+        ]
+        # as wide as a slider, for a box that has no margin of its own at the right
+        layout = {"width": "300px", "margin": "2px 12px 2px 2px"}
+        self._who = ipywidgets.Dropdown(description="this peer:", style=SLIDER["style"], layout=layout)
+        self._who.observe(lambda change: self._enable_buttons(), names="value")
+        speeds = [round(peers[0].samples_per_s * factor, 3) for factor in FACTORS]
+        kill = "Kill this peer: end its process without a farewell"
+        back = "Bring it back: start a new process of the same name"
+        self._kill = make_button("Kill this peer", "bolt", kill, partial(self._inject, "crash"))
+        self._back = make_button("Bring it back", "undo", back, partial(self._inject, "join"))
+        one = [
+            self._who,
+            self._slider("samples/s", speeds, speeds[4], partial(self._inject, "speed"), "{:g}"),
+            self._slider("slower connection", SPEEDS, 1.0, partial(self._inject, "slow"), "× {:g}"),
+            self._kill,
+            self._back,
+        ]
+        step = "Step: while paused, advance one second of virtual time"
+        playback = [
+            self._slider("playback", SPEEDS, lesson.speed, partial(setattr, lesson, "speed"), "× {:g}"),
+            make_button("Step 1 s", "step-forward", step, lesson.step),
+        ]
+        self._rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (network, one, playback)]
+        self._offer(peers)
+        return self._rows
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing will happen any more."""
-        return self._over.is_set()
+    def update(self, snapshot: LessonSnapshot) -> LessonSnapshot:
+        """Offer the present peers; disable everything after the end. Returns the snapshot."""
+        if self._rows:
+            self._updating = True
+            self._offer(snapshot.simulation.peers)
+            self._updating = False
+            if snapshot.state in OVER:
+                for widget in (child for row in self._rows for child in row.children):
+                    widget.disabled = True
+        return snapshot
 
-    @property
-    def wishes(self) -> tuple[Action, ...]:
-        """What was asked for so far; ``simulation.play(train, wishes=…)`` repeats it."""
-        return tuple(self._stage.wishes)
+    def _offer(self, peers: Sequence[SimulatedPeer]) -> None:
+        names = tuple(peer.name for peer in peers)
+        if self._who.options != names:
+            chosen = self._who.value
+            self._who.options = names
+            self._who.value = chosen if chosen in names else names[0]
+        self._alive = {peer.name for peer in peers if peer.state != "crashed"}
+        self._enable_buttons()
 
-    def wish(self, verb: Verb, *arguments: str | float) -> None:
-        """Ask for something, such as ``wish("crash", "bob")``; see `Action`."""
-        self._stage.ask(verb, *arguments)
-        self._wake.set()
+    def _enable_buttons(self) -> None:
+        alive = self._who.value in self._alive
+        update_button(self._kill, disabled=not alive)
+        update_button(self._back, disabled=alive)
 
-    def pause(self) -> None:
-        """Let time stand still."""
-        self._change("paused")
+    def _inject(self, verb: Verb, *arguments: float) -> None:
+        self._lesson.inject(verb, self._who.value, *arguments)
 
-    def go_on(self) -> None:
-        """Let time pass again."""
-        self._change("playing")
+    def _on_change(self, act: Callable[[Any], None], change: Any) -> None:
+        if not self._updating:
+            act(change["new"])
 
-    def step(self) -> None:
-        """While paused: let `STEP_S` virtual seconds pass."""
-        self._single_steps += round(STEP_S / SLICE_S)
-        self._wake.set()
+    def _slider(
+        self, name: str, values: Sequence[float], value: float, act: Callable[[float], None], shown: str
+    ) -> Any:
+        import ipywidgets
 
-    def _change(self, state: str) -> None:
-        if not self._over.is_set():
-            self._state = state
-            self._wake.set()
-
-    def stop(self) -> None:
-        """End it now; the peers stay as they are. Idempotent."""
-        self._stopping = True
-        self._wake.set()
-        while not self._over.wait(POLL_S):
-            pass
-
-    def wait(self) -> dict[str, object]:
-        """Wait until it is over, showing what happens; an interrupt ends the waiting only.
-
-        Returns:
-            What ``train`` returned, by name of peer, for those that came to its end.
-
-        Raises:
-            Exception: whatever a peer's ``train`` raised.
-        """
-        self.go_on()
-        while not self._over.wait(LOOK_S):
-            if self._panel is not None:
-                self._panel.refresh()
-        if self._panel is not None:
-            self._panel.refresh()
-        if self._error is not None:
-            raise self._error
-        return dict(self._simulation.results)
-
-    def snapshot(self) -> LessonSnapshot:
-        """What there is to see; safe from any thread."""
-        simulation, story = self._seen
-        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        return LessonSnapshot(simulation, self._state, self.speed, story, error)
-
-    def _look(self) -> None:
-        """On the thread that lets time pass, while it stands."""
-        self._looked_at = time.monotonic()
-        self._seen = self._simulation.snapshot(), tuple(self._stage.story)
-
-    def __repr__(self) -> str:
-        return f"Lesson({summary(self.snapshot())})"
-
-    def _repr_html_(self) -> str:
-        return lesson_html(self.snapshot())
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if self._panel is not None:
-            return self._panel._repr_mimebundle_()
-        return {"text/plain": lesson_text(self.snapshot()), "text/html": self._repr_html_()}
-
-    # --- without a front-end --------------------------------------------------------------------------------------
-
-    def _tell(self) -> None:
-        """Play to the end at once and print the story."""
-        stage, over = self._stage, False
-        self._state = "stopped"
-        try:
-            while not over:
-                over = stage.pass_slice() or (stage.deserted and not stage.pending)
-                for line in stage.news():
-                    print(line, flush=True)
-            self._state = "finished"
-        finally:
-            self._end()
-
-    # --- in the background ----------------------------------------------------------------------------------------
-
-    def _play(self) -> None:
-        try:
-            self._state = self._play_on()
-        except Exception as error:  # a door: the user's own code; told in the panel, raised by `wait`
-            self._error, self._state = error, "failed"
-        finally:
-            self._end()
-
-    def _play_on(self) -> str:
-        """Slice by slice, as fast as is wanted; returns how it ended."""
-        stage = self._stage
-        while not self._stopping:
-            began = time.monotonic()
-            stage.grant()
-            if (stage.deserted and not stage.pending) or (self._state == "paused" and not self._single_steps):
-                self._look()
-                self._rest(None)
-                continue
-            self._single_steps = max(0, self._single_steps - 1)
-            if stage.pass_slice():
-                return "finished"
-            if began - self._looked_at > LOOK_S:
-                self._look()
-            self._rest(SLICE_S / max(self.speed, SLOWEST) - (time.monotonic() - began))
-        return "stopped"
-
-    def _rest(self, seconds: float | None) -> None:
-        if seconds is None or seconds > 0:
-            self._wake.wait(seconds)
-        self._wake.clear()
-
-    def _end(self) -> None:
-        try:
-            self._simulation.end()
-            self._look()
-        finally:
-            self._over.set()
+        options = [(shown.format(one), one) for one in sorted({*values, value})]
+        slider = ipywidgets.SelectionSlider(options=options, value=value, description=name, **SLIDER)
+        slider.observe(partial(self._on_change, act), names="value")
+        return slider

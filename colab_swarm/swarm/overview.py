@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.notebook.energy import EnergyMeter
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import (
@@ -49,7 +48,6 @@ MODEL = "model"
 """What `Swarm.optimizer` calls it unless told otherwise."""
 TRAINERS_S = 3.0
 """How often a peer that does not train itself reads who does."""
-ENERGY_S = 5.0
 RATE_S = 5.0
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
@@ -107,7 +105,7 @@ class Overview:
 
     Args:
         runtime: runs this peer.
-        presence: its place in the network; None in a simulation, which has no leaderboard and uses no energy.
+        presence: its place in the network; None in a simulation, which has no leaderboard.
         optimizer: what it trains, if anything; called on any thread.
 
     Who trains nothing, as an organizer, sees those who train `MODEL`.
@@ -135,15 +133,12 @@ class Overview:
         self._one_at_a_time = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._onlooker: Background[Records] | None = None
-        self._energy = None if presence is None else Background(EnergyMeter().read, every_s=ENERGY_S)
         if presence is not None:
             prefix = f"{presence.entrance.run_id}/{MODEL}"
             self._onlooker = Background(lambda: runtime.call(_read(services, prefix)), every_s=TRAINERS_S)
             contributions = presence.trust.contributions
             self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
         self._joined_at = self._clock()
-        if self._energy is not None:
-            self._energy.look(self._joined_at)  # energy counts from here
         services.events.listen(self._note)
         for event in services.events.recent():
             self._note(event)
@@ -192,7 +187,6 @@ class Overview:
             leaderboard=self._given(now, left),
             sent_bps=sent_bps,
             received_bps=received_bps,
-            energy=None if self._energy is None else self._energy.look(now),
             session=session,
             paused=self._services.gate.closed,
             names=names,

@@ -18,7 +18,7 @@ from colab_swarm.notebook.lessons import (
     Action,
     SimulatedPeer,
     SimulationSnapshot,
-    fault_words,
+    describe_fault,
     simulation_html,
 )
 from colab_swarm.sim.faults import ComingFault, FiredFault
@@ -189,7 +189,7 @@ class Simulation:
         *,
         seconds: float | None = None,
         speed: float = 10.0,
-        wishes: Sequence[Action] = (),
+        actions: Sequence[Action] = (),
         live: bool | None = None,
     ) -> InteractiveRun:
         """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
@@ -200,13 +200,13 @@ class Simulation:
             train: as for `run`.
             seconds: stop after so much virtual time; None: when everyone has finished.
             speed: virtual seconds per second.
-            wishes: what to ask for, and when: that of an earlier lesson (``lesson.wishes``) repeats it exactly.
+            actions: changes at given times; those of an earlier run (``lesson.actions``) repeat it exactly.
             live: whether to use widgets and to keep to ``speed``; None to find out.
         """
-        from colab_swarm.swarm.lesson import InteractiveRun, RunPlan
+        from colab_swarm.swarm.lesson import InteractiveRun
 
         self._stop_lesson()
-        self._lesson = InteractiveRun(self, train, RunPlan(seconds, speed, tuple(wishes)), live=live)
+        self._lesson = InteractiveRun(self, train, seconds=seconds, speed=speed, actions=actions, live=live)
         return self._lesson
 
     def _stop_lesson(self) -> None:
@@ -331,7 +331,7 @@ class Simulation:
 
 
 def _told(fault: FiredFault | ComingFault) -> str:
-    return f"{fault.at:.0f} s: {fault_words(fault.name, fault.arguments)}"
+    return f"{fault.at:.0f} s: {describe_fault(fault.name, fault.arguments)}"
 
 
 def simulate(

@@ -463,40 +463,28 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._recorder
 
     def try_model(
-        self,
-        question: Any = None,
-        *,
-        model: nn.Module | None = None,
-        tokenizer: Any = None,
-        labels: Sequence[str] | None = None,
-        shape: tuple[int, ...] | None = None,
-        ink: float | None = None,
+        self, question: str | None = None, *, model: nn.Module | None = None, tokenizer: Any = None
     ) -> TryModel:
-        """Ask the model as it is now and as this peer received it: with a form, or one question.
+        """Fill the masks of a text with the model as it is now and as this peer received it.
 
         Call it between two steps.
 
         Args:
-            question: a text with [MASK], or the values of what is to be classified.
-            model: None for the one of ``cs.recipes.albert(…, swarm=swarm)``.
-            tokenizer: of a masked language model.
-            labels: of a classifier, such as ``"0123456789"``.
-            shape: of one thing to classify, such as (8, 8).
-            ink: value of a drawn pixel; for the digits of scikit-learn, divided by 16: 1.
+            question: a text with [MASK]; None for some examples and a form.
+            model: a masked language model; None for the one of ``cs.recipes.albert(…, swarm=swarm)``.
+            tokenizer: of the model.
 
         Raises:
-            ValueError: there is no such model, or it cannot be asked so.
+            ValueError: the model is unknown, or the text has no gap.
         """
-        from colab_swarm.recipes.evaluation import Classes, MaskedText, Predictor
+        from colab_swarm.recipes.evaluation import MaskedText
 
-        askable: Predictor | None = None if labels is None else Classes(labels, shape, ink)
-        if tokenizer is not None:
-            askable = MaskedText(tokenizer)
-        return self.probe.try_model(question, model, askable)
+        texts = None if tokenizer is None else MaskedText(tokenizer)
+        return self.probe.try_model(question, model, texts)
 
     @cached_property
     def probe(self) -> ModelProbe:
-        """The models that `try_model` can ask."""
+        """The models that `try_model` can use."""
         from colab_swarm.notebook.try_model import ModelProbe
 
         return ModelProbe()

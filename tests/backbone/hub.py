@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub: what huggingface_hub says over HTTP to make a commit."""
+"""A stand-in for the Hugging Face Hub: the HTTP requests by which huggingface_hub makes a commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Look again and again, for 20 s at most."""
+    """Wait for 20 s at most."""
     until = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < until
@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: ClassVar[StandIn]
 
     def log_message(self, *_: object) -> None:
-        """Not a word."""
+        """Log nothing."""
 
     def answer(self, body: object, status: int = 200) -> None:
         data = json.dumps(body).encode()
@@ -83,9 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif self.path == "/api/repos/create":
-            told = json.loads(data)
-            name = f"{told['organization']}/{told['name']}"
-            self.hub.repos[name] = told.get("private") or told.get("visibility") == "private"
+            wanted = json.loads(data)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            self.hub.repos[name] = wanted.get("private") or wanted.get("visibility") == "private"
             self.answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:
             files = [self.mode(file) for file in json.loads(data)["files"]]

@@ -14,7 +14,7 @@ PREFIX = "simulation-0/model"
 
 
 def file(folder: Path, **settings: object) -> RunFile:
-    """What ``run.toml`` would say."""
+    """The contents of a ``run.toml``."""
     kept = CollaborationFile(**{"every_steps": 5, **settings})  # type: ignore[arg-type]
     return RunFile(
         name="simulation",
@@ -25,14 +25,14 @@ def file(folder: Path, **settings: object) -> RunFile:
 
 
 class Scene:
-    """Who is alice keeps the run; the others train."""
+    """Alice is the backbone; the others train."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.file = file(folder, **settings)
         self.backbone: Backbone | None = None
 
     def keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        """Be the backbone for so long, in virtual time."""
+        """Be the backbone for ``seconds`` of virtual time."""
         return swarm.runtime.call(self._keep(swarm, seconds))
 
     async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:
@@ -43,8 +43,8 @@ class Scene:
 
 
 def train(swarm: Swarm, steps: int) -> tuple[int, int, bytes]:
-    """Train up to a global step; returns where it began, where it ended, and the lineage."""
-    net = model(seed=len(swarm.name))  # newcomers differ, until they get the state
+    """Train up to a global step; return its first step, its last step and the lineage."""
+    net = model(seed=len(swarm.name))  # late joiners differ until they download the state
     optimizer = join_training(swarm, net)
     began_at = optimizer.global_step
     while optimizer.global_step < steps:

@@ -1,4 +1,4 @@
-"""A backbone in simulated runs: it keeps the state, gives it when nobody else can, and knows how the run goes."""
+"""A backbone in simulated runs: it saves the state, serves it when no trainer is left, and collects figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.backbone.keeper import Vault
-from colab_swarm.backbone.observer import LossCurve
+from colab_swarm.backbone.observer import LossPoint, read_records
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
@@ -18,7 +18,7 @@ from tests.training.toy import join_training, loss_of, model, parameters_of
 pytestmark = pytest.mark.slow
 
 
-def test_checkpoints_are_taken_while_others_train_and_a_trainer_goes_on_from_them(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_them(tmp_path: Path) -> None:
     scene = Scene(tmp_path, keep=2)
     with cs.simulate(1, seed=1) as sim:
         sim.join("bob")
@@ -30,11 +30,11 @@ def test_checkpoints_are_taken_while_others_train_and_a_trainer_goes_on_from_the
     assert len(steps) >= 3 and all(late - early >= 5 for early, late in pairwise(steps))
     assert len(keeper.vault.paths()) == 2 and all(kept.loss for kept in keeper.vault.history)
     with cs.simulate(1, seed=2) as sim:
-        resumed = sim.run(lambda swarm: go_on(swarm, tmp_path / "model"))
+        resumed = sim.run(lambda swarm: resume(swarm, tmp_path / "model"))
     assert resumed["alice"] == (steps[-1], steps[-1] + 2)
 
 
-def go_on(swarm: Swarm, folder: Path) -> tuple[int, int]:
+def resume(swarm: Swarm, folder: Path) -> tuple[int, int]:
     optimizer = join_training(swarm, net := model(), target_batch_size=2)
     optimizer.load(CheckpointFolder(folder))
     began_at = optimizer.global_step
@@ -64,7 +64,7 @@ def test_a_run_outlives_all_its_trainers(tmp_path: Path, listen: bool) -> None:
     assert scene.backbone is not None
     saved = scene.backbone.keepers[PREFIX].vault.history
     first = max(kept.step for kept in saved if kept.step <= results["carol"][0])
-    assert results["carol"][0] >= first >= 5  # from the backbone's checkpoint, not from the beginning
+    assert results["carol"][0] >= first >= 5  # from the backbone's checkpoint, not from step 0
     assert results["carol"][1:] == results["dave"][1:]
 
 
@@ -81,7 +81,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         assert keeper.standing_in == keeper.vault.history[-1].step
 
 
-def test_where_the_newest_file_is_damaged_the_one_before_is_given(tmp_path: Path) -> None:
+def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     with cs.simulate(1, seed=6) as sim:
         sim.join("bob")
@@ -108,6 +108,5 @@ def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(
     assert len(shown.points) >= 5 and {point.peers for point in shown.points} == {2}
     assert {line.name for line in shown.peers} >= {"bob", "carol"} and shown.round_count >= 15
     assert all(one.peers == 3 and one.contributors == 2 and one.moved_bytes for one in shown.rounds)
-    keeper = scene.backbone.keepers[PREFIX]
-    again = LossCurve(keeper.observer._journal.read())
-    assert [point.step for point in again.points] == [point.step for point in shown.points]
+    again = read_records(tmp_path / "model" / "losses.jsonl", LossPoint)
+    assert [point.step for point in again] == [point.step for point in shown.points]

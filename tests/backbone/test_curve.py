@@ -1,4 +1,4 @@
-"""The swarm's loss from what single trainers tell."""
+"""The swarm's loss from the reports of single trainers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_step_counts_when_the_swarm_has_left_it() -> None:
     assert curve.loss_at(9) == 4.0 and curve.loss_at(3) is None
 
 
-def test_a_loss_told_right_after_a_step_is_that_of_the_batch_before() -> None:
+def test_a_loss_reported_right_after_a_step_belongs_to_the_batch_before() -> None:
     curve = LossCurve()
     (ended,) = curve.on_records({ALICE: record(5, 3.0, samples=0.0)}, branch(5), at=1.0)
     assert (ended.step, ended.loss) == (4, 3.0)
@@ -40,17 +40,17 @@ def test_a_loss_told_right_after_a_step_is_that_of_the_batch_before() -> None:
 
 def test_a_liar_among_three_moves_the_loss_to_an_honest_one_at_most() -> None:
     curve = LossCurve()
-    told = {ALICE: record(4, 3.0), BOB: record(4, 3.2), MALLORY: record(4, 1e6, speed=1e9)}
-    curve.on_records(told, branch(4), at=1.0)
-    (ended,) = curve.on_records(told, branch(5), at=2.0)
+    reports = {ALICE: record(4, 3.0), BOB: record(4, 3.2), MALLORY: record(4, 1e6, speed=1e9)}
+    curve.on_records(reports, branch(4), at=1.0)
+    (ended,) = curve.on_records(reports, branch(5), at=2.0)
     assert 3.0 <= ended.loss <= 3.2
 
 
-def test_peers_far_from_the_branch_and_numbers_that_are_none_do_not_count() -> None:
+def test_peers_far_from_the_branch_and_nan_do_not_count() -> None:
     curve = LossCurve()
-    told = {ALICE: record(90, 1.0), BOB: record(4, float("nan")), CAROL: record(4, None)}
-    curve.on_records(told, branch(4), at=1.0)
-    assert curve.on_records(told, branch(5), at=2.0) == []
+    reports = {ALICE: record(90, 1.0), BOB: record(4, float("nan")), CAROL: record(4, None)}
+    curve.on_records(reports, branch(4), at=1.0)
+    assert curve.on_records(reports, branch(5), at=2.0) == []
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_replaces_what_came_after() -> None:

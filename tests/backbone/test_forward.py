@@ -1,4 +1,4 @@
-"""The curves in somebody else's tracker: a stand-in module that writes down what it is told."""
+"""The curves in a tracker: a stand-in module that records its calls."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ import json
 FILE = {file!r}
 FAILURES = {failures}
 
-def tell(*told):
+def record(*call):
     with open(FILE, "a") as file:
-        file.write(json.dumps(told) + "\\n")
+        file.write(json.dumps(call) + "\\n")
 
 def init(**options):
     global FAILURES
     if FAILURES:
         FAILURES -= 1
         raise ConnectionError("not today")
-    tell("init", options)
+    record("init", options)
 
 def log(values, step):
-    tell("log", values, step)
+    record("log", values, step)
 
 def finish():
-    tell("finish")
+    record("finish")
 """
 
 
@@ -42,10 +42,10 @@ class Tracker:
     """A module of this name, in ``folder``."""
 
     def __init__(self, folder: Path, name: str, failures: int = 0) -> None:
-        self.file = folder / "told"
+        self.file = folder / "calls"
         (folder / f"{name}.py").write_text(TRACKER.format(file=str(self.file), failures=failures))
 
-    def told(self) -> list[Any]:
+    def calls(self) -> list[Any]:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
 
@@ -70,7 +70,7 @@ def test_points_are_logged_and_the_run_is_resumed(folder: Path, name: Any, run: 
     forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
     forwarder.forward([point(1), point(2)])
     forwarder.close()
-    begin, first, second, end = tracker.told()
+    begin, first, second, end = tracker.calls()
     assert begin == ["init", {"project": "bengali", "resume": "allow", **run}] and end == ["finish"]
     assert first == ["log", {"loss": 2.5, "trainers": 3.0, "samples_per_s": 100.0}, 1] and second[2] == 2
 
@@ -80,7 +80,7 @@ def test_a_tracker_that_fails_costs_points_only(folder: Path) -> None:
     forwarder = Forwarder(Forward(to="wandb", project="bengali"), "r-1/model")
     forwarder.forward([point(1), point(2)])
     forwarder.close()
-    assert [told[0] for told in tracker.told()] == ["init", "log", "finish"]
+    assert [call[0] for call in tracker.calls()] == ["init", "log", "finish"]
 
 
 def test_a_tracker_that_is_not_installed_is_named() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.backbone.hub import HubPush, HubSettings
+from colab_swarm.backbone.config import CollaborationFile
+from colab_swarm.backbone.hub import HubPush
 from colab_swarm.backbone.keeper import Checkpoint, Vault
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.backbone.hub import StandIn, wait_until
@@ -29,21 +30,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def pushing(hub: StandIn) -> Iterator[HubPush]:
-    push = HubPush(settings(hub))
+    push = pushed_to(hub)
     yield push
     push.close()
 
 
-def settings(hub: StandIn, token: str = TOKEN) -> HubSettings:
-    return HubSettings(
-        "alice/test",
-        "test-run",
-        private=True,
-        every_s=0.05,
-        token=token,
-        endpoint=hub.endpoint,
-        first_retry_s=0.05,
-    )
+def pushed_to(hub: StandIn, token: str = TOKEN) -> HubPush:
+    settings = CollaborationFile(repo="alice/test", private=True, push_every_minutes=0.05 / 60)
+    return HubPush(settings, "test-run", token=token, endpoint=hub.endpoint, first_retry_s=0.05)
 
 
 def saved(folder: Path, step: int) -> tuple[Checkpoint, Path]:
@@ -72,9 +66,7 @@ def test_a_checkpoint_its_history_and_a_card_are_committed(
     assert card.index("| 4 | 5.500 | 2027-01-15 08:00 |") < card.index("| 3 | 6.500 |")
 
 
-def test_a_push_that_fails_is_tried_again_and_told_about(
-    hub: StandIn, pushing: HubPush, tmp_path: Path
-) -> None:
+def test_a_push_that_fails_is_retried_and_counted(hub: StandIn, pushing: HubPush, tmp_path: Path) -> None:
     hub.fail = 2
     one = saved(tmp_path, 3)
     pushing.push(*one, [one[0]])
@@ -82,24 +74,21 @@ def test_a_push_that_fails_is_tried_again_and_told_about(
     assert hub.failed == pushing.failures == 2
 
 
-def test_the_token_is_nowhere_to_be_seen_when_the_hub_refuses_it(
+def test_the_token_is_not_shown_when_the_hub_refuses_it(
     hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    chosen = settings(hub, token="hf_wrongwrongwrong")
-    push = HubPush(chosen)
+    push = pushed_to(hub, token="hf_wrongwrongwrong")
     one = saved(tmp_path, 3)
     push.push(*one, [one[0]])
     wait_until(lambda: push.failures)
     push.close()
     assert hub.refused and not hub.commits
-    assert "not pushed" in push.state and "hf_wrong" not in push.state + caplog.text + repr(chosen) + repr(
-        push
-    )
+    assert "not pushed" in push.state and "hf_wrong" not in push.state + caplog.text + repr(push)
 
 
 def test_only_the_newest_waits_and_nothing_is_left_behind(hub: StandIn, tmp_path: Path) -> None:
-    push = HubPush(settings(hub))
+    push = pushed_to(hub)
     hub.fail = 10**9
     for step in (1, 2, 3):
         push.push(*(one := saved(tmp_path, step)), [one[0]])

@@ -1,4 +1,4 @@
-"""A backbone as a process of its own, killed with -9 while others train, and started again."""
+"""A backbone as a process of its own, killed with SIGKILL while others train, and restarted."""
 
 from __future__ import annotations
 
@@ -60,32 +60,32 @@ keep = 2
 
 
 class Process:
-    """Tells JSON lines."""
+    """A process that prints JSON objects, one per line."""
 
     def __init__(self, script: str, *arguments: str) -> None:
         command = [sys.executable, "-c", script, *arguments]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
-        self._told: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._told.put(json.loads(line))
-        self._told.put(None)
+            self._messages.put(json.loads(line))
+        self._messages.put(None)
 
-    def wait_told(self, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    def wait_message(self, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         until = time.monotonic() + LIMIT_S
         while True:
-            told = self._told.get(timeout=max(0.1, until - time.monotonic()))
-            assert told is not None, f"it ended with {self.process.wait()}"
-            if wanted(told):
-                return told
+            message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
+            assert message is not None, f"it ended with {self.process.wait()}"
+            if wanted(message):
+                return message
 
     def kill(self) -> None:
-        """With -9: no farewell, nothing is written."""
+        """Send SIGKILL: no notice to others, nothing is written."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -93,7 +93,7 @@ class Process:
 
 
 class Scene:
-    """A run.toml, and whoever works on it."""
+    """A run.toml and the processes of its run."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -111,7 +111,7 @@ class Scene:
 
     def backbone(self) -> tuple[Process, dict[str, Any]]:
         process = self.start(BACKBONE, str(self.file))
-        return process, process.wait_told(lambda told: "invite" in told)
+        return process, process.wait_message(lambda message: "invite" in message)
 
     def wait_checkpoint(self, step: int) -> int:
         until = time.monotonic() + LIMIT_S
@@ -139,7 +139,7 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         kept = run.wait_checkpoint(5)
 
         backbone.kill()
-        trainers[0].wait_told(lambda told: told.get("step", 0) > kept)  # they go on without it
+        trainers[0].wait_message(lambda message: message.get("step", 0) > kept)  # they continue without it
         backbone, after = run.backbone()
         assert (
             after["id"] == before["id"]
@@ -150,7 +150,7 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         for trainer in trainers:
             trainer.kill()
         carol = run.start(TRAINER, before["invite"], "carol")  # an old invitation is good for the same run
-        began_at = carol.wait_told(lambda told: "began_at" in told)["began_at"]
+        began_at = carol.wait_message(lambda message: "began_at" in message)["began_at"]
         assert began_at >= kept
         run.wait_checkpoint(began_at + 5)
         with urllib.request.urlopen(f"{after['dashboard']}api/run", timeout=10) as answer:

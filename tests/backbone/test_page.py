@@ -12,7 +12,7 @@ from colab_swarm.backbone.web import CollaborationView, View, render_live, rende
 from colab_swarm.markup import SCRIPT, content_security_policy
 from tests.backbone.views import EVIL, view
 
-EMPTY = CollaborationView("model", 0, 0.0, 0, 0, 0, (), (), (), 0, (), None, "", 0, "sahajbert")
+EMPTY = CollaborationView("model", 0, 0.0, 0, 0, 0, (), (), (), 0, (), None, "", 0)
 
 
 def empty() -> View:
@@ -57,21 +57,22 @@ def test_the_page_is_well_formed_and_a_peers_name_is_only_text(shown: View) -> N
 def test_the_page_shows_what_it_should() -> None:
     live = render_live(view())
     for text in (
-        "2,400", "103.4", "5 (+1)", "as expected: sahajBERT had", "Step 2000, loss 7.724 pushed", "alice (aaaaaaaa)",
+        "2,400", "103.4", "5 (+1)", "Step 2000, loss 7.724 pushed", "alice (aaaaaaaa)",
         "step 2,399: 6 peers", "1 span lost", "217 MB", "2.5 h",
     ):  # fmt: skip
         assert text in live, text
 
 
-def test_it_says_when_newcomers_go_on_from_a_checkpoint() -> None:
-    assert "Nobody trains now. Whoever joins goes on from the checkpoint of step 2,000" in render_live(
-        view(standing_in=2000)
+def test_the_page_warns_when_new_trainers_continue_from_a_checkpoint() -> None:
+    assert (
+        "There are no trainers now. New trainers continue from the checkpoint of step 2,000"
+        in render_live(view(standing_in=2000))
     )
 
 
 def test_an_empty_run_has_a_page_too() -> None:
     live = render_live(empty())
-    assert "no trainer has told a loss yet" in live and "None yet." in live
+    assert "Fewer than two losses reported yet" in live and "None yet." in live
 
 
 def test_only_the_pages_own_script_may_run() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints made of snapshots: what is written is what a trainer loads, and what newcomers are given."""
+"""Checkpoints made of snapshots: a trainer loads them, and late joiners download them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def replica(steps: int, seed: int = 0) -> Replica:
 
 def altered(snapshot: Snapshot, **changes: Any) -> Snapshot:
     manifest = snapshot.manifest
-    told = {"step": manifest.step, "lineage": manifest.lineage, "skeleton": manifest.skeleton}
-    return Snapshot.of(**{**told, "blob": snapshot.blob.copy(), **changes})
+    fields = {"step": manifest.step, "lineage": manifest.lineage, "skeleton": manifest.skeleton}
+    return Snapshot.of(**{**fields, "blob": snapshot.blob.copy(), **changes})
 
 
 @pytest.mark.slow  # imports torch
-def test_a_trainer_goes_on_from_the_backbones_file_as_from_its_own(tmp_path: Path) -> None:
+def test_a_trainer_continues_from_the_backbones_file_as_from_its_own(tmp_path: Path) -> None:
     trained, resumed = replica(3), replica(0, seed=1)
     vault = Vault(tmp_path / "kept")
     saved = vault.save(trained.snapshot(), loss=2.5, at=100.0)
@@ -53,18 +53,18 @@ def test_a_trainer_goes_on_from_the_backbones_file_as_from_its_own(tmp_path: Pat
     assert read_tensors(tmp_path / "own")[0].keys() == read_tensors(vault.file_of(3))[0].keys()
 
 
-def test_newcomers_are_given_what_was_saved(tmp_path: Path) -> None:
-    trained, newcomer = replica(3), replica(0, seed=1)
+def test_late_joiners_download_the_saved_state(tmp_path: Path) -> None:
+    trained, joiner = replica(3), replica(0, seed=1)
     Vault(tmp_path).save(trained.snapshot(), loss=None, at=0.0)
-    given_out = Vault(tmp_path).latest()
-    assert given_out is not None and given_out.manifest.step == 3
-    newcomer.load_snapshot(given_out)
-    assert same(newcomer.state(), trained.state()) and newcomer.lineage == trained.lineage
+    latest = Vault(tmp_path).latest()
+    assert latest is not None and latest.manifest.step == 3
+    joiner.load_snapshot(latest)
+    assert same(joiner.state(), trained.state()) and joiner.lineage == trained.lineage
     again = Vault(tmp_path).latest()
-    assert again is not None and again.manifest.root == given_out.manifest.root
+    assert again is not None and again.manifest.root == latest.manifest.root
 
 
-def test_the_newest_are_kept_and_the_history_of_all(tmp_path: Path) -> None:
+def test_the_newest_files_and_the_whole_history_remain(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path, keep=2), replica(0)
     for step in range(4):
         vault.save(trained.snapshot(), loss=float(step), at=float(step))
@@ -73,7 +73,7 @@ def test_the_newest_are_kept_and_the_history_of_all(tmp_path: Path) -> None:
     assert [str(one) for one in Vault(tmp_path).history] == [f"Step {s}, loss {s}.000" for s in range(4)]
 
 
-def test_a_garbled_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path), replica(1)
     vault.save(trained.snapshot(), loss=None, at=0.0)
     trained.apply(np.ones(trained.flat.numel, np.float32))
@@ -114,7 +114,7 @@ def test_a_skeleton_that_names_other_tensors_is_not_saved(tmp_path: Path) -> Non
             Vault(tmp_path).save(altered(snapshot, skeleton=skeleton), loss=None, at=0.0)
 
 
-def test_an_empty_tensor_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     state = {"step": 1, "lineage": b"l", "parameters": [torch.zeros(0)], "optimizer": {}, "scheduler": None}
     save_checkpoint(tmp_path / "c", state)
     tensors, skeleton = read_tensors(tmp_path / "c")
@@ -141,7 +141,7 @@ def test_a_file_with_other_bytes_is_refused_or_the_same(
 
 
 @given(st.binary(max_size=200))
-def test_a_strangers_skeleton_is_an_error_of_ours_at_most(skeleton: bytes) -> None:
+def test_an_arbitrary_skeleton_raises_only_state_error(skeleton: bytes) -> None:
     snapshot = Snapshot.of(step=1, lineage=b"l", skeleton=skeleton, blob=np.zeros(256, np.uint8))
     inner = msgspec.msgpack.encode(Layout(skeleton, ()))
     for one in (snapshot, altered(snapshot, skeleton=inner)):

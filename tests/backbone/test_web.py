@@ -1,4 +1,4 @@
-"""The dashboard's server: what it answers, and to whom."""
+"""The dashboard's server: its answers and its limits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_page_json_and_metrics_are_served_and_locked_down() -> None:
 @pytest.mark.parametrize(
     "path", ["api/model/secrets", "api/other/points", "api/model/__class__", "etc/passwd"]
 )
-def test_there_is_nothing_else(path: str) -> None:
+def test_other_paths_are_not_found(path: str) -> None:
     async def main() -> None:
         async with served() as scene:
             assert (await scene.get(path)).status == 404
@@ -72,7 +72,7 @@ def test_there_is_nothing_else(path: str) -> None:
     asyncio.run(main())
 
 
-def test_nobody_can_change_anything() -> None:
+def test_the_server_is_read_only() -> None:
     async def main() -> None:
         async with served() as scene:
             for verb in ("POST", "PUT", "DELETE", "PATCH"):
@@ -82,7 +82,7 @@ def test_nobody_can_change_anything() -> None:
     asyncio.run(main())
 
 
-def test_many_browsers_cost_one_look_a_second_and_too_many_are_told_so() -> None:
+def test_many_browsers_cost_one_look_a_second_and_too_many_get_429() -> None:
     async def main() -> None:
         async with served() as scene:
             answers = await asyncio.gather(*(scene.get("live") for _ in range(2 * ANSWERS_PER_S)))
@@ -93,7 +93,7 @@ def test_many_browsers_cost_one_look_a_second_and_too_many_are_told_so() -> None
     asyncio.run(main())
 
 
-def test_a_visitor_who_asks_without_end_shuts_out_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visitor_with_too_many_requests_shuts_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.visitors.WINDOW_S", 600.0)  # all within one
 
     async def main() -> None:

@@ -7,7 +7,6 @@ import math
 from colab_swarm.backbone.keeper import Checkpoint
 from colab_swarm.backbone.observer import LossPoint, PeerLine, PeerSpan, RoundRow
 from colab_swarm.backbone.web import CollaborationView, ContributionView, View
-from colab_swarm.notebook.loss_band import sahajbert
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -47,19 +46,22 @@ def collaboration(steps: int, evil: str, standing_in: int | None) -> Collaborati
         rounds=tuple(_round(steps - 12 + i) for i in range(12)),
         round_count=steps,
         checkpoints=tuple(
-            Checkpoint(step, sahajbert().loss(step), NOW - (steps - step) * 3.5, 217_000_000, f"step-{step}")
+            Checkpoint(step, _loss(step), NOW - (steps - step) * 3.5, 217_000_000, f"step-{step}")
             for step in range(0, steps, 400)
         ),
         standing_in=standing_in,
         hub="neuropark/sahajBERT: Step 2000, loss 7.724 pushed",
         hub_failures=2,
-        reference="sahajbert",
     )
+
+
+def _loss(step: int) -> float:
+    return 2.0 + 9.0 * math.exp(-step / 3000)
 
 
 def _point(step: int) -> LossPoint:
     wave = 0.12 * math.sin(step / 23) + 0.08 * math.sin(step / 5)
-    loss = sahajbert().loss(step) + wave
+    loss = _loss(step) + wave
     return LossPoint(step, NOW - 9000 + step * 3.6 + 60 * wave, loss, loss - 0.15, loss + 0.2, 5, 100.0)
 
 

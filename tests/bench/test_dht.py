@@ -10,8 +10,8 @@ from colab_swarm.sim import run_virtual
 
 @pytest.mark.slow
 def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
-    searches = run_virtual(dht.search_virtual(1000, 30, seed=3))
-    assert sum(searches.found) >= 29 and sorted(searches.hops)[15] <= 5
+    lookups = run_virtual(dht.search_virtual(1000, 30, seed=3))
+    assert sum(one.found for one in lookups) >= 29 and sorted(one.hops for one in lookups)[15] <= 5
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ from colab_swarm.bench.elastic_consistency import (
     COMPRESSED,
     ConsistencyTask,
     ImageRows,
+    Scene,
     compressions,
     emulate,
     plot,
     ratios,
 )
-from colab_swarm.bench.elastic_emulation import Scene
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.elastic.schedulers import BoundedStaleness
 
@@ -49,7 +49,7 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_error_feedback_saves_topk_and_nothing_else_does() -> None:
+def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = BenchReport("elastic", True)
     compressions(report, ImageRows(), COMPRESSED, seeds=1)
     found = figures(report)

@@ -13,7 +13,7 @@ def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_the_report_has_the_figures_of_the_issue_and_can_be_drawn(tmp_path: Path) -> None:
+def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> None:
     report = groups.run(quick=True)
     figures = {row.key: row.value for row in report.rows}
     assert figures["groups.error_16"] < 1e-6 and figures["groups.error_13"] < 1e-6

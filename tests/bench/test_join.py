@@ -1,4 +1,4 @@
-"""The benchmark of joining: what it makes of a notebook, and that a newcomer is in fast."""
+"""The benchmark of joining: how it runs a notebook, and that a late joiner is counted soon."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def test_only_the_code_of_a_notebook_is_run(tmp_path: Path) -> None:
     assert join.code_cells(notebook) == ["a = 1\nb = 2"]
 
 
-def test_without_the_notebook_it_says_where_to_run_it(tmp_path: Path) -> None:
+def test_an_absent_notebook_raises_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="copy of the repository"):
         join.code_cells(tmp_path / "absent.ipynb")
 
 
-def test_a_form_is_filled_in_line_by_line() -> None:
+def test_form_fields_are_filled_in() -> None:
     cell = 'NAME = ""  # @param {type:"string"}\nNAMES = 1\nprint(NAME)'
     assert join.filled_in(cell, NAME=r"a\1'b") == 'NAME = "a\\\\1\'b"\nNAMES = 1\nprint(NAME)'
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_a_newcomer_is_counted_within_fifteen_seconds_of_pasting_the_line() -> None:
+def test_a_late_joiner_is_counted_within_fifteen_seconds_of_pasting_the_invitation() -> None:
     figures = {row.key.removeprefix("join."): row.value for row in join.run(quick=True).rows}
     assert figures["counted_s"] < 15 * 2  # the goal is for a machine that does nothing else
     assert figures.keys() == {"counted_s", "imports_s", *(f"{cell}_s" for cell in join.CELLS)}
 
 
-def test_the_stand_in_for_colab_is_found_as_an_installed_module_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_for_colab_is_found_like_an_installed_module(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("google.colab", "google.colab.userdata"):
         monkeypatch.setitem(sys.modules, name, None)  # and is put back at the end
     join.stand_in_for_colab(HF_TOKEN="hush")

@@ -6,7 +6,7 @@ from colab_swarm.bench import link
 
 
 @pytest.mark.slow
-def test_the_link_benchmark_runs_and_tells_every_figure() -> None:
+def test_the_link_benchmark_reports_every_figure() -> None:
     report = link.run(quick=True)
     figures = {row.key.removeprefix("link."): row.value for row in report.rows}
     assert set(figures) >= {

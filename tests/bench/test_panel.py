@@ -1,4 +1,4 @@
-"""The benchmark of the panel's cost: it runs, and its figures are not absurd."""
+"""The benchmark of the panel's cost: it runs, and its figures are plausible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_watching_costs_little_and_leaves_nothing_behind() -> None:
+def test_watching_costs_little_time_and_memory() -> None:
     pytest.importorskip("nbclient")
     from colab_swarm.bench import panel
 

@@ -1,4 +1,4 @@
-"""The benchmark of stores tells what an update takes in each that is installed."""
+"""The benchmark of stores reports the time of an update in each installed store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def absent() -> AbstractContextManager[str]:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_updates_are_timed_and_absent_programs_told(
+def test_updates_are_timed_and_absent_programs_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory, sqlite = parameter_store.STORES["memory"], parameter_store.STORES["sqlite"]

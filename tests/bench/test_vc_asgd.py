@@ -23,7 +23,7 @@ def test_a_run_depends_on_its_seeds_alone_and_learns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_a_larger_alpha_learns_later_and_scatters_less() -> None:
+def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
     runs = {
         alpha: train_by_volunteers(
             digits_job(rows=160, subsets=8, max_epochs=3, alpha=alpha, local_epochs=4, batch_size=8), seed=0

@@ -1,4 +1,4 @@
-"""Work units under fire, for a short while."""
+"""Work units while processes are killed, for a short time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colab_swarm.bench.work_ordeal import ordeal
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_every_unit_is_assimilated_exactly_once_whoever_is_killed(tmp_path: Path) -> None:
+def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) -> None:
     endured = ordeal(tmp_path, kills=3, epochs=3)
     assert endured.coordinator_kills == 3
     assert endured.volunteer_kills >= 1

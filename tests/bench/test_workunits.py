@@ -11,6 +11,6 @@ from colab_swarm.bench import workunits
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_an_epoch_by_processes_takes_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workunits, "SUBSETS", 6)
     assert 0 < workunits.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60

@@ -12,7 +12,7 @@ import pytest
 from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, swarm_map, views
 from colab_swarm.notebook import coordinator_view as job
 from colab_swarm.notebook import volunteer_view as volunteer
-from colab_swarm.snapshot import ContributionRow, Energy, PeerRow, SessionTime
+from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
@@ -54,7 +54,6 @@ SWARM = dataclasses.replace(
     leaderboard=tuple(ContributionRow(peer.name, peer.id, 1e6, 5e9, peer.me) for peer in CROWD[:9]),
     sent_bps=3e6,
     received_bps=12e6,
-    energy=Energy(54321.0, "estimate: processor time of this process at 10 W a core", True),
     session=SessionTime("Colab", 11_400.0, 43_200.0, 42_600.0),
     paused=True,
 )

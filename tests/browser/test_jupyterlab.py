@@ -52,7 +52,7 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
         alice.wait_output(says)
         alice.interrupt()
         alice.finish(cell)
-    assert "Stopped watching; the peer goes on" in alice.output(4)
+    assert "Stopped watching; the peer continues" in alice.output(4)
     alice.run(5, says="1 peer linked")
     alice.page.screenshot(path=artifacts / "alice.png")
 

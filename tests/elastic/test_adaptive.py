@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from colab_swarm.bench.elastic_emulation import Emulation, Scene
+from colab_swarm.bench.elastic_consistency import Emulation, Scene
 from colab_swarm.elastic.schedulers import AdaptiveBeta, NormBounded, Scheduler, StepFacts
 from tests.elastic.test_meter import DIM, SIZES, late, noisy_quadratic
 

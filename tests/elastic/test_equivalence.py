@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from colab_swarm.bench.elastic_emulation import Crash, Emulation, Scene
+from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.elastic.schedulers import (
     CrashTolerant,
     NormBounded,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from colab_swarm.bench.elastic_emulation import Crash, Emulation, Scene
+from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import Meter
 from colab_swarm.elastic.schedulers import (

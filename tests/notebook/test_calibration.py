@@ -31,7 +31,7 @@ def batches(count: int | None = None) -> Iterator[dict[str, Tensor]]:
     return itertools.islice(itertools.repeat({"x": torch.ones(4, 8)}), count)
 
 
-def test_a_calibrated_model_is_measured_and_unchanged() -> None:
+def test_a_calibrated_model_is_unchanged() -> None:
     net = Net().eval()
     net.first.weight.grad = torch.full_like(net.first.weight, 7.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -49,7 +49,7 @@ def test_a_calibrated_model_is_measured_and_unchanged() -> None:
     assert torch.equal(torch.get_rng_state(), chance)
 
 
-def test_what_the_backward_pass_keeps_is_counted_without_the_parameters() -> None:
+def test_saved_bytes_do_not_include_the_parameters() -> None:
     class Square(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -64,6 +64,6 @@ def test_what_the_backward_pass_keeps_is_counted_without_the_parameters() -> Non
     )  # x for the gradient of the scale, the product for that of its square
 
 
-def test_batches_that_run_out_are_said_to() -> None:
+def test_too_few_batches_raise() -> None:
     with pytest.raises(ValueError, match="ran out"):
         calibrate(Net(), batches(2), seconds=0.01)

@@ -1,4 +1,4 @@
-"""The doctor's judgement on facts that are made up."""
+"""The doctor's checks on made-up facts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SWARM = MembershipFacts(
     linked=2,
     trainers=(10.0, 20.0),
     skew_s=0.2,
-    line=UplinkFacts(20e6, 100e6, 0.05),
+    uplink=UplinkFacts(20e6, 100e6, 0.05),
 )
 LARGE = Needs("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
 WORK = Workload(18_105_474, 4, 4096, 2.0)
-TOLD = Prediction(
+PREDICTION = Prediction(
     first_sample_s=12.0,
     samples_per_s=10.0,
     swarm_samples_per_s=40.0,
@@ -49,7 +49,7 @@ TOLD = Prediction(
     gb_per_hour=2.2,
     share=0.25,
 )
-WELL = DoctorFacts(PLAIN, LAPTOP, (TORCH,), True, SWARM, needs=LARGE, work=WORK, prediction=TOLD)
+WELL = DoctorFacts(PLAIN, LAPTOP, (TORCH,), True, SWARM, needs=LARGE, work=WORK, prediction=PREDICTION)
 
 
 def check(facts: DoctorFacts, name: str) -> Check:
@@ -65,11 +65,11 @@ def on(**changes: object) -> DoctorFacts:
     return replace(WELL, machine=replace(LAPTOP, **changes))
 
 
-def test_where_all_is_well_all_lights_are_green() -> None:
+def test_a_healthy_peer_gets_only_green_lights() -> None:
     assert {each.light for each in diagnose(WELL)} == {Light.GREEN}
 
 
-AILING = [
+FAILING = [
     (replace(WELL, platform=COLAB), "platform", Light.YELLOW, "accept_terms=True"),
     (replace(WELL, internet=False), "internet", Light.YELLOW, "cs.join()"),
     (replace(WELL, internet=False, platform=KAGGLE), "internet", Light.RED, "switch Internet on"),
@@ -108,7 +108,7 @@ AILING = [
         swarm(reachability=Reachability(ReachabilityLevel.UNVERIFIED)),
         "reachability",
         Light.YELLOW,
-        "ask again",
+        "run the doctor again",
     ),
     (
         swarm(reachability=Reachability(ReachabilityLevel.RELAYED, "3fa9c0de")),
@@ -118,27 +118,32 @@ AILING = [
     ),
     (swarm(skew_s=-90.0), "clock", Light.YELLOW, "set-ntp"),
     (swarm(skew_s=900.0), "clock", Light.RED, "set-ntp"),
-    (swarm(line=None), "line", Light.YELLOW, "ask again"),
-    (swarm(line=UplinkFacts(1e6, 1e8, 0.1)), "line", Light.YELLOW, "codec='int8'"),
+    (swarm(uplink=None), "bandwidth", Light.YELLOW, "run the doctor again"),
+    (swarm(uplink=UplinkFacts(1e6, 1e8, 0.1)), "bandwidth", Light.YELLOW, "compression='int8'"),
     (
-        replace(WELL, prediction=replace(TOLD, averaging_s=90.0)),
+        replace(WELL, prediction=replace(PREDICTION, averaging_s=90.0)),
         "prediction",
         Light.YELLOW,
         "target_batch_size=4096",
     ),
-    (replace(WELL, prediction=replace(TOLD, step_s=3000.0)), "prediction", Light.YELLOW, "invite more peers"),
+    (
+        replace(WELL, prediction=replace(PREDICTION, step_s=3000.0)),
+        "prediction",
+        Light.YELLOW,
+        "invite more peers",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("facts", "name", "light", "fix"), AILING, ids=lambda value: str(value)[:20])
-def test_each_ailment_is_seen_and_has_its_fix(facts: DoctorFacts, name: str, light: Light, fix: str) -> None:
+@pytest.mark.parametrize(("facts", "name", "light", "fix"), FAILING, ids=lambda value: str(value)[:20])
+def test_each_problem_is_found_and_has_its_fix(facts: DoctorFacts, name: str, light: Light, fix: str) -> None:
     found = check(facts, name)
     assert found.light is light
     assert fix in found.fix
 
 
-@pytest.mark.parametrize("facts", [ailing[0] for ailing in AILING])
-def test_no_light_but_a_green_one_is_without_a_fix(facts: DoctorFacts) -> None:
+@pytest.mark.parametrize("facts", [case[0] for case in FAILING])
+def test_every_light_but_green_has_a_fix(facts: DoctorFacts) -> None:
     assert all(each.fix for each in diagnose(facts) if each.light is not Light.GREEN)
 
 
@@ -147,7 +152,7 @@ def test_the_micro_batch_comes_with_its_arithmetic() -> None:
     assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
 
 
-def test_why_a_peer_is_not_reached_in_a_better_way_is_told() -> None:
+def test_reachability_says_why_it_is_not_better() -> None:
     relayed = Reachability(
         ReachabilityLevel.RELAYED,
         "3fa9c0de",
@@ -157,15 +162,15 @@ def test_why_a_peer_is_not_reached_in_a_better_way_is_told() -> None:
     assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
 
 
-def test_the_prediction_is_told_in_words() -> None:
+def test_the_prediction_is_shown_in_words() -> None:
     assert check(WELL, "prediction").text == (
         "first sample in 12 s; 10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
         "of which 15 s averaging; 2.2 GB per hour"
     )
 
 
-def test_a_peer_that_tells_of_infinite_speed_is_shown_so() -> None:
-    assert "beyond measure up" in check(swarm(line=UplinkFacts(math.inf, 1e9, 0.0)), "line").text
+def test_infinite_bandwidth_is_shown_in_words() -> None:
+    assert "too fast to measure up" in check(swarm(uplink=UplinkFacts(math.inf, 1e9, 0.0)), "bandwidth").text
 
 
 @pytest.mark.parametrize(

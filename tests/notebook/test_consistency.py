@@ -16,15 +16,15 @@ def snapshot(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnaps
     return ElasticSnapshot("NormBounded(beta=0.5, measure='l2')", 0, 2, steps, False)
 
 
-def test_a_line_tells_how_far_off_and_what_it_costs() -> None:
+def test_the_summary_has_the_inconsistency_and_its_cost() -> None:
     assert summary(snapshot()) == "NormBounded(beta=0.5, measure='l2'): no step yet, 2 members"
     assert summary(snapshot(0.2, 0.4)).endswith(
-        "step 1, 2 members; inconsistency 0.4 measured, 1 allowed, 10 ms waited, 25% not there by then"
+        "step 1, 2 members; inconsistency 0.4 measured, 1 allowed, 10 ms waited, 25% missing by then"
     )
     assert "unknown allowed" in summary(snapshot(0.2, bound=None))
 
 
-def test_it_warns_when_the_bound_is_passed() -> None:
+def test_it_warns_above_the_bound() -> None:
     assert "!" not in render_text(snapshot(0.2, 0.9))
     assert "further apart" in render_text(snapshot(0.2, 1.2))
     assert "⚠" in render_html(snapshot(0.2, 1.2))
@@ -33,7 +33,7 @@ def test_it_warns_when_the_bound_is_passed() -> None:
 def test_the_chart_shows_measured_and_bound() -> None:
     tree = ElementTree.fromstring(render_html(snapshot(0.2, 0.4, 0.3)))
     lines = [one for one in tree.iter("polyline")]
-    assert "what theory allows" in " ".join(tree.itertext())
+    assert "bound in theory" in " ".join(tree.itertext())
     assert "no bound is known" in render_html(snapshot(0.2, 0.4, bound=None))
     assert [("stroke-dasharray" in line.attrib) for line in lines] == [True, False]
     assert all(len(line.attrib["points"].split()) >= 3 for line in lines)

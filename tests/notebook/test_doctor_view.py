@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from colab_swarm.notebook.checks import WIDTH, Check, Light, render_html, render_text, summary
 
 GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
-LOOK = Check("line", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
+LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
 STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
 
 
@@ -20,9 +20,9 @@ def parsed(markup: str) -> ElementTree.Element:
 
 def test_text_shows_each_light_with_its_fix() -> None:
     assert render_text([GOOD, LOOK, STOP]).splitlines() == [
-        "this has to be mended before you train: 1 ✔ good, 1 ▲ look, 1 ✖ stop",
+        "fix the problems before you train: 1 ✔ good, 1 ▲ warning, 1 ✖ problem",
         " ✔ disk           50.0 GB free here",
-        " ▲ line           1 Mbit/s up: slow",
+        " ▲ bandwidth      1 Mbit/s up: slow",
         "                  → use a cable",
         " ✖ versions       torch 2.8 is older than 2.9",
         '                  → pip install -U "torch>=2.9"',
@@ -33,22 +33,22 @@ def test_text_shows_each_light_with_its_fix() -> None:
     ("checks", "verdict"),
     [
         ([GOOD], "ready to train: 1 ✔ good"),
-        ([GOOD, LOOK], "ready to train, with a thing or two to know: 1 ✔ good, 1 ▲ look"),
-        ([STOP], "this has to be mended before you train: 1 ✖ stop"),
+        ([GOOD, LOOK], "ready to train, with warnings: 1 ✔ good, 1 ▲ warning"),
+        ([STOP], "fix the problems before you train: 1 ✖ problem"),
     ],
 )
 def test_the_worst_light_decides(checks: list[Check], verdict: str) -> None:
     assert summary(checks) == verdict
 
 
-def test_html_tells_the_same_by_symbol_and_word_and_loads_nothing() -> None:
+def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
     page = render_html([GOOD, LOOK, STOP])
     text = " ".join(parsed(page).itertext())
     assert all(
         words in text for words in ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
     )
     marks = [span for span in parsed(page).iter("span") if span.text and span.text[0] in "✔▲✖"]
-    assert [mark.text for mark in marks] == ["✔ good", "▲ look", "✖ stop"]
+    assert [mark.text for mark in marks] == ["✔ good", "▲ warning", "✖ problem"]
     assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
 
 
@@ -66,7 +66,7 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
-def test_a_strangers_words_stay_words(words: str) -> None:
+def test_texts_are_escaped(words: str) -> None:
     hostile = [Check(words, Light.RED, words, words or "x")]
     usual = {element.tag for element in parsed(render_html([STOP])).iter()}
     assert {element.tag for element in parsed(render_html(hostile)).iter()} <= usual

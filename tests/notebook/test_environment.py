@@ -54,7 +54,7 @@ def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_page_is_where_cells_may_ask_for_input(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+def test_a_kernel_that_allows_input_has_a_page(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     ipython = ModuleType("IPython")
     kernel = SimpleNamespace(_allow_stdin=asked)
     ipython.get_ipython = lambda: SimpleNamespace(kernel=kernel)  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_a_script_is_a_platform_without_terms() -> None:
     require_terms(False)
 
 
-def test_colab_wants_the_terms_read_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     with pytest.raises(TermsError, match=r"accept_terms=True"):
         require_terms(False)

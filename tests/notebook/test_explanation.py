@@ -1,4 +1,4 @@
-"""`cs.explain`: every error of ours says why and what next, and so do those that people meet beside them."""
+"""`cs.explain` returns cause and fix of our errors and of common errors of others."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issu
 
 
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
-def test_each_error_of_ours_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
-    told = explain(kind)
-    assert (told.kind, told.said) == (kind.__name__, "")
-    assert len(told.cause) > 20 and len(told.fix) > 20
+def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
+    found = explain(kind)
+    assert (found.kind, found.said) == (kind.__name__, "")
+    assert len(found.cause) > 20 and len(found.fix) > 20
     if kind is not SwarmError:
-        assert told.cause != explain(SwarmError).cause
+        assert found.cause != explain(SwarmError).cause
 
 
-def test_an_error_is_told_with_its_text_and_what_led_to_it() -> None:
+def test_an_explanation_has_the_text_and_the_chain_of_errors() -> None:
     with pytest.raises(JoinError) as raised:
         try:
             raise PeerUnreachable("ws://x did not answer")
@@ -44,7 +44,7 @@ def test_an_error_is_told_with_its_text_and_what_led_to_it() -> None:
 
 
 class _OutOfMemoryError(RuntimeError):
-    """As torch calls its own, without a GPU."""
+    """Like torch's, without a GPU."""
 
 
 _OutOfMemoryError.__name__ = "OutOfMemoryError"
@@ -70,12 +70,12 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
         (RuntimeError("this peer has left its swarm"), "left already", "run the cells again"),
     ],
 )
-def test_errors_of_others_that_people_meet_are_known(error: BaseException, cause: str, fix: str) -> None:
-    told = explain(error)
-    assert cause in told.cause and fix in told.fix
+def test_common_errors_of_others_are_explained(error: BaseException, cause: str, fix: str) -> None:
+    found = explain(error)
+    assert cause in found.cause and fix in found.fix
 
 
-def test_a_value_that_we_refuse_is_told_apart_from_one_that_others_refuse() -> None:
+def test_our_value_errors_differ_from_those_of_others() -> None:
     from colab_swarm.moe.grid import Grid
 
     with pytest.raises(ValueError) as ours:
@@ -83,15 +83,15 @@ def test_a_value_that_we_refuse_is_told_apart_from_one_that_others_refuse() -> N
     assert "nothing has changed" in explain(ours.value).cause
     with pytest.raises(ValueError) as others:
         ast.literal_eval("f()")
-    assert "knows nothing of this error: it was raised in ast" in explain(others.value).cause
+    assert "does not know this error: it was raised in ast" in explain(others.value).cause
 
 
-def test_what_fails_under_our_code_is_to_be_reported() -> None:
+def test_a_bug_of_ours_asks_for_a_report() -> None:
     with pytest.raises(TypeError) as raised:
         explain(42)  # type: ignore[arg-type]
-    assert "nothing has changed" in explain(raised.value).cause  # ours, and meant
+    assert "nothing has changed" in explain(raised.value).cause  # our own check
     trapped = _raised_under_ours()
-    assert "fault of ours" in explain(trapped).cause and "report it" in explain(trapped).fix
+    assert "bug of colab_swarm" in explain(trapped).cause and "report it" in explain(trapped).fix
 
 
 def _raised_under_ours() -> BaseException:
@@ -113,16 +113,16 @@ def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
     assert explain() == explain(JoinError("nobody is there"))
 
 
-def test_the_html_says_the_same_and_lets_no_text_become_markup() -> None:
-    told = explain(JoinError("<script>x</script>\x1b[2J"))
-    page = told._repr_html_()
+def test_the_html_has_the_same_content_and_escapes_it() -> None:
+    found = explain(JoinError("<script>x</script>\x1b[2J"))
+    page = found._repr_html_()
     tree = ElementTree.fromstring(page.replace("<br>", "<br/>"))
     shown = " ".join(" ".join(tree.itertext()).split())
-    assert told.cause in shown and told.fix in shown and "<script" not in page
-    assert "\x1b" not in page + str(told)
+    assert found.cause in shown and found.fix in shown and "<script" not in page
+    assert "\x1b" not in page + str(found)
 
 
-def test_a_ring_of_errors_ends() -> None:
+def test_a_cycle_of_errors_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert isinstance(explain(first), Explanation)
@@ -134,12 +134,12 @@ class Mute(Exception):
 
 
 @pytest.mark.parametrize("error", [Mute(), Mute, ExceptionGroup, ExceptionGroup("both", [Mute()])])
-def test_errors_that_cannot_tell_themselves_are_explained_too(error: Any) -> None:
-    told = explain(error)
-    assert told.kind in str(told) and told.kind in told._repr_html_()
+def test_errors_whose_str_fails_are_explained_too(error: Any) -> None:
+    found = explain(error)
+    assert found.kind in str(found) and found.kind in found._repr_html_()
 
 
-def test_modules_are_found_in_the_extras() -> None:
+def test_extra_of_finds_the_extra_of_a_module() -> None:
     assert [extra_of(name) for name in ("segno", "sqlalchemy", "sklearn", "nosuch")] == [
         "notebook",
         "workunits",
@@ -152,20 +152,18 @@ NEXT = re.compile(
     r"[:;]|\b(help|ask|try|check|install|pass|call|wait|run|use|take|give|build|open|start|stop|host|free|say|update)\b"
 )
 """What a text that names a next step has: an order, or a part after a colon that says what is wrong in particular."""
-TOLD_TO_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelError", "StoreError"}
+FOR_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelError", "StoreError"}
 
 
 def _raised_texts() -> list[tuple[str, str]]:
-    """Texts written down where errors for users are raised; those that are made elsewhere are not."""
+    """Return the literal texts of errors for users, with their places."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
             call = node.exc
-            if ast.unparse(call.func) in TOLD_TO_USERS and isinstance(
-                call.args[0], ast.Constant | ast.JoinedStr
-            ):
+            if ast.unparse(call.func) in FOR_USERS and isinstance(call.args[0], ast.Constant | ast.JoinedStr):
                 found.append((f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(call.args[0])))
     return found
 

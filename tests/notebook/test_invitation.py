@@ -29,17 +29,17 @@ def test_an_invitation_is_its_text() -> None:
 
 
 @pytest.mark.parametrize(("uses", "words"), [(None, "any number of times"), (1, "once"), (3, "3 times")])
-def test_role_expiry_and_uses_are_told(uses: int | None, words: str) -> None:
-    told = invitation(uses=uses).described()
-    assert told == f"join my-run as worker, {words}, until 2027-01-15 08:00 UTC"
+def test_role_expiry_and_uses_are_shown(uses: int | None, words: str) -> None:
+    shown = invitation(uses=uses).described()
+    assert shown == f"join my-run as worker, {words}, until 2027-01-15 08:00 UTC"
 
 
-def test_an_invitation_travels_to_other_processes() -> None:
+def test_an_invitation_can_be_pickled() -> None:
     travelled = pickle.loads(pickle.dumps(invitation(uses=3)))
     assert travelled == invitation() and travelled.uses == 3 and travelled.role == "worker"
 
 
-def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
+def test_the_html_has_text_code_and_badges_and_loads_nothing() -> None:
     page = invitation()._repr_html_()
     tree = parsed(page)
     assert LINE in "".join(tree.itertext())
@@ -52,7 +52,7 @@ def test_html_has_the_line_the_code_and_the_badges_and_loads_nothing() -> None:
     assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge
 
 
-def test_a_warning_is_shown_with_the_line_but_is_no_part_of_it() -> None:
+def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:
     warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
     assert str(warned) == LINE
     assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
@@ -60,7 +60,7 @@ def test_a_warning_is_shown_with_the_line_but_is_no_part_of_it() -> None:
     assert 'class="warn"' not in invitation()._repr_html_()
 
 
-def test_without_segno_or_for_a_long_line_words_stand_in_for_the_code(
+def test_without_segno_or_for_a_long_text_words_replace_the_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
@@ -71,7 +71,7 @@ def test_without_segno_or_for_a_long_line_words_stand_in_for_the_code(
 
 @settings(max_examples=15, deadline=None)
 @given(st.text(min_size=1, max_size=60) | st.just('"><script>alert(1)</script>'))
-def test_strange_words_stay_words(words: str) -> None:
+def test_texts_are_escaped(words: str) -> None:
     usual = {element.tag for element in parsed(invitation()._repr_html_()).iter()}
     words = "".join(letter for letter in words if letter.isprintable())
     page = invitation(line=words or "x", run=words)._repr_html_()

@@ -1,4 +1,4 @@
-"""A lesson as people see it, and what its controls ask for."""
+"""Views of an interactive run, and its controls."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.notebook.lessons import (
     LESSON,
-    LessonControls,
     LessonSnapshot,
     SimulatedPeer,
     SimulationSnapshot,
-    event_words,
-    fault_words,
+    describe_event,
+    describe_fault,
     lesson_html,
     lesson_text,
     simulation_html,
     simulation_text,
     summary,
 )
+from colab_swarm.swarm.lesson import LessonControls
 from tests.notebook.test_views import SNAPSHOT, parsed
 
 PEERS = (
@@ -33,7 +33,7 @@ SIMULATION = SimulationSnapshot(61.0, "home", PEERS, 256.0, ("20 s: bob crashes"
 LESSON_NOW = LessonSnapshot(SIMULATION, "playing", 10.0, ("  20.0 s  bob crashes",))
 
 
-def test_a_lesson_shows_its_peers_in_html_and_in_text() -> None:
+def test_a_run_shows_its_peers_in_html_and_in_text() -> None:
     assert summary(LESSON_NOW) == "playing at 61.0 s: 1 peer at step 4"
     for shown in (lesson_html(LESSON_NOW), simulation_html(SIMULATION)):
         texts = " ".join(parsed(shown).itertext())
@@ -44,46 +44,47 @@ def test_a_lesson_shows_its_peers_in_html_and_in_text() -> None:
         assert "crashed" in text and "20 s: bob crashes" in text and "nan" not in text
 
 
-def test_pages_show_what_a_peer_sees_or_that_nobody_is_there() -> None:
+def test_pages_show_what_a_peer_sees_or_that_no_peer_is_online() -> None:
     deserted = dataclasses.replace(LESSON_NOW, simulation=dataclasses.replace(SIMULATION, seen=None))
     for page in LESSON.pages.values():
         assert parsed(page.html(LESSON_NOW)) is not None and page.text(LESSON_NOW)
-        assert "Nobody is there" in page.html(deserted) and "Nobody is there" in page.text(deserted)
+        assert "No peer is online" in page.html(deserted) and "No peer is online" in page.text(deserted)
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         (("crash", "bob"), "bob crashes"),
-        (("partition", {"bob"}, {"alice", "carol"}), "the network falls apart: bob | alice, carol"),
-        (("slow", "bob", 20), "bob's line gets 20 times slower than it was at first"),
+        (("partition", {"bob"}, {"alice", "carol"}), "the network is partitioned: bob | alice, carol"),
+        (("slow", "bob", 20), "bob's connection becomes 20 times slower than at first"),
         (("lose", 0.05), "5.0% of all messages are lost once"),
         (("odd", 1, "two"), "odd 1, two"),
     ],
 )
-def test_faults_are_told_in_words(fault: tuple[Any, ...], words: str) -> None:
-    assert fault_words(fault[0], fault[1:]) == words
+def test_faults_are_described_in_words(fault: tuple[Any, ...], words: str) -> None:
+    assert describe_fault(fault[0], fault[1:]) == words
 
 
-def test_events_are_told_in_words() -> None:
+def test_events_are_described_in_words() -> None:
     finished = RoundFinished(1.0, 3, 4, ("a", "b", "c"), 256.0, 0, 0, 1, 1, 0.5)
     assert (
-        event_words("bob", finished) == "step 4: 256 samples of 4 peers, averaged in 0.5 s; 1 of them missing"
+        describe_event("bob", finished)
+        == "step 4: 256 samples of 4 peers, averaged in 0.5 s; 1 of them missing"
     )
     received = StateReceived(1.0, 3, ("a",), 2000, 0.5)
-    assert event_words("bob", received) == "bob got the state of step 3, 2 kB from 1 peer"
-    assert event_words("bob", BatchDropped(1.0, "NaN")) == "bob drops a batch: NaN"
+    assert describe_event("bob", received) == "bob got the state of step 3, 2 kB from 1 peer"
+    assert describe_event("bob", BatchDropped(1.0, "NaN")) == "bob drops a batch: NaN"
 
 
-class Asked:
-    """A lesson that notes what it is asked for."""
+class RecordingRun:
+    """A run that only records the injected actions."""
 
     def __init__(self) -> None:
         self.speed, self.steps = 10.0, 0
-        self.wishes: list[tuple[Any, ...]] = []
+        self.actions: list[tuple[Any, ...]] = []
 
-    def wish(self, verb: Any, *arguments: str | float) -> None:
-        self.wishes.append((verb, *arguments))
+    def inject(self, verb: Any, *arguments: str | float) -> None:
+        self.actions.append((verb, *arguments))
 
     def step(self) -> None:
         self.steps += 1
@@ -94,13 +95,13 @@ def widgets_of(rows: list[Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def asked() -> Asked:
-    return Asked()
+def run() -> RecordingRun:
+    return RecordingRun()
 
 
 @pytest.fixture
-def controls(asked: Asked) -> LessonControls:
-    return LessonControls(asked, loss=0.005)
+def controls(run: RecordingRun) -> LessonControls:
+    return LessonControls(run, loss=0.005)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -109,17 +110,17 @@ def made(controls: LessonControls) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_control_has_a_name_and_asks_for_its_wish(asked: Asked, made: dict[str, Any]) -> None:
+def test_every_control_has_a_name_and_injects_its_action(run: RecordingRun, made: dict[str, Any]) -> None:
     assert all(made)
     made["peers"].value = 5
     made["latency"].value = 4.0
     made["bandwidth"].value = 0.25
     made["lost messages"].value = 0.1
     made["samples/s"].value = 2.0
-    made["line slower"].value = 20.0
+    made["slower connection"].value = 20.0
     made["playback"].value = 50.0
-    made["Step"].click()
-    assert asked.wishes == [
+    made["Step 1 s"].click()
+    assert run.actions == [
         ("peers", 5),
         ("latency", 4.0),
         ("bandwidth", 0.25),
@@ -127,12 +128,12 @@ def test_every_control_has_a_name_and_asks_for_its_wish(asked: Asked, made: dict
         ("speed", "alice", 2.0),
         ("slow", "alice", 20.0),
     ]
-    assert (asked.speed, asked.steps) == (50.0, 1)
+    assert (run.speed, run.steps) == (50.0, 1)
 
 
 @pytest.mark.slow
-def test_who_lives_can_be_killed_and_who_crashed_can_be_brought_back(
-    asked: Asked, made: dict[str, Any]
+def test_a_live_peer_can_be_killed_and_a_crashed_one_brought_back(
+    run: RecordingRun, made: dict[str, Any]
 ) -> None:
     kill, back, who = made["Kill this peer"], made["Bring it back"], made["this peer:"]
     assert (kill.disabled, back.disabled) == (False, True)
@@ -140,18 +141,18 @@ def test_who_lives_can_be_killed_and_who_crashed_can_be_brought_back(
     who.value = "<b>bob"
     assert (kill.disabled, back.disabled) == (True, False)
     back.click()
-    assert asked.wishes == [("crash", "alice"), ("join", "<b>bob")]
+    assert run.actions == [("crash", "alice"), ("join", "<b>bob")]
 
 
 @pytest.mark.slow
-def test_a_refresh_offers_newcomers_and_asks_for_nothing(
-    asked: Asked, controls: LessonControls, made: dict[str, Any]
+def test_an_update_offers_new_peers_and_injects_nothing(
+    run: RecordingRun, controls: LessonControls, made: dict[str, Any]
 ) -> None:
     carol = SimulatedPeer("carol", "training", 4, 0.0, 8.0, None)
     made["this peer:"].value = "<b>bob"
     more = dataclasses.replace(SIMULATION, peers=(*PEERS, carol))
-    controls.settle(dataclasses.replace(LESSON_NOW, simulation=more))
+    controls.update(dataclasses.replace(LESSON_NOW, simulation=more))
     assert made["this peer:"].options == ("alice", "<b>bob", "carol")
-    assert made["this peer:"].value == "<b>bob" and asked.wishes == []
-    controls.settle(dataclasses.replace(LESSON_NOW, state="finished"))
+    assert made["this peer:"].value == "<b>bob" and run.actions == []
+    controls.update(dataclasses.replace(LESSON_NOW, state="finished"))
     assert all(widget.disabled for widget in made.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from colab_swarm.notebook.machine import HOSTS, free_ram_bytes, internet, machine, versions, wanted
 
 
-def test_this_machine_has_a_core_a_disk_and_the_versions_that_the_tests_want() -> None:
+def test_this_machine_has_cores_a_disk_and_the_needed_versions() -> None:
     here = machine()
     assert here.cores > 0
     assert here.free_disk_bytes > 0
@@ -19,7 +21,7 @@ def test_this_machine_has_a_core_a_disk_and_the_versions_that_the_tests_want() -
     assert not any(each.too_old for each in found.values())
 
 
-def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
+def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     assert free_ram_bytes(meminfo, tmp_path) == 5000 * 1024
@@ -30,17 +32,17 @@ def test_memory_is_what_the_container_leaves(tmp_path: Path) -> None:
     assert free_ram_bytes(meminfo, tmp_path) == 1024000
 
 
-def test_a_system_that_does_not_tell_its_memory_is_none(tmp_path: Path) -> None:
+def test_unreported_memory_is_none(tmp_path: Path) -> None:
     assert free_ram_bytes(tmp_path / "nothing", tmp_path) is None
 
 
-def test_the_least_versions_come_from_the_requirements() -> None:
+def test_the_lowest_versions_come_from_the_requirements() -> None:
     lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
     assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 @pytest.mark.parametrize("up", [0, 1])
-def test_one_host_that_answers_is_the_internet(up: int) -> None:
+def test_one_answering_host_means_internet(up: int) -> None:
     def connect(host: tuple[str, int], timeout_s: float) -> object:
         if host != HOSTS[up]:
             raise OSError("no route")
@@ -49,8 +51,15 @@ def test_one_host_that_answers_is_the_internet(up: int) -> None:
     assert internet(connect)
 
 
-def test_no_host_that_answers_is_no_internet() -> None:
+def test_no_answering_host_means_no_internet() -> None:
     def connect(host: tuple[str, int], timeout_s: float) -> object:
         raise OSError("no route")
 
     assert not internet(connect)
+
+
+def test_the_probes_work_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from colab_swarm.notebook import machine; machine.machine()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,13 +6,15 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ipywidgets
 import pytest
 
-from colab_swarm.notebook import buttons, rounds, swarm_map
-from colab_swarm.notebook.panel import SWARM, Page, Panel
+from colab_swarm.notebook import panel as panels
+from colab_swarm.notebook import rounds, swarm_map
+from colab_swarm.notebook.panel import SWARM, Page, Panel, play_button, update_button
 from colab_swarm.notebook.views import render_html, render_text, summary
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.notebook.test_views import SNAPSHOT
@@ -68,7 +70,7 @@ def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> 
     assert "training, step 2<" in panel._view.value
 
 
-def test_what_the_browser_asked_while_a_cell_ran_is_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 60.0)
     panel = Panel(steps(count=100), nothing, live=True)
     for _ in range(50):
@@ -76,7 +78,7 @@ def test_what_the_browser_asked_while_a_cell_ran_is_answered_once(monkeypatch: p
     assert "training, step 1<" in panel._view.value
 
 
-def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
+def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel() -> None:
     left, go_on = threading.Event(), threading.Event()
 
     def leave() -> None:
@@ -86,9 +88,9 @@ def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
     panel = Panel(lambda: SNAPSHOT, leave, live=True)
     button = control(panel, "Button", "Leave")
     button.click()
-    assert button.description == "Leave? Click again" and not button.disabled
+    assert button.description == "Leave swarm? Click again" and not button.disabled
     panel.refresh()
-    assert button.description == "Leave? Click again"
+    assert button.description == "Leave swarm? Click again"
     button.click()
     assert button.description == "Left" and button.disabled
     assert not left.is_set()
@@ -96,42 +98,42 @@ def test_the_leave_button_asks_once_and_does_not_hold_up_the_kernel() -> None:
     assert left.wait(10)
 
 
-def test_a_question_that_nobody_answers_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leave_button_resets_without_a_second_click(monkeypatch: pytest.MonkeyPatch) -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
     button = control(panel, "Button", "Leave")
     button.click()
-    monkeypatch.setattr(buttons, "SURE_S", -1.0)  # as if the time were up
+    monkeypatch.setattr(panels, "CONFIRM_S", -1.0)  # as if the time were up
     panel.refresh()
-    assert button.description == "Leave"
+    assert button.description == "Leave swarm"
     button.click()
-    assert button.description == "Leave? Click again"
+    assert button.description == "Leave swarm? Click again"
 
 
-def test_a_swarm_that_is_left_takes_no_clicks() -> None:
+def test_buttons_are_disabled_after_leaving() -> None:
     panel = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
     assert control(panel, "Button", "Left").disabled and control(panel, "Button", "Pause").disabled
 
 
-def test_the_pause_button_asks_for_the_opposite_of_what_is() -> None:
+def test_the_pause_button_toggles() -> None:
     asked: queue.Queue[bool] = queue.Queue()
     paused = False
     panel = Panel(lambda: dataclasses.replace(SNAPSHOT, paused=paused), nothing, pause=asked.put, live=True)
     button = control(panel, "Button", "Pause")
     button.click()
-    assert asked.get(timeout=10) is True and button.description == "Resume"
+    assert asked.get(timeout=10) is True and button.description == "Resume peer"
     paused = True
     panel.refresh()
-    assert button.description == "Resume"
+    assert button.description == "Resume peer"
     button.click()
-    assert asked.get(timeout=10) is False and button.description == "Pause"
+    assert asked.get(timeout=10) is False and button.description == "Pause peer"
 
 
 def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop", "Leave"}
+    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
 
 
-def test_the_stop_button_interrupts_a_busy_cell_from_beside_it_and_nothing_else() -> None:
+def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_else() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
     button = control(panel, "Button", "Stop")
     button.click()  # on the main thread: the cell is over
@@ -142,13 +144,13 @@ def test_the_stop_button_interrupts_a_busy_cell_from_beside_it_and_nothing_else(
     clicker.join(10)
 
 
-def test_every_control_says_what_it_does() -> None:
+def test_every_button_has_a_tooltip() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
 
 
-def test_only_the_page_in_sight_is_drawn() -> None:
+def test_only_the_visible_page_is_drawn() -> None:
     drawn: list[str] = []
 
     def page(name: str) -> Callable[..., str]:
@@ -180,12 +182,12 @@ def test_nothing_is_sent_while_nothing_changes() -> None:
     assert not sent
 
 
-def test_further_controls_stand_under_the_view() -> None:
+def test_further_controls_appear_under_the_view() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
     assert panel._box.children[-2].value == "more"
 
 
-def test_two_panels_of_a_swarm_live_beside_each_other() -> None:
+def test_two_panels_of_a_swarm_work_independently() -> None:
     read = steps(count=4)
     one, other = Panel(read, nothing, live=True), Panel(read, nothing, live=True)
     one.refresh()
@@ -200,12 +202,10 @@ def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.Lo
     panel = Panel(read, nothing, live=False)
     panel.tick()
     panel.tick()
-    assert [record.message for record in caplog.records] == [
-        "the panel cannot be drawn, which does not matter to the training"
-    ]
+    assert [record.message for record in caplog.records] == ["cannot draw the panel; training continues"]
 
 
-def test_a_view_that_cannot_be_drawn_fills_no_notebook_with_tracebacks(
+def test_a_view_that_cannot_be_drawn_is_logged_only_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
@@ -223,7 +223,7 @@ def test_a_view_that_cannot_be_drawn_fills_no_notebook_with_tracebacks(
     assert len(caplog.records) == 1
 
 
-def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     crowd = dataclasses.replace(SNAPSHOT, peers=SNAPSHOT.peers * 30, me="zoë")
@@ -245,7 +245,7 @@ def test_watching_ends_after_its_seconds(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
 
 
-def test_an_interrupt_ends_the_watching_and_not_the_peer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_stops_watching_but_not_the_peer(capsys: pytest.CaptureFixture[str]) -> None:
     reads, stopped = itertools.count(), threading.Event()
 
     def read() -> SwarmSnapshot:
@@ -254,7 +254,7 @@ def test_an_interrupt_ends_the_watching_and_not_the_peer(capsys: pytest.CaptureF
         return SNAPSHOT
 
     Panel(read, stopped.set, live=False).watch(every_s=0)
-    assert "Stopped watching; the peer goes on" in capsys.readouterr().out
+    assert "Stopped watching; the peer continues" in capsys.readouterr().out
     assert not stopped.is_set()
 
 
@@ -268,7 +268,7 @@ def test_repr_is_one_line() -> None:
     assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
 
 
-def test_a_training_loop_keeps_the_view_live_without_being_slowed_down(
+def test_tick_in_a_training_loop_reads_few_snapshots(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     reads = 0
@@ -283,3 +283,26 @@ def test_a_training_loop_keeps_the_view_live_without_being_slowed_down(
         panel.tick()
     assert reads < 10  # one, unless the machine stops for half a second
     assert capsys.readouterr().out == summary(SNAPSHOT) + "\n"
+
+
+def test_an_updated_button_stays_responsive_while_the_cell_is_busy() -> None:
+    comm = SimpleNamespace(_reply_subshell_id=None, comm_id="7")  # the note of ipykernel 7.4
+    button = SimpleNamespace(description="Pause", comm=comm)
+    update_button(button, description="Resume")
+    assert button.description == "Resume" and vars(comm) == {"comm_id": "7"}
+
+
+def test_a_button_sends_only_what_changed() -> None:
+    button = ipywidgets.Button(description="Pause")
+    sent: list[object] = []
+    button.observe(sent.append)
+    update_button(button, description="Pause", disabled=False)
+    assert not sent
+
+
+def test_the_browsers_clock_requests_refreshes() -> None:
+    refreshed = threading.Event()
+    clock, style = play_button(refreshed.set)
+    clock.value += 1
+    assert refreshed.is_set()
+    assert "cs-live" in clock._dom_classes and '"auto-refresh on"' in style.value

@@ -19,7 +19,7 @@ from colab_swarm.events import (
     RoundFinished,
     StepFinished,
 )
-from colab_swarm.notebook.recorder import KINDS, MAX_LINE_BYTES, Header, Recorder, Replay, read, replay
+from colab_swarm.notebook.recorder import KINDS, MAX_LINE_BYTES, Header, Recorder, replay
 
 ALICE, BOB = "a11ce000" * 8, "b0b00000" * 8
 NAMES = {"a11ce000": "alice", "b0b00000": "bob"}
@@ -69,10 +69,10 @@ def record(path: Path, *events: object, **options: object) -> Path:
     return path
 
 
-def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path) -> None:
-    flight = read(record(tmp_path / "run.jsonl", *EVENTS))
-    assert flight.events == tuple(EVENTS) and flight.headers == (HEADER,) and flight.notes == ()
-    assert flight.names == NAMES
+def test_replay_returns_the_recorded_events(tmp_path: Path) -> None:
+    found = replay(record(tmp_path / "run.jsonl", *EVENTS))
+    assert found.events == EVENTS and found.headers == [HEADER] and found.notes == []
+    assert found.names == NAMES
 
 
 def test_every_kind_of_event_can_be_read_back() -> None:
@@ -86,34 +86,34 @@ def test_every_kind_of_event_can_be_read_back() -> None:
     } <= KINDS.keys()
 
 
-def test_a_number_that_is_none_comes_back_as_that(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_recorded(tmp_path: Path) -> None:
     odd = Fault(math.nan, "here", "text"), StepFinished(1.0, 1, 2.0, math.inf)
-    fault, step = read(record(tmp_path / "run.jsonl", *odd)).events
+    fault, step = replay(record(tmp_path / "run.jsonl", *odd)).events
     assert math.isnan(fault.at) and isinstance(step, StepFinished) and step.loss is None
 
 
-def test_a_second_sitting_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_second_session_continues_the_file(tmp_path: Path) -> None:
     path = record(tmp_path / "run.jsonl", EVENTS[0])
     record(path, EVENTS[-1])
-    flight = read(path)
-    assert flight.events == (EVENTS[0], EVENTS[-1]) and len(flight.headers) == 2
-    assert "2 sittings" in repr(Replay(flight))
+    found = replay(path)
+    assert found.events == [EVENTS[0], EVENTS[-1]] and len(found.headers) == 2
+    assert "2 sessions" in repr(found)
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_line_that_a_killed_process_left_torn_is_left_out_and_told(tmp_path: Path, again: bool) -> None:
+def test_a_torn_line_is_left_out_with_a_note(tmp_path: Path, again: bool) -> None:
     path = record(tmp_path / "run.jsonl", *EVENTS)
     path.write_bytes(path.read_bytes()[:-20])
     if again:
         record(path, EVENTS[0])
-    flight = read(path)
-    assert flight.events == (*EVENTS[:-1], *([EVENTS[0]] if again else []))
-    (note,) = flight.notes
+    found = replay(path)
+    assert found.events == [*EVENTS[:-1], *([EVENTS[0]] if again else [])]
+    (note,) = found.notes
     assert "torn" in note and "left out" in note
-    assert note in str(Replay(flight)) and note in Replay(flight).html()
+    assert note in str(found) and note in found.html()
 
 
-def test_a_full_file_ends_the_recording_and_says_so(tmp_path: Path) -> None:
+def test_a_full_file_ends_the_recording_with_a_fault(tmp_path: Path) -> None:
     log, path = EventLog(), tmp_path / "run.jsonl"
     recorder = Recorder(log, path, HEADER, max_bytes=2000)
     for number in range(100):
@@ -121,27 +121,27 @@ def test_a_full_file_ends_the_recording_and_says_so(tmp_path: Path) -> None:
     recorder.close()
     assert path.stat().st_size <= 2000 and "limit of 2 kB" in repr(recorder)
     (fault,) = log.recent(Fault)
-    assert isinstance(fault, Fault) and "nothing more is recorded" in fault.text
-    assert 10 < len(read(path).events) < 100
+    assert isinstance(fault, Fault) and "the recording has ended" in fault.text
+    assert 10 < len(replay(path).events) < 100
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failing_disk_ends_only_the_recording(tmp_path: Path) -> None:
     log = EventLog()
     recorder = Recorder(log, tmp_path / "run.jsonl", HEADER)
     recorder._file.close()
     log.emit(EVENTS[0])
     recorder.close()
     (fault,) = log.recent(Fault)
-    assert isinstance(fault, Fault) and "cannot be written" in fault.text
+    assert isinstance(fault, Fault) and "cannot write" in fault.text
 
 
 @pytest.mark.parametrize("text", ["a" * (MAX_LINE_BYTES + 1), "/tmp/\udcff"])
-def test_an_event_that_makes_no_line_is_left_out_and_the_recording_goes_on(tmp_path: Path, text: str) -> None:
+def test_an_event_without_a_valid_line_is_left_out(tmp_path: Path, text: str) -> None:
     path = record(tmp_path / "run.jsonl", EVENTS[0], Fault(1.0, "here", text), EVENTS[-1])
-    assert read(path).events == (EVENTS[0], EVENTS[-1])
+    assert replay(path).events == [EVENTS[0], EVENTS[-1]]
 
 
-def test_recording_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_recording_does_not_block_the_emitter(tmp_path: Path) -> None:
     log, event = EventLog(), finished(1)
     with Recorder(log, tmp_path / "run.jsonl", HEADER):
         began = time.perf_counter()
@@ -150,7 +150,7 @@ def test_recording_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert (time.perf_counter() - began) / 200 < 1e-3
 
 
-def test_another_file_is_not_written_over(tmp_path: Path) -> None:
+def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("Chapter 1\n")
     with pytest.raises(ValueError, match="choose another file"):
@@ -158,34 +158,34 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     assert thesis.read_text() == "Chapter 1\n"
 
 
-GOOD = msgspec.json.encode({"kind": "Header", "told": HEADER}) + b"\n"
+GOOD = msgspec.json.encode({"kind": "Header", "data": HEADER}) + b"\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reason"),
     [
         (b"", "is empty"),
         (b"Chapter 1\n", "line 1"),
         (
-            b'{"kind":"PeerJoined","told":{"at":1.0,"peer":"b0b"}}\n',
-            "line 1: a recording begins with its header",
+            b'{"kind":"PeerJoined","data":{"at":1.0,"peer":"b0b"}}\n',
+            "line 1: a recording starts with a header",
         ),
         (GOOD + b"nonsense\n" + GOOD[:-1].replace(b"Header", b"PeerGone") + b"\n", "line 2"),
-        (GOOD + b'{"kind":"PeerJoined","told":{"at":"x"}}\n{}\n', "line 2"),
+        (GOOD + b'{"kind":"PeerJoined","data":{"at":"x"}}\n{}\n', "line 2"),
         (GOOD.replace(b'"version":1', b'"version":99'), "update"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "other.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reason):
         replay(path)
 
 
 def test_kinds_of_a_newer_version_are_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
-    path.write_bytes(GOOD + b'{"kind":"PeerMarried","told":{"at":1.0}}\n')
-    assert read(path).notes == ("1 event of a newer version left out: update colab-swarm",)
+    path.write_bytes(GOOD + b'{"kind":"PeerMarried","data":{"at":1.0}}\n')
+    assert replay(path).notes == ["1 event of a newer version left out: update colab-swarm"]
 
 
 numbers = st.none() | st.integers() | st.floats() | st.just("1e999") | st.text(max_size=5)
@@ -205,7 +205,7 @@ fields = st.dictionaries(
     )
 )
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_file_from_a_stranger_is_drawn_or_refused(
+def test_an_arbitrary_file_is_drawn_or_refused(
     tmp_path: Path, lines: list[bytes | tuple[str, dict[str, object]]]
 ) -> None:
     whole = msgspec.to_builtins(finished(1))
@@ -213,7 +213,7 @@ def test_a_file_from_a_stranger_is_drawn_or_refused(
     encoded = [
         line
         if isinstance(line, bytes)
-        else msgspec.json.encode({"kind": line[0], "told": {**whole, "loss": 1.0, "name": "x", **line[1]}})
+        else msgspec.json.encode({"kind": line[0], "data": {**whole, "loss": 1.0, "name": "x", **line[1]}})
         for line in lines
     ]
     path.write_bytes(GOOD + b"\n".join(encoded))
@@ -228,7 +228,7 @@ def test_a_file_from_a_stranger_is_drawn_or_refused(
 
 def test_a_number_with_thousands_of_digits_is_refused_or_drawn(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
-    line = msgspec.json.encode({"kind": "RoundFinished", "told": finished(7)})
+    line = msgspec.json.encode({"kind": "RoundFinished", "data": finished(7)})
     path.write_bytes(GOOD + line.replace(b'"step":7', b'"step":' + b"7" * 5000) + b"\n" + GOOD)
     try:
         assert replay(path).html()
@@ -236,7 +236,7 @@ def test_a_number_with_thousands_of_digits_is_refused_or_drawn(tmp_path: Path) -
         assert "line 2" in str(error)
 
 
-def test_names_of_strangers_are_escaped(tmp_path: Path) -> None:
+def test_names_of_peers_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     log = EventLog()
     with Recorder(log, path, HEADER, names=lambda: {"b0b00000": "<script>alert(1)</script>"}):
@@ -247,9 +247,9 @@ def test_names_of_strangers_are_escaped(tmp_path: Path) -> None:
 # --- how it looks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_replay_tells_the_run_in_a_line_and_in_full(tmp_path: Path) -> None:
+def test_a_replay_shows_the_run_in_one_line_and_in_full(tmp_path: Path) -> None:
     shown = replay(record(tmp_path / "run.jsonl", *EVENTS))
-    assert repr(shown) == "Replay(run.jsonl: mnist, seen by alice, 5 rounds, 9 s, loss 2.000 to 1.250)"
+    assert repr(shown) == "Replay(run.jsonl: mnist, recorded by alice, 5 rounds, 9 s, loss 2.000 to 1.250)"
     assert len(shown) == len(EVENTS) and len(shown.rounds) == 5
     assert shown.losses == ((1, 2.0), (2, 1.75), (3, 1.5), (4, 1.25))
     for drawn in (shown.html(), str(shown)):
@@ -268,7 +268,7 @@ def test_a_recording_without_rounds_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_slider_chooses_the_round(tmp_path: Path) -> None:
-    shown = Replay(read(record(tmp_path / "run.jsonl", *EVENTS)), live=True)
+    shown = replay(record(tmp_path / "run.jsonl", *EVENTS), live=True)
     slider, view = shown._widget.children
     assert shown._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     slider.value = 1

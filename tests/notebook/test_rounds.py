@@ -56,31 +56,31 @@ def words(markup: str) -> str:
 def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     lines = render_text(TOLD).splitlines()
     assert lines[0] == (
-        "round 12: values of 2 of 3 peers, 192 samples, 2.00 s, of which 1.00 s for the group to form, "
+        "round 12: values of 2 of 3 peers, 192 samples, 2.00 s, of which 1.00 s for forming the group, "
         "2 MB sent, 1 MB received, averaging took 1.00 s, 900 ms expected, 1 reducer lost, "
-        "1,000 values stayed this peer's own"
+        "1,000 values not averaged"
     )
     half = "·" * (SLOTS // 2)
     assert lines[1:4] == [
         f"  ca401000    {half}{'░' * 4}{' ' * 16}    0% ✖ its link closed",
         f"  alice (me)  {half}{' ' * 20}   50% – nothing to exchange",
-        f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}   50% ✔ all came",
+        f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}   50% ✔ complete",
     ]
     assert lines[4].split("  ")[1:] == [
-        "· the group forms",
-        "░ this peer sent it values",
-        "▒ its values came",
-        "▓ its means came",
+        "· forming the group",
+        "░ sent to it",
+        "▒ received from it",
+        "▓ average received",
     ]
     assert lines[5] == "  last 2 rounds: 2.00 s, 2.00 s✖"
 
 
-def test_html_tells_the_same() -> None:
+def test_the_html_has_the_same_content() -> None:
     shown = words(render_html(TOLD))
     for fact in (
         "round 12",
         "✖ its link closed",
-        "✔ all came",
+        "✔ complete",
         "alice (me)",
         "bob's line is the faster",
         "2.00 s",
@@ -91,23 +91,23 @@ def test_html_tells_the_same() -> None:
         for svg in parsed(render_html(TOLD)).iter("svg")
         if "aria-label" in svg.attrib
     ]
-    assert labels[1] == "this peer sent it values: 1.00 s to 1.20 s"
+    assert labels[1] == "sent to it: 1.00 s to 1.20 s"
     assert labels[2] == "nothing to exchange"
-    assert labels[3].endswith("its means came: 1.75 s to 2.00 s")
+    assert labels[3].endswith("average received: 1.75 s to 2.00 s")
 
 
-def test_earlier_rounds_can_be_chosen_and_the_first_is_the_last_resort() -> None:
+def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
     for back, step in ((0, 12), (1, 11), (5, 11)):
         assert render_text(TOLD, back).startswith(f"round {step}:")
         assert f"round {step} " in words(render_html(TOLD, back))
 
 
-def test_phases_differ_by_their_lines_and_not_only_by_colour() -> None:
+def test_phases_differ_by_dashes_and_not_only_by_colour() -> None:
     dashes = re.findall(r'stroke-dasharray="([^"]+)"', render_html(TOLD).rpartition('class="key')[2])
     assert len(dashes) == len(set(dashes)) == 3  # of four, one is not dashed
 
 
-def test_before_the_first_round_it_says_what_to_wait_for() -> None:
+def test_before_the_first_round_there_is_a_hint() -> None:
     assert render_text(SNAPSHOT) == NONE_YET and NONE_YET in words(render_html(SNAPSHOT))
 
 
@@ -128,7 +128,7 @@ def test_a_round_without_traces_says_so() -> None:
     assert len(waterfall_text([bare], 0, {}).splitlines()) == 2
 
 
-def test_a_crowd_is_cut_and_counted_and_those_who_failed_stay() -> None:
+def test_many_members_are_cut_and_counted_and_failed_ones_stay() -> None:
     crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
     for shown in (waterfall_text([crowd], 0, {}), words(waterfall_html([crowd], 0, {}))):
         assert f"… and {501 - MAX_LANES} more members" in shown and "its link closed" in shown
@@ -142,7 +142,7 @@ traces = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(traces, max_size=4), st.floats(), st.floats(), st.text(max_size=50), st.integers(0, 30))
-def test_whatever_is_told_of_a_round_it_can_be_drawn(
+def test_any_round_can_be_drawn(
     members: list[MemberTrace], seconds: float, averaging_s: float, said: str, back: int
 ) -> None:
     odd = dataclasses.replace(

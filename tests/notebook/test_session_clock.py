@@ -1,4 +1,4 @@
-"""A session's clock: when it ends, when this peer leaves, and how it is found out when it began."""
+"""A session's clock: its start, its end, and when this peer leaves."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def test_a_peer_leaves_ten_minutes_before_the_end() -> None:
     assert (time.elapsed_s, time.limit_s, time.leaves_s) == (3 * H + 60.0, 12 * H, 12 * H - 600.0)
 
 
-def test_who_joins_shortly_before_the_end_stays_for_half_of_what_is_left() -> None:
+def test_a_peer_that_joins_shortly_before_the_end_stays_for_half_of_the_rest() -> None:
     clock = clock_on(COLAB, age_s=12 * H - 240.0)
     assert clock is not None and clock.leaves_at == 1000.0 + 120.0
 
 
-def test_a_session_older_than_the_rule_is_a_paid_one_whose_end_is_not_known() -> None:
+def test_a_session_older_than_the_limit_has_no_known_end() -> None:
     assert clock_on(COLAB, age_s=13 * H) is None
 
 
 def test_the_users_hours_count_from_now_and_go_first() -> None:
     clock = clock_on(COLAB, 2.0, age_s=11 * H)
     assert clock is not None and clock.leaves_at == 1000.0 + 2 * H - 600.0
-    assert "this machine is over after 2 h" in clock.reason
+    assert "this machine ends after 2 h" in clock.reason
     with pytest.raises(ValueError, match="session_hours=0"):
         clock_on(PLAIN, 0.0)
 
 
-def test_it_is_told_twice_and_then_time_to_leave() -> None:
+def test_two_warnings_precede_leaving() -> None:
     events = EventLog()
 
     async def main() -> float:
@@ -78,8 +78,10 @@ def test_it_is_told_twice_and_then_time_to_leave() -> None:
         return virtual_time()
 
     assert run_virtual(main()) == 6 * H - 600.0
-    told = [(one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)]
-    assert told == [(6 * H - 1200.0, 1200.0), (6 * H - 600.0, 600.0)]
+    warnings = [
+        (one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)
+    ]
+    assert warnings == [(6 * H - 1200.0, 1200.0), (6 * H - 600.0, 600.0)]
 
 
 def test_the_age_is_that_of_the_first_process_of_the_container(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_the_age_is_that_of_the_first_process_of_the_container(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stat", ["", "1 (tini) S 0 0", "1 (tini) S " + "x " * 30])
-def test_without_that_it_is_the_age_of_this_process_or_nothing(tmp_path: Path, stat: str) -> None:
+def test_without_that_it_is_the_age_of_this_process_or_0(tmp_path: Path, stat: str) -> None:
     (tmp_path / "uptime").write_text("5000.25 100.0\n")
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "stat").write_text(stat)

@@ -44,14 +44,14 @@ def test_text_is_an_aligned_list_of_the_links() -> None:
     ]
 
 
-def test_html_tells_the_same() -> None:
+def test_the_html_has_the_same_content() -> None:
     texts = {text.text for text in parsed(render_html(SWARM)).iter("text")}
     assert {"bob", "23 ms, direct", "200 ms, via bob", "no link", "alice (me)"} <= texts
     titles = {title.text for title in parsed(render_html(SWARM)).iter("title")}
     assert {"23 ms, direct, 20 Mbit/s", "200 ms, via bob, 2 Gbit/s"} <= titles
 
 
-def test_a_link_is_as_wide_as_its_line_is_fast_and_dashed_where_relayed() -> None:
+def test_a_faster_link_is_wider_and_a_relayed_one_dashed() -> None:
     direct, relayed = parsed(render_html(SWARM)).iter("path")
     assert float(direct.attrib["stroke-width"]) < float(relayed.attrib["stroke-width"])
     assert "stroke-dasharray" in relayed.attrib and "stroke-dasharray" not in direct.attrib
@@ -59,7 +59,7 @@ def test_a_link_is_as_wide_as_its_line_is_fast_and_dashed_where_relayed() -> Non
     assert relayed.attrib["d"].startswith(f"M{bob}Q")  # it begins at the relay
 
 
-def test_a_relayed_link_keeps_off_the_name_in_the_middle() -> None:
+def test_a_relayed_link_avoids_the_name_in_the_middle() -> None:
     for number in range(6):  # of peers between carol and her relay
         between = [dataclasses.replace(LINKED, id=f"{index}0000000") for index in range(number)]
         page = parsed(render_html(dataclasses.replace(SNAPSHOT, peers=(ALICE, LINKED, *between, CAROL))))
@@ -70,18 +70,18 @@ def test_a_relayed_link_keeps_off_the_name_in_the_middle() -> None:
         assert half_way < name - 50 or half_way > name + 15
 
 
-def test_what_a_peer_does_is_told_by_symbol_and_word() -> None:
+def test_a_peers_state_has_a_symbol_and_a_word() -> None:
     shown = "".join(parsed(render_html(dataclasses.replace(SWARM, paused=True))).itertext())
     assert "‖ paused" in shown and "◔ catching up" in shown and "● training" in shown
 
 
-def test_a_peer_alone_is_a_map_too() -> None:
+def test_a_lone_peer_has_a_map_too() -> None:
     alone = dataclasses.replace(SNAPSHOT, peers=(ALICE,))
     assert "0 links" in render_text(alone)
     assert len(list(parsed(render_html(alone)).iter("circle"))) == 1
 
 
-def test_a_crowd_is_cut_and_counted_and_its_labels_stay_apart() -> None:
+def test_many_peers_are_cut_and_counted_and_their_labels_stay_apart() -> None:
     crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[LINKED] * 499))
     assert f"… and {499 - MAX_PEERS} more peers" in render_text(crowd)
     page = parsed(render_html(crowd))
@@ -111,7 +111,7 @@ rows = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(rows, max_size=5))
-def test_whatever_peers_tell_it_can_be_drawn(peers: list[PeerRow]) -> None:
+def test_any_peers_can_be_drawn(peers: list[PeerRow]) -> None:
     odd = dataclasses.replace(SNAPSHOT, peers=tuple(peers))
     usual = {element.tag for element in parsed(render_html(SWARM)).iter()}
     assert {element.tag for element in parsed(render_html(odd)).iter()} <= usual

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.views import MAX_ROWS, render_html, render_text, summary
-from colab_swarm.snapshot import ContributionRow, Energy, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
@@ -37,12 +37,12 @@ def parsed(markup: str) -> ElementTree.Element:
 
 def test_text_shows_the_facts_line_by_line() -> None:
     assert render_text(SNAPSHOT).splitlines() == [
-        "alice: accepts connections, up 1 h 02 min",
+        "alice: accepts connections, connected for 1 h 02 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "next step: 64 of 256 samples; nobody trains now",
+        "next step: 64 of 256 samples; no peer is training",
         "all peers 20.0 samples/s from 1 of 2 peers; me 0.0 samples/s; "
-        "sent 1.23 MB now 0 kbit/s; received 999 B now 0 kbit/s",
+        "sent 1.23 MB now 0 B/s; received 999 B now 0 B/s",
         "  peer        id        role         step  samples/s  RTT  link  reachable",
         "  alice (me)  a11ce000  trainer      12    20.0                  yes",
         "  bob         b0b00000  catching up  9     0.0                   outgoing only",
@@ -68,10 +68,10 @@ def test_html_shows_the_same_facts_without_script_or_outside_resource() -> None:
     assert all(fact in shown for fact in facts)
     page = render_html(SNAPSHOT)
     assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
-    assert 'aria-label="64 of 256 samples; nobody trains now"' in page and "width:25.0%" in page
+    assert 'aria-label="64 of 256 samples; no peer is training"' in page and "width:25.0%" in page
 
 
-def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None:
+def test_speed_share_and_links_are_shown_in_both() -> None:
     bob = dataclasses.replace(BOB, rtt_s=0.0234, connected="relayed by a11ce000")
     told = dataclasses.replace(
         SNAPSHOT,
@@ -80,18 +80,16 @@ def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None
         eta_s=9.6,
         last_share=0.25,
         sent_bps=8.2e6,
-        energy=Energy(3600.0, "10 W a core", estimated=True),
         leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
     )
     facts = (
         "step 13 in about 9 s",
         "20.5 samples/s",
         "25% of the last step's samples",
-        "now 8.2 Mbit/s",
-        "1 Wh estimate: 10 W a core",
+        "now 1.02 MB/s",
         "23 ms",
         "relayed by a11ce000",
-        "given so far, as others saw it",
+        "contributions, as seen by the other peers",
         "2 MB",
     )
     assert [fact for fact in facts if fact not in words(told)] == []
@@ -100,7 +98,7 @@ def test_what_is_told_of_speed_share_energy_and_links_is_shown_in_both() -> None
 
 
 @pytest.mark.parametrize(("hours", "soon"), [(3, False), (11.5, True)])
-def test_the_sessions_clock_warns_before_its_end(hours: float, soon: bool) -> None:
+def test_the_view_warns_before_the_session_ends(hours: float, soon: bool) -> None:
     session = SessionTime("Colab", hours * 3600, 12 * 3600.0, leaves_s=11 * 3600.0 + 50 * 60)
     snapshot = dataclasses.replace(SNAPSHOT, session=session)
     clock = "of 12 h 00 min; leaves at 11 h 50 min"
@@ -108,10 +106,10 @@ def test_the_sessions_clock_warns_before_its_end(hours: float, soon: bool) -> No
     assert ('class="warn"' in render_html(snapshot)) is soon
 
 
-def test_a_pause_is_said_in_words() -> None:
+def test_a_pause_is_shown_in_words() -> None:
     snapshot = dataclasses.replace(SNAPSHOT, paused=True)
-    assert "Paused: your work stands still" in words(snapshot)
-    assert "Paused: your work stands still" in render_text(snapshot)
+    assert "Paused: your work has stopped" in words(snapshot)
+    assert "Paused: your work has stopped" in render_text(snapshot)
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,7 +127,6 @@ def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None
         eta_s=third,
         last_share=one,
         sent_bps=other,
-        energy=Energy(third, "", estimated=False),
         session=SessionTime("Colab", one, other, third),
     )
     parsed(render_html(odd))
@@ -148,7 +145,7 @@ def test_any_number_of_peers_is_shown_in_a_bounded_page(number: int) -> None:
     st.text(max_size=60)
     | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "&lt;", "a\x1b[2Jb\n"])
 )
-def test_a_strangers_words_stay_words(words: str) -> None:
+def test_texts_of_peers_are_escaped(words: str) -> None:
     bob = dataclasses.replace(BOB, name=words, role=words)
     hostile = dataclasses.replace(
         SNAPSHOT, run=words, me=words, peers=(ALICE, bob), log=(words,), state=words
@@ -159,7 +156,7 @@ def test_a_strangers_words_stay_words(words: str) -> None:
     assert "\x1b" not in render_text(hostile)
 
 
-def test_a_crowd_is_cut_short_and_counted() -> None:
+def test_many_peers_are_cut_and_counted() -> None:
     crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[BOB] * 100))
     assert "… and 81 more peers" in render_text(crowd)
     assert len(list(parsed(render_html(crowd)).iter("tr"))) == MAX_ROWS + 1

@@ -35,7 +35,7 @@ SNAPSHOT = VolunteerSnapshot(
 )
 
 
-def test_one_line_tells_job_state_and_units() -> None:
+def test_the_summary_has_job_state_and_units() -> None:
     assert summary(SNAPSHOT) == (
         "digits: training; epoch 3, accuracy 0.875 after the last; 12 units accepted, 1 refused"
     )
@@ -46,8 +46,8 @@ def test_the_text_has_a_bar_per_unit_in_hand_and_the_whole_contribution() -> Non
     assert lines[1:] == [
         "  [#####...............] epoch 3, subset 7: training 5 of 20 batches, loss 0.432, 12 s",
         "  [....................] epoch 3, subset 8: downloading, 0 s",
-        "  you gave: 4,800 samples in 10 min; fetched: 3.4 MB; brought: 1.2 MB; data found on disk: 8 of 12 times; "
-        "uploads under way: 0",
+        "  contributed: 4,800 samples in 10 min; downloaded: 3.4 MB; uploaded: 1.2 MB; data found on disk: 8 of 12 "
+        "times; running uploads: 0",
         "  last refusal: its deadline passed <b>",
     ]
 
@@ -59,7 +59,7 @@ def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
     assert bars[0].get("aria-label", "").startswith("epoch 3, subset 7: training 5 of 20")
 
 
-def test_nothing_that_others_wrote_becomes_markup_or_steers_a_terminal() -> None:
+def test_texts_of_others_are_escaped() -> None:
     evil = "<script>x</script>\x1b[2J"
     snapshot = replace(SNAPSHOT, job=evil, state=evil, refusal=evil, fault="<script>")
     assert "<script" not in render_html(snapshot)

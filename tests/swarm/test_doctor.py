@@ -69,7 +69,7 @@ def test_a_size_shows_what_it_wants_of_memory() -> None:
 def test_an_invitation_is_joined_for_the_examination_and_left(swarm: cs.Swarm) -> None:
     found = texts(doctor(swarm.invite()))
     assert found["swarm"] == "examined: linked to 1 peer, 0 of the run train"
-    assert "clock" in found and "line" in found
+    assert "clock" in found and "bandwidth" in found
     assert "alice" in repr(swarm) and "left" not in repr(swarm)
 
 
@@ -77,7 +77,7 @@ def test_an_invitation_that_cannot_be_used_is_a_red_light_with_the_reason() -> N
     found = doctor("swarm://mistyped#AAAA")
     assert not found.ready
     (red,) = [check for check in found.checks if check.light is Light.RED]
-    assert (red.name, red.fix) == ("swarm", "mend that, join, and ask again: cs.doctor(cs.join(…))")
+    assert (red.name, red.fix) == ("swarm", "fix that, join, and run cs.doctor(cs.join(…))")
     assert "mistyped" in red.text
 
 

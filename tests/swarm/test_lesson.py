@@ -1,4 +1,4 @@
-"""A simulated swarm that is played: the same wishes make the same run; it ends, fails and stops as it should."""
+"""A simulated swarm that is played: the same actions give the same run; it ends, fails and stops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(swarm: Swarm, steps: int = 5) -> bytes:
     return optimizer.lineage
 
 
-def train_for_ever(swarm: Swarm) -> bytes:
+def train_forever(swarm: Swarm) -> bytes:
     return train(swarm, steps=1_000_000)
 
 
@@ -49,40 +49,50 @@ def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_front_end_the_story_is_told_and_repeats_itself(
+def test_without_a_front_end_the_story_is_printed_and_can_be_repeated(
     simulation: Simulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wishes = [CRASH, COME_BACK, Action(8.0, "speed", ("carol", 1.0))]
-    lesson = simulation.play(train, wishes=wishes, live=False)
+    actions = [CRASH, COME_BACK, Action(8.0, "speed", ("carol", 1.0))]
+    lesson = simulation.play(train, actions=actions, live=False)
     story = capsys.readouterr().out
     assert len(set(lesson.wait().values())) == 1
-    for told in ("bob crashes", "bob has joined", "step 2: ", "carol trains 1 samples/s", "bob has finished"):
-        assert told in story
+    for line in (
+        "bob crashes",
+        "bob has joined",
+        "step 2: ",
+        "carol now trains 1 samples/s",
+        "bob has finished",
+    ):
+        assert line in story
     assert [fault.name for fault in simulation.network.fired] == ["crash"]
     with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as again:
-        again.play(train, wishes=lesson.wishes, live=False)
+        again.play(train, actions=lesson.actions, live=False)
     assert capsys.readouterr().out == story
     assert "finished" in repr(lesson) and "step 5" in repr(lesson)
 
 
-def test_a_lesson_ends_with_its_time(simulation: Simulation, capsys: pytest.CaptureFixture[str]) -> None:
-    lesson = simulation.play(train_for_ever, seconds=1.0, live=False)
+def test_a_run_ends_after_its_seconds(simulation: Simulation, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = simulation.play(train_forever, seconds=1.0, live=False)
     assert simulation.time == pytest.approx(lesson.snapshot().simulation.at)
     assert lesson.wait() == {} and lesson.over
     assert "1.0 s" not in capsys.readouterr().err
 
 
-def test_a_wish_that_cannot_be_granted_is_told_and_not_recorded(
+def test_an_impossible_action_is_reported_and_not_recorded(
     simulation: Simulation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wishes = [Action(0.0, "crash", ("zoe",)), Action(0.0, "speed", ("bob", -1.0)), Action(0.0, "peers", (0,))]
-    lesson = simulation.play(train_for_ever, seconds=0.5, wishes=wishes, live=False)
+    actions = [
+        Action(0.0, "crash", ("zoe",)),
+        Action(0.0, "speed", ("bob", -1.0)),
+        Action(0.0, "peers", (0,)),
+    ]
+    lesson = simulation.play(train_forever, seconds=0.5, actions=actions, live=False)
     out = capsys.readouterr().out
-    assert "crash zoe: not possible, zoe is not there" in out and out.count("not possible") == 3
-    assert lesson.wishes == ()
+    assert "crash zoe: not possible, zoe is not online" in out and out.count("not possible") == 3
+    assert lesson.actions == ()
 
 
-def test_what_a_peers_code_raises_is_raised_here_without_a_front_end(simulation: Simulation) -> None:
+def test_an_error_of_a_peers_code_is_raised_without_a_front_end(simulation: Simulation) -> None:
     def broken(swarm: Swarm) -> None:
         raise ZeroDivisionError("mine")
 
@@ -91,34 +101,34 @@ def test_what_a_peers_code_raises_is_raised_here_without_a_front_end(simulation:
 
 
 @pytest.mark.slow
-def test_who_has_crashed_is_shown_at_the_step_that_it_had(simulation: Simulation) -> None:
-    simulation.play(train, wishes=[Action(8.0, "crash", ("bob",))], live=False)
+def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> None:
+    simulation.play(train, actions=[Action(8.0, "crash", ("bob",))], live=False)
     alice, bob, _ = simulation.snapshot().peers
     assert bob.state == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
     assert [fault.name for fault in simulation.network.fired] == ["crash"]
 
 
-def test_when_everybody_has_crashed_time_stands_still_until_the_next_wish(simulation: Simulation) -> None:
+def test_time_stands_still_while_every_peer_is_crashed(simulation: Simulation) -> None:
     everybody = [Action(1.0, "crash", (name,)) for name in ("alice", "bob", "carol")]
-    lesson = simulation.play(train_for_ever, wishes=everybody, live=False)
+    lesson = simulation.play(train_forever, actions=everybody, live=False)
     crashed = [peer.state for peer in lesson.snapshot().simulation.peers]
     assert crashed == ["crashed"] * 3 and simulation.time < 2
     assert len(simulation.network.fired) == 3
 
 
 def played(
-    simulation: Simulation, train: Callable[[Swarm], Any] = train_for_ever, **options: Any
+    simulation: Simulation, train: Callable[[Swarm], Any] = train_forever, **options: Any
 ) -> InteractiveRun:
     return simulation.play(train, speed=1000.0, live=True, **options)
 
 
 @pytest.mark.slow
-def test_a_lesson_lives_in_the_background_and_does_what_its_controls_say(simulation: Simulation) -> None:
+def test_a_run_in_the_background_applies_injected_actions(simulation: Simulation) -> None:
     lesson = played(simulation)
     wait(lambda: lesson.snapshot().simulation.at > 2)
-    lesson.wish("crash", "carol")
+    lesson.inject("crash", "carol")
     wait(lambda: [peer.state for peer in lesson.snapshot().simulation.peers][2] == "crashed")
-    lesson.wish("peers", 4)
+    lesson.inject("peers", 4)
     wait(lambda: len(lesson.snapshot().simulation.peers) == 4)
     lesson.pause()
     wait(lambda: lesson.snapshot().state == "paused")
@@ -126,28 +136,28 @@ def test_a_lesson_lives_in_the_background_and_does_what_its_controls_say(simulat
     lesson.stop()
     snapshot = lesson.snapshot()
     assert snapshot.state == "stopped" and any("carol crashes" in line for line in snapshot.story)
-    assert [wish.verb for wish in lesson.wishes] == ["crash", "peers"]
+    assert [action.verb for action in lesson.actions] == ["crash", "peers"]
     assert "carol" in lesson._repr_html_()
 
 
 @pytest.mark.slow
-def test_a_lesson_that_was_interfered_with_can_be_repeated(simulation: Simulation) -> None:
+def test_a_run_with_injected_actions_can_be_repeated(simulation: Simulation) -> None:
     def state(one: Simulation) -> tuple[list[Any], list[str], float]:
         steps = [(name, swarm.snapshot().step) for name, swarm in one.swarms.items()]
         return steps, [fault.name for fault in one.network.fired], one.time
 
     lesson = played(simulation, seconds=20.0)
     wait(lambda: lesson.snapshot().simulation.at > 1)
-    lesson.wish("slow", "alice", 10.0)
-    lesson.wish("crash", "bob")
+    lesson.inject("slow", "alice", 10.0)
+    lesson.inject("crash", "bob")
     lesson.wait()
     with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as again:
-        again.play(train_for_ever, seconds=20.0, wishes=lesson.wishes, live=False)
+        again.play(train_forever, seconds=20.0, actions=lesson.actions, live=False)
         assert state(again) == state(simulation)
         assert state(again)[1] == ["slow", "crash"]
 
 
-def test_a_new_lesson_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
+def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
     first = played(simulation)
     second = played(simulation)
     assert first.over and not second.over
@@ -166,7 +176,7 @@ def test_an_error_in_the_background_is_shown_and_raised_by_wait(simulation: Simu
     assert "ZeroDivisionError: &lt;mine&gt;" in lesson._repr_html_()
 
 
-def test_stepping_lets_a_second_pass_while_paused(simulation: Simulation) -> None:
+def test_step_advances_time_while_paused(simulation: Simulation) -> None:
     lesson = played(simulation)
     lesson.pause()
     wait(lambda: lesson.snapshot().state == "paused")
@@ -186,15 +196,15 @@ def test_a_simulation_shows_its_peers_and_the_faults_to_come(simulation: Simulat
 
 
 @pytest.mark.slow
-def test_whoever_is_asked_for_twice_before_time_passes_joins_once(simulation: Simulation) -> None:
+def test_a_peer_added_twice_before_time_passes_joins_once(simulation: Simulation) -> None:
     lesson = played(simulation, seconds=5.0)
     lesson.pause()
     wait(lambda: lesson.snapshot().state == "paused")
-    lesson.wish("crash", "bob")
+    lesson.inject("crash", "bob")
     for _ in range(2):
-        lesson.wish("join", "bob")
+        lesson.inject("join", "bob")
     for wanted in (6, 8, 2, 5):
-        lesson.wish("peers", wanted)
+        lesson.inject("peers", wanted)
     lesson.wait()
     snapshot = lesson.snapshot()
     assert any("join bob: not possible" in line for line in snapshot.story) and not snapshot.error
@@ -202,42 +212,42 @@ def test_whoever_is_asked_for_twice_before_time_passes_joins_once(simulation: Si
 
 
 @pytest.mark.slow
-def test_time_goes_on_when_somebody_comes_to_a_deserted_swarm(simulation: Simulation) -> None:
+def test_time_continues_when_a_peer_joins_an_empty_swarm(simulation: Simulation) -> None:
     lesson = played(simulation)
     for name in ("alice", "bob", "carol"):
-        lesson.wish("crash", name)
+        lesson.inject("crash", name)
     wait(lambda: all(peer.state == "crashed" for peer in lesson.snapshot().simulation.peers))
-    lesson.wish("join", "bob")
+    lesson.inject("join", "bob")
     wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))
 
 
-def test_a_lesson_that_could_not_begin_does_not_keep_others_from_it(simulation: Simulation) -> None:
+def test_a_run_that_cannot_start_does_not_block_the_next(simulation: Simulation) -> None:
     with pytest.raises(AttributeError):
-        simulation.play(train_for_ever, wishes=("crash bob",), live=True)  # type: ignore[arg-type]
-    assert simulation.play(train_for_ever, seconds=1.0, live=False).over
+        simulation.play(train_forever, actions=("crash bob",), live=True)  # type: ignore[arg-type]
+    assert simulation.play(train_forever, seconds=1.0, live=False).over
 
 
-def test_a_peers_code_that_exits_fails_its_lesson(simulation: Simulation) -> None:
+def test_a_peers_code_that_exits_fails_its_run(simulation: Simulation) -> None:
     with pytest.raises(RuntimeError, match="end of the whole process"):
         played(simulation, lambda _: exit()).wait()
 
 
 @pytest.mark.parametrize(
-    "wish", [("lose", 2.0), ("latency", 0.0), ("slow", "bob", -1.0), ("speed", "nobody", 1.0)]
+    "action", [("lose", 2.0), ("latency", 0.0), ("slow", "bob", -1.0), ("speed", "nobody", 1.0)]
 )
-def test_a_wish_that_makes_no_sense_is_told_and_changes_nothing(simulation: Simulation, wish: Any) -> None:
+def test_a_senseless_action_is_reported_and_changes_nothing(simulation: Simulation, action: Any) -> None:
     lesson = simulation.play(
-        train_for_ever, wishes=[Action(0.0, *wish[:1], wish[1:])], seconds=1.0, live=False
+        train_forever, actions=[Action(0.0, *action[:1], action[1:])], seconds=1.0, live=False
     )
     assert any("not possible" in line for line in lesson.snapshot().story)
-    assert not simulation.network.fired and not lesson.wishes
+    assert not simulation.network.fired and not lesson.actions
 
 
-def test_a_speed_of_zero_is_a_slow_one(simulation: Simulation) -> None:
+def test_a_speed_of_zero_means_the_lowest_speed(simulation: Simulation) -> None:
     lesson = played(simulation, seconds=50.0)
     lesson.speed = 0
-    lesson.wish("crash", "bob")
-    wait(lambda: bool(lesson.wishes))
+    lesson.inject("crash", "bob")
+    wait(lambda: bool(lesson.actions))
     lesson.speed = 1000.0
     lesson.stop()
     assert lesson.snapshot().state in ("stopped", "finished")

@@ -1,0 +1,40 @@
+"""Write the map of files into .github/ARCHITECTURE.md: ``make map``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / ".github" / "ARCHITECTURE.md"
+BEGIN, END = "<!-- map -->", "<!-- end of map -->"
+
+
+def first_line(path: Path) -> str:
+    """The first sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "/")
+
+
+def drawn() -> str:
+    """The map as Markdown: a table for each folder."""
+    package = ROOT / "colab_swarm"
+    folders = [package, *sorted(path for path in package.iterdir() if (path / "__init__.py").exists())]
+    parts = []
+    for folder in folders:
+        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        title = folder.relative_to(ROOT).as_posix()
+        rows = [f"| `{path.name}` | {first_line(path)} |" for path in files]
+        about = first_line(folder / "__init__.py")
+        parts.append("\n".join([f"### {title}", "", about, "", "| file | |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def page() -> str:
+    """The whole page with a fresh map."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{drawn()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
