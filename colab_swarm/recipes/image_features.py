@@ -11,6 +11,7 @@ counts from a fixed global step on, so all peers start using it together.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,11 +85,7 @@ def open_images(images: ImageSource) -> Images:
 
 
 def as_image(image: Any) -> Tensor:
-    """Convert one image to a uint8 tensor (3, H, W). Floats are scaled from [0, 1]; grey gets three equal channels.
-
-    Raises:
-        ValueError: its shape is not that of an image.
-    """
+    """Convert an image to a uint8 tensor (3, H, W); ValueError if its shape is wrong. Floats are scaled from [0, 1]."""
     if isinstance(image, Path):
         from PIL import Image
 
@@ -215,7 +212,7 @@ class SwavSize:
         epsilon: of the assignment; towards 0 each sample gets one prototype.
         iterations: of Sinkhorn-Knopp.
         queue: earlier samples that assignments include, for batches small compared to K; 0: none.
-        queue_from_step: first global step at which they do; features change too fast before.
+        queue_from_step: first global step with the queue; features change too fast before.
     """
 
     resnet: dict[str, Any]
@@ -232,10 +229,9 @@ class SwavSize:
     queue_from_step: int = 4_692
 
 
-_TINY: dict[str, Any] = {"layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32, 64]}
 SIZES = {
     "tiny": SwavSize(
-        {**_TINY, "depths": [1, 1, 1]},
+        {"layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1]},
         large=Crops(2, 32, (0.5, 1.0)),
         small=Crops(2, 24, (0.25, 0.5)),
         distortions=Distortions(flip=0.0, colour=0.3, blur_px=(0.1, 0.8)),
@@ -333,14 +329,8 @@ class Swav(nn.Module):
 def balance(scores_BK: Tensor, *, epsilon: float, iterations: int) -> Tensor:
     """Assign samples to prototypes so that all prototypes are used equally (Sinkhorn-Knopp; SwAV, equation 3).
 
-    It works on float32 logarithms: a small epsilon or half precision neither overflows nor divides by zero.
-
-    Args:
-        scores_BK: similarity of samples and prototypes.
-        epsilon: weight of the entropy; towards 0 each sample gets one prototype.
-
-    Returns:
-        (B, K), float32; each row sums to 1, each column to about B / K.
+    It works on float32 logarithms: a small epsilon or half precision neither overflows nor divides by zero. In the
+    result (B, K), rows sum to 1, columns to about B / K. With epsilon towards 0 each sample gets one prototype.
     """
     logs = scores_BK.float() / epsilon
     for _ in range(iterations):
@@ -353,12 +343,8 @@ def balance(scores_BK: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 class SwavSettings:
     """SwAV's settings for ImageNet (Caron et al. 2020, appendix A): 10 epochs of warm-up, 800 in all.
 
-    DeDLOC trains with 32,768 samples per step and does not report its learning rate.
-
-    Attributes:
-        lr, momentum, weight_decay, trust, clip: of `Lars`.
-        final_lr: end of the cosine decay after the warm-up.
-        frozen_steps: global steps during which the prototypes stay fixed: one epoch.
+    DeDLOC trains with 32,768 samples per step and does not report its learning rate. After the warm-up, the rate decays
+    to ``final_lr`` along a cosine. The prototypes stay fixed for ``frozen_steps`` global steps, one epoch.
     """
 
     lr: float = 4.8
@@ -454,10 +440,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike.
-
-    Args:
-        settings: a size's name, or your own settings.
+    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike. ``settings`` are your
+    own, or those of the named size.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
@@ -489,24 +473,17 @@ def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 2
 
     Batch normalization's statistics are first measured on these images. So all peers of one step get equal features.
     """
-    opened, device, was_training = open_images(images), model.prototypes.device, model.training
-    starts = range(0, len(opened), batch_size)
-    spans = [range(start, min(start + batch_size, len(opened))) for start in starts]
-    norms = [part for part in model.backbone.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    momenta: list[Any] = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean of all batches
+    opened, backbone = open_images(images), copy.deepcopy(model.backbone)
+    for part in backbone.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.reset_running_stats()
+            part.momentum = None  # the plain mean of all batches
     features: list[Tensor] = []
-    try:
-        for mode in (True, False):  # first the statistics, then the features
-            model.train(mode)
-            for span in spans:
-                pixels = normalized(torch.stack([resized(opened[number], size_px) for number in span]))
-                found = model.embed(pixels.to(device))
-                features += [] if mode else [found.float().cpu()]
-        return torch.cat(features)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        model.train(was_training)
+    for mode in (True, False):  # first the statistics, then the features
+        backbone.train(mode)
+        for start in range(0, len(opened), batch_size):
+            numbers = range(start, min(start + batch_size, len(opened)))
+            pixels = normalized(torch.stack([resized(opened[number], size_px) for number in numbers]))
+            pooled = backbone(pixels.to(model.prototypes.device)).pooler_output
+            features += [] if mode else [pooled.flatten(1).float().cpu()]
+    return torch.cat(features)

@@ -56,7 +56,7 @@ def late(rank: int, folder: Path) -> None:
 
 
 def die(rank: int, folder: Path) -> None:
-    """Rank 1 is killed; rank 0 goes on."""
+    """Rank 1 is killed; rank 0 continues."""
     net = model()
     optimizer = group_optimizer(sgd(net), scheduler=Synchronous())
     for step in range(2 * DIES_AT):
@@ -70,7 +70,7 @@ def die(rank: int, folder: Path) -> None:
 
 
 def differ(rank: int, folder: Path) -> None:
-    """The ranks want different codecs."""
+    """The ranks have different settings."""
     try:
         group_optimizer(sgd(model()), compression=("float16", "int8")[rank])
     except ValueError as error:

@@ -25,18 +25,18 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
         net = model(seed=len(swarm.name))
         own = parameters_of(net)
         optimizer = join_group(swarm, net, 3)
-        begun = parameters_of(net)
+        at_start = parameters_of(net)
         loss_of(net, 0).backward()
         optimizer.step()
         momentum = optimizer.state_dict()["optimizer"]["state"][0]["momentum_buffer"]
         optimizer.close()
-        return optimizer.member, own, begun, momentum
+        return optimizer.member, own, at_start, momentum
 
     with cs.simulate(3, network="home", seed=2) as sim:
         results = sorted(sim.run(begin).values(), key=lambda result: result[0])
     assert [member for member, *_ in results] == [0, 1, 2]
-    for _, _, begun, momentum in results:
-        assert torch.equal(begun, results[0][1]) and torch.equal(momentum, results[0][3])
+    for _, _, at_start, momentum in results:
+        assert torch.equal(at_start, results[0][1]) and torch.equal(momentum, results[0][3])
     assert len({tuple(own.tolist()) for _, own, *_ in results}) > 1
 
 

@@ -73,11 +73,11 @@ def test_five_members_equal_one_process() -> None:
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)
 def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler) -> None:
     seconds = {}
-    for name, chosen in (("waits", Synchronous()), ("goes on", scheduler)):
+    for name, chosen in (("waits", Synchronous()), ("continues", scheduler)):
         with simulation(network="home") as sim:
             results = sim.run(lambda swarm: train(swarm, scheduler=chosen))  # noqa: B023
             seconds[name] = sim.time
-    assert seconds["goes on"] < seconds["waits"]
+    assert seconds["continues"] < seconds["waits"]
     for parameters, steps_done in results.values():
         assert (
             any(one.missing > 0 for one in steps_done)
