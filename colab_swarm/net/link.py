@@ -114,7 +114,9 @@ class LinkStream:
             return decoder_of(kind).decode(message), payload
         except UNDECODABLE as error:
             self.reset("undecodable item")
-            raise ProtocolError(f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}") from error
+            raise ProtocolError(
+                f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
+            ) from error
 
     async def end(self) -> None:
         self._sent_end = True

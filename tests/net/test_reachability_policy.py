@@ -67,9 +67,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
         ReachabilityLevel.TUNNEL,
     ]
     assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
-    assert (
-        why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
-    )
+    assert why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
     assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
     assert (
         dict(ReachabilityPolicy(()).decide().reasons)[ReachabilityLevel.DIRECT]
