@@ -292,26 +292,21 @@ class Upgrades:
                 if link is None or link.remote.path.way is not LinkType.RELAYED:
                     return fault or "the link was lost" if link is None else None
                 try:
-                    fault = await self._try(link)
+                    async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
+                        await self._ask(link)
+                    fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
                     tries += 1
                 except _Busy:
                     fault = f"{short(peer)} upgraded other links for too long"
-            if fault is None or tries == TRIES:
+                except (PeerError, TimeoutError) as error:
+                    fault = str(error) or "the exchange took too long"
+                    tries += 1
+            if not self._relayed(peer):
+                return None
+            if tries == TRIES:
                 break
             await asyncio.sleep(self._rng.uniform(*PAUSE_S))
         return fault
-
-    async def _try(self, link: Link) -> str | None:
-        """Return why it failed, or None; raise `_Busy` if the other end is busy."""
-        try:
-            async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                await self._ask(link)
-            fault = f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-        except _Busy:
-            raise
-        except (PeerError, TimeoutError) as error:
-            fault = str(error) or "the exchange took too long"
-        return fault if self._relayed(link.peer) else None
 
     async def _ask(self, link: Link) -> None:
         port, endpoints = self._endpoints(link)
