@@ -190,14 +190,17 @@ class _Candidate:
 
 
 class Lookup:
-    """Search for the ``width`` peers nearest to ``target``, with ``alpha`` queries in flight."""
+    """Search for the ``width`` peers nearest to ``target``, with ``alpha`` queries in flight.
+
+    Raise ``width`` to continue a search that is done.
+    """
 
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
     ) -> None:
         self.target = target
         self.calls = 0
-        self._width, self._alpha, self._patience_s = width, alpha, patience_s
+        self.width, self._alpha, self._patience_s = width, alpha, patience_s
         self._candidates: dict[PeerId, _Candidate] = {}
         self._by_distance: list[tuple[int, _Candidate]] = []
         self._add(seeds, hops=1)
@@ -225,16 +228,12 @@ class Lookup:
         candidate.state = _State.FAILED if closer is None else _State.ANSWERED
         self._add(closer or (), hops=candidate.hops + 1)
 
-    def widen(self, width: int) -> None:
-        """Continue until the ``width`` nearest have answered."""
-        self._width = width
-
     def done(self, now: float) -> bool:
         """Return True if no query is left to send or to wait for."""
         window = self._window(now)
         if any(candidate.state is not _State.ANSWERED for candidate in window):
             return False
-        if len(window) == self._width:
+        if len(window) == self.width:
             return True
         # too few: wait for slow queries, without any answer as long as it takes
         return not any(not window or now < at + self._patience_s * GRACE for at in self._in_flight())
@@ -268,7 +267,7 @@ class Lookup:
             slow = candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
             if candidate.state is not _State.FAILED and not slow:
                 window.append(candidate)
-                if len(window) == self._width:
+                if len(window) == self.width:
                     break
         return window
 

@@ -282,7 +282,7 @@ class DHT:
         ask = partial(self._ask_value, id, merged, first)
         await self._searcher.search(lookup, ask)
         if not first:  # perhaps the nearest have just joined
-            lookup.widen(self.settings.replicas + self.settings.read_replicas)
+            lookup.width = self.settings.replicas + self.settings.read_replicas
             await self._searcher.search(lookup, ask)
         return lookup, first
 

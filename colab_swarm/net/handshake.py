@@ -25,7 +25,7 @@ from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
-from colab_swarm.net.carrier import NodeSettings
+from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
@@ -75,12 +75,9 @@ def describe_run(run_id: str) -> str:
 
 @dataclass(frozen=True)
 class Introduced:
-    """Result of a handshake: the peer, its role, its clock (``time``) when it sent its Hello, and the link's keys."""
+    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys."""
 
-    contact: Contact
-    public_key: bytes
-    membership: bytes
-    role: Role
+    remote: Remote
     time: float
     keys: Keys
 
@@ -142,8 +139,8 @@ class Introduction:
             raise NotAdmitted(f"not admitted: {error}") from error
         answer = None if self._noise.finished else self._write_hello(wall_time)
         contact = Contact(id_of(hello.public_key), hello.addresses)
-        keys = self._noise.split()
-        self.result = Introduced(contact, hello.public_key, hello.membership, role, hello.time, keys)
+        remote = Remote(contact, hello.public_key, hello.membership, role)
+        self.result = Introduced(remote, hello.time, self._noise.split())
         return answer
 
     def _write_hello(self, wall_time: float) -> bytes:

@@ -148,10 +148,6 @@ class SwarmClock:
         return median(self._offsets_s.values() or [0.0])
 
 
-class _Probed(PeerError):
-    """The handshake proved that the peer can be dialled."""
-
-
 class Linker:
     """A node's links: dials, accepts and closes them.
 
@@ -289,18 +285,21 @@ class Linker:
         Raises:
             PeerError: it cannot; see `dial_direct`.
         """
+        proof: list[Introduced] = []
 
         def stop(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
-            raise _Probed
+            proof.append(introduced)
+            raise PeerError("probed")
 
         receiver = HandshakeReceiver(self.introduction(peer), wall_clock=self._wall_clock, make_link=stop)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._introduce(address, receiver)
-        except _Probed:
-            pass
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
+        except PeerError:
+            if not proof:
+                raise
 
     async def _introduce(self, address: str, receiver: HandshakeReceiver) -> Link:
         timeout_s, connect = self._settings.dial_timeout_s, partial(self.connect, address, receiver)
@@ -364,11 +363,11 @@ class Linker:
         self, path: Path, dialled: bool, carrier: WebSocket, introduced: Introduced, rtt_s: float
     ) -> Link:
         self._require_open()
-        contact, (local, remote) = introduced.contact, carrier.ends
+        contact, (local, remote) = introduced.remote.contact, carrier.ends
         self.book.replace(contact)
         self.clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
         path = replace(path, local=local, remote=remote)
-        end = Remote(contact, introduced.public_key, introduced.membership, introduced.role, path)
+        end = replace(introduced.remote, path=path)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
         link = self._make_link(end, carrier=carrier, cipher=introduced.keys, traffic=traffic, dialled=dialled)
         link.rtts_s.append(rtt_s)

@@ -10,7 +10,7 @@
 
 Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in
 the peer's own network, for two peers behind one NAT. The asking end sends the first handshake message on every
-connection that opens. An end that punches with another peer answers that it is busy, and is asked again later. The
+connection that opens. An end that punches with another peer answers that it is busy, and is tried again later. The
 link table prefers the new link, and both ends leave the relayed one when its streams are over.
 
 The answering end dials only addresses of the host at which the relay sees the asking end, or public ones if the relay
@@ -110,7 +110,7 @@ class Endpoint(Message, frozen=True):
 
 
 def plan_tries(
-    now: float, until: float, *, rtt_s: float, asked: bool, rng: random.Random
+    now: float, until: float, *, rtt_s: float, answering: bool, rng: random.Random
 ) -> tuple[float, ...]:
     """Return when to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
 
@@ -122,14 +122,14 @@ def plan_tries(
         now: when the signal was sent, or received; loop time, seconds.
         until: when to end; loop time, seconds.
         rtt_s: of the signal's path, seconds.
-        asked: True at the end that received the signal.
+        answering: True at the end that received the signal.
         rng: moves the beats.
     """
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
-    begin_at = now if asked else now + rtt_s / 2
+    begin_at = now if answering else now + rtt_s / 2
     count = max(0, math.ceil((until - begin_at) / beat_s))
     spread_s = rtt_s / 2 + _LATE_S
-    shifts_s = [0.0 if asked or k % 2 == 0 else rng.uniform(-spread_s, spread_s) for k in range(count)]
+    shifts_s = [0.0 if answering or k % 2 == 0 else rng.uniform(-spread_s, spread_s) for k in range(count)]
     return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
 
 
@@ -292,26 +292,21 @@ class Upgrades:
                 if link is None or link.remote.path.way is not LinkType.RELAYED:
                     return fault or "the link was lost" if link is None else None
                 try:
-                    fault = await self._try(link)
+                    async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
+                        await self._ask(link)
+                    fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
                     tries += 1
                 except _Busy:
                     fault = f"{short(peer)} upgraded other links for too long"
-            if fault is None or tries == TRIES:
+                except (PeerError, TimeoutError) as error:
+                    fault = str(error) or "the exchange took too long"
+                    tries += 1
+            if not self._relayed(peer):
+                return None
+            if tries == TRIES:
                 break
             await asyncio.sleep(self._rng.uniform(*PAUSE_S))
         return fault
-
-    async def _try(self, link: Link) -> str | None:
-        """Return why it failed, or None; raise `_Busy` if the other end is busy."""
-        try:
-            async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                await self._ask(link)
-            fault = f"no hole to {short(link.peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-        except _Busy:
-            raise
-        except (PeerError, TimeoutError) as error:
-            fault = str(error) or "the exchange took too long"
-        return fault if self._relayed(link.peer) else None
 
     async def _ask(self, link: Link) -> None:
         port, endpoints = self._endpoints(link)
@@ -323,7 +318,7 @@ class Upgrades:
             if not self._relayed(link.peer):
                 return  # it dialled back
             rtt_s = await self._measure_rtt(stream, UpgradeReady())
-        await self._punch(link.peer, port, answer.endpoints, rtt_s, asked=False)
+        await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
 
     async def _measure_rtt(self, stream: Stream, ready: UpgradeReady) -> float:
         """Send ``ready``; once it is answered, send the start signal. Return the round trip, seconds."""
@@ -360,7 +355,7 @@ class Upgrades:
             endpoints = ()
         rtt_s = await self._measure_rtt(stream, UpgradeReady(endpoints))
         await stream.receive(UpgradeReady)
-        await self._punch(stream.peer, port, opening.endpoints, rtt_s, asked=True)
+        await self._punch(stream.peer, port, opening.endpoints, rtt_s, answering=True)
 
     def _seen(self, path: Path) -> str:
         """Return the host at which the relay sees the other end, "" if it does not say.
@@ -393,19 +388,19 @@ class Upgrades:
         return path.local[1], tuple(end for end in ends if end.usable)  # a relay may say anything
 
     async def _punch(
-        self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, asked: bool
+        self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool
     ) -> None:
         if not port or not targets:
             raise PeerUnreachable("one of the two ends cannot punch holes")
         now = self._loop.time()
         until = now + PUNCH_S
-        tries = plan_tries(now, until, rtt_s=rtt_s, asked=asked, rng=self._rng)
+        tries = plan_tries(now, until, rtt_s=rtt_s, answering=answering, rng=self._rng)
         linked = asyncio.Event()
 
         async def shake_hands_with_all() -> None:
             async with aclosing(punch(port, targets, tries, until=until)) as sockets:
                 async for connected in sockets:
-                    self._node.linker.spawn(self._shake_hands(connected, None if asked else peer, linked))
+                    self._node.linker.spawn(self._shake_hands(connected, None if answering else peer, linked))
 
         punching = self._node.linker.spawn(shake_hands_with_all())
         waiting = self._node.linker.spawn(linked.wait())

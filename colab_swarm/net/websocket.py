@@ -226,16 +226,13 @@ class WebSocket(asyncio.BufferedProtocol):
         elif head.final and not self._fragmented:
             self.receiver.on_message(body)
         else:
-            self._on_fragment(body, final=head.final)
-
-    def _on_fragment(self, body: memoryview, *, final: bool) -> None:
-        self._fragments += body
-        self._fragmented = not final
-        if len(self._fragments) > MAX_MESSAGE_BYTES:
-            raise ProtocolError("a fragmented WebSocket message is oversized")
-        if final:
-            whole, self._fragments = self._fragments, bytearray()
-            self.receiver.on_message(memoryview(whole))
+            self._fragments += body
+            self._fragmented = not head.final
+            if len(self._fragments) > MAX_MESSAGE_BYTES:
+                raise ProtocolError("a fragmented WebSocket message is oversized")
+            if head.final:
+                whole, self._fragments = self._fragments, bytearray()
+                self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
         if opcode == _PING and self.backlog_bytes <= HIGH_WATER_BYTES:

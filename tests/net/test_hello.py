@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import ProtocolError, WrongPeer
 from colab_swarm.net.handshake import Hello, Introduction
 from colab_swarm.net.noise import Keys
+from colab_swarm.net.peers import Contact
 from tests.net.swarm import identity
 
 NOW = 1.7e9
@@ -36,8 +37,8 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
     alice, bob = ends()
     assert reply(bob, reply(alice, reply(bob, alice.start()))) is None
     assert alice.result is not None and bob.result is not None
-    assert alice.result.contact.id == identity("bob").id and alice.result.contact.addresses == ("ws://b:1",)
-    assert bob.result.contact.id == identity("alice").id and bob.result.time == NOW
+    assert alice.result.remote.contact == Contact(identity("bob").id, ("ws://b:1",))
+    assert bob.result.remote.contact.id == identity("alice").id and bob.result.time == NOW
     assert bob.result.keys.open(sealed(alice.result.keys, b"there")) == b"there"
     assert alice.result.keys.open(sealed(bob.result.keys, b"back")) == b"back"
 

@@ -42,7 +42,7 @@ async def first_name(
 
     async def greet_all() -> None:
         until = loop.time() + seconds
-        tries = plan_tries(loop.time(), until, rtt_s=0.0, asked=True, rng=random.Random(0))
+        tries = plan_tries(loop.time(), until, rtt_s=0.0, answering=True, rng=random.Random(0))
         async with aclosing(punch(port, targets, tries, until=until)) as found, asyncio.TaskGroup() as group:
             async for connected in found:
                 group.create_task(greet(connected))
@@ -126,10 +126,10 @@ def test_syns_cross_even_if_the_two_directions_differ_in_latency(
     rtt_s: float, way_there: float, seed: int
 ) -> None:
     """Sent at 0, the signal takes any part of the round trip; the direct way takes half of it."""
-    asking = plan_tries(0.0, 30.0, rtt_s=rtt_s, asked=False, rng=random.Random(seed))
+    asking = plan_tries(0.0, 30.0, rtt_s=rtt_s, answering=False, rng=random.Random(seed))
     received_at = way_there * rtt_s
-    asked = plan_tries(received_at, 30.0, rtt_s=rtt_s, asked=True, rng=random.Random(seed))
-    apart_s = [abs(one - other) for one, other in zip(asking, asked, strict=False)]
+    answering = plan_tries(received_at, 30.0, rtt_s=rtt_s, answering=True, rng=random.Random(seed))
+    apart_s = [abs(one - other) for one, other in zip(asking, answering, strict=False)]
     assert min(apart_s) <= rtt_s / 2
     if way_there == 0.5:
         assert apart_s[0] < 1e-9
@@ -137,9 +137,9 @@ def test_syns_cross_even_if_the_two_directions_differ_in_latency(
 
 @given(st.floats(0.0, 5.0), st.floats(0.0, 10.0), st.booleans(), st.integers())
 def test_tries_leave_time_for_a_refusal_and_end_in_time(
-    rtt_s: float, seconds: float, asked: bool, seed: int
+    rtt_s: float, seconds: float, answering: bool, seed: int
 ) -> None:
-    tries = plan_tries(100.0, 100.0 + seconds, rtt_s=rtt_s, asked=asked, rng=random.Random(seed))
+    tries = plan_tries(100.0, 100.0 + seconds, rtt_s=rtt_s, answering=answering, rng=random.Random(seed))
     assert all(later - earlier > 1.4 * rtt_s for earlier, later in pairwise(tries))
     assert len(tries) <= seconds / 0.15 + 1
     assert all(at >= 100.0 for at in tries)

@@ -174,6 +174,21 @@ def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
     run(main())
 
 
+@pytest.mark.slow
+def test_a_silent_agent_is_given_up_and_the_error_names_the_timeout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.net.tunnels.OPEN_TIMEOUT_S", 1.0)
+
+    async def main() -> None:
+        with pytest.raises(TunnelError, match="no tunnel after 1 s; ngrok cannot be reached"):
+            async with tunnel(ngrok(folder, "silent")):
+                pass
+        assert running(folder) == []
+
+    run(main())
+
+
 def test_without_token_or_agent_nothing_is_tried(folder: Path) -> None:
     async def refused(settings: TunnelSettings, text: str) -> None:
         with pytest.raises(TunnelError, match=text):

@@ -48,7 +48,7 @@ async def coordinate(port: int) -> None:
         await server.serve_forever()
 
 
-async def punch_once(asked: bool, coordinator: tuple[str, int], seconds: float) -> float | None:
+async def punch_once(answering: bool, coordinator: tuple[str, int], seconds: float) -> float | None:
     """Seconds from the start signal to the first connection that both greeted over; None if there was none."""
     loop = asyncio.get_running_loop()
     control = bound_socket()
@@ -58,33 +58,33 @@ async def punch_once(asked: bool, coordinator: tuple[str, int], seconds: float) 
     async with asyncio.timeout(COORDINATION_S):
         seen = msgspec.json.decode(await reader.readline(), type=Endpoint)
         told_at = loop.time()
-        if not asked:
+        if not answering:
             writer.write(msgspec.json.encode((seen, own)) + b"\n")
         targets = msgspec.json.decode(await reader.readline(), type=tuple[Endpoint, ...])
-        if asked:
+        if answering:
             writer.write(msgspec.json.encode((seen, own)) + b"\n")
             rtt_s = float(await reader.readline())
         else:
             rtt_s = loop.time() - told_at
             writer.write(b"%f\n" % rtt_s)
     began_at = loop.time()
-    tries = plan_tries(began_at, began_at + seconds, rtt_s=rtt_s, asked=asked, rng=random.Random())
+    tries = plan_tries(began_at, began_at + seconds, rtt_s=rtt_s, answering=answering, rng=random.Random())
     found = punch(own.port, targets, tries, until=began_at + seconds)
     async with aclosing(found):
-        done = await first_greeted(found, asked)
+        done = await first_greeted(found, answering)
     writer.close()
     return None if done is None else done - began_at
 
 
-async def first_greeted(found: AsyncIterator[socket.socket], asked: bool) -> float | None:
+async def first_greeted(found: AsyncIterator[socket.socket], answering: bool) -> float | None:
     """When the first connection had carried a greeting each way (loop time)."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[float] = loop.create_future()
 
     async def greet(connected: socket.socket) -> None:
         with connected, suppress(OSError):
-            await loop.sock_sendall(connected, GREETING[asked])
-            if await loop.sock_recv(connected, 64) == GREETING[not asked] and not first.done():
+            await loop.sock_sendall(connected, GREETING[answering])
+            if await loop.sock_recv(connected, 64) == GREETING[not answering] and not first.done():
                 first.set_result(loop.time())
             await loop.sock_recv(connected, 64)  # until the other end is satisfied, too
 
@@ -103,9 +103,9 @@ async def first_greeted(found: AsyncIterator[socket.socket], asked: bool) -> flo
 async def main() -> None:
     if sys.argv[1] == "coordinate":
         await coordinate(int(sys.argv[2]))
-    asked = sys.argv[1] == "answer"
+    answering = sys.argv[1] == "answer"
     for _ in range(int(sys.argv[4])):
-        seconds = await punch_once(asked, (sys.argv[2], int(sys.argv[3])), float(sys.argv[5]))
+        seconds = await punch_once(answering, (sys.argv[2], int(sys.argv[3])), float(sys.argv[5]))
         print(json.dumps({"seconds": seconds}), flush=True)
 
 
