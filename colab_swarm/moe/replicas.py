@@ -336,7 +336,7 @@ class ExpertSaves:
         before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
         safe = len(holders) >= min(self._copies, max(len(others), before))  # former holders may be back soon
         saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
-        if not (place.holders and await self._publish(self._key(uid), saves)):
+        if not (place.holders and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
         if safe or (holders and former is None):
@@ -402,12 +402,14 @@ class ExpertSaves:
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
         """Publish which experts of a grid this peer has saved, so that others can take them over."""
-        await self._publish(self._grid_key(grid), tuple(sorted(map(grid.index, uids))))
+        await self._publish(self._key(grid.prefix, "saves"), tuple(sorted(map(grid.index, uids))))
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
         uids: set[str] = set()
-        for indices in (await _records(self._services, self._grid_key(grid), SavedIndices)).values():
+        for indices in (
+            await _records(self._services, self._key(grid.prefix, "saves"), SavedIndices)
+        ).values():
             found = set(map(grid.uid, indices))
             if all(map(grid.contains, found)):
                 uids |= found
@@ -418,7 +420,7 @@ class ExpertSaves:
         claims: dict[bytes, Claim] = {}
         for save in self._store.saves(uid):
             claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
-        for subkey, places in (await _records(self._services, self._key(uid), SaveRecord)).items():
+        for subkey, places in (await _records(self._services, self._key(uid, "save"), SaveRecord)).items():
             for place in places:
                 for contact in place.holders:
                     self._peers.learn(contact)
@@ -480,11 +482,8 @@ class ExpertSaves:
         dht, me = self._services.dht, self._peers.id
         return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0
 
-    def _key(self, uid: str) -> str:
-        return f"{self._services.run_id}/experts/{uid}/save"
-
-    def _grid_key(self, grid: Grid) -> str:
-        return f"{self._services.run_id}/experts/{grid.prefix}/saves"
+    def _key(self, name: str, kind: str) -> str:
+        return f"{self._services.run_id}/experts/{name}/{kind}"
 
 
 class _Fetch:

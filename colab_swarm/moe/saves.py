@@ -271,11 +271,6 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     shape: tuple[int, ...]
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of its values."""
-        return math.prod(self.shape) * KINDS[self.kind][1]
-
 
 class SaveManifest(Message, frozen=True):
     """Contents of a saved state."""
@@ -434,6 +429,7 @@ def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
     """Return each tensor's bytes in the blob, and the blob's size."""
     spans, at = [], 0
     for place in places:
-        spans.append(slice(at, at + place.size_bytes))
-        at += -(-place.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size_bytes = math.prod(place.shape) * KINDS[place.kind][1]
+        spans.append(slice(at, at + size_bytes))
+        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return spans, at
