@@ -70,11 +70,7 @@ class ChunkStore:
         return self._path(digest).exists()
 
     def put(self, data: Buffer) -> bytes:
-        """Write a chunk atomically; return its digest.
-
-        Raises:
-            StateError: the disk is full or cannot be written.
-        """
+        """Write a chunk atomically; return its digest. Raises StateError if the disk is full or cannot be written."""
         digest = digest_of(data)
         path = self._path(digest)
         if not path.exists():
@@ -291,11 +287,7 @@ class SaveManifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SaveManifest:
-        """Decode a manifest's chunk.
-
-        Raises:
-            StateError: it is not a valid manifest.
-        """
+        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
