@@ -278,7 +278,7 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
     samples = sum(call.samples for call in calls)
     stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
     answers: list[tuple[Call, Answer | BaseException]] = []
-    sound: list[Call] = []
+    valid: list[Call] = []
     row = 0
     for call in calls:
         try:
@@ -286,10 +286,10 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
         except ValueError as error:
             answers.append((call, Refusal(str(error))))
         else:
-            sound.append(call)
+            valid.append(call)
             row += call.samples
-    if sound:
-        answers += zip(sound, _outcomes(expert, sound, [stack[:row] for stack in stacks]), strict=True)
+    if valid:
+        answers += zip(valid, _outcomes(expert, valid, [stack[:row] for stack in stacks]), strict=True)
     return answers
 
 

@@ -439,7 +439,8 @@ class ExpertSaves:
         if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         fetch = _Fetch(manifest)
-        await asyncio.to_thread(fetch.take, fetch.next_batch(len(fetch.queue)), self._store.chunks.get)
+        batch, fetch.queue = fetch.queue, []
+        await asyncio.to_thread(fetch.take, batch, self._store.chunks.get)
         while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
             alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
@@ -466,7 +467,8 @@ class ExpertSaves:
 
     async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
         """Fetch until the queue is empty; False if the holder failed: its missing chunks are queued again."""
-        while batch := fetch.next_batch(FETCHED_AT_ONCE):
+        while batch := fetch.queue[:FETCHED_AT_ONCE]:
+            del fetch.queue[:FETCHED_AT_ONCE]
             try:
                 found = await fetch_chunks(self._peers, holder, batch)
             except PeerError as error:
@@ -495,10 +497,6 @@ class _Fetch:
         for chunk, digest in enumerate(cut_digests(manifest.digests)):
             self._spans.setdefault(digest, []).append(manifest.span(chunk))
         self.queue = list(self._spans)
-
-    def next_batch(self, count: int) -> list[bytes]:
-        batch, self.queue = self.queue[:count], self.queue[count:]
-        return batch
 
     def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
         """Insert the chunks that ``get`` returns, which match their hashes; queue the others again.
