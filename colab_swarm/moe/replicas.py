@@ -90,7 +90,7 @@ class SettleSave(Message, frozen=True):
     manifest: bytes
 
 
-class FetchChunks(Message, frozen=True):
+class FetchSave(Message, frozen=True):
     """Requests a stream of the chunks with these digests, in this order."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=FETCHED_AT_ONCE)]
@@ -124,7 +124,7 @@ class ReplicaService:
         self._key = f"{services.run_id}/expert-holders"
         self._task: asyncio.Task[None] | None = None
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
-        self._peers.serve_stream(FetchChunks, self._send_chunks, role=Role.WORKER)
+        self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
         self._peers.serve(SettleSave, self._settle, role=Role.WORKER)
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class ReplicaService:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        for kind in (KeepSave, FetchChunks, SettleSave):
+        for kind in (KeepSave, FetchSave, SettleSave):
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
@@ -194,7 +194,7 @@ class ReplicaService:
         await stream.send(SaveKept())
         await stream.end()
 
-    async def _send_chunks(self, request: FetchChunks, stream: Stream) -> None:
+    async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         for digest in request.digests:
             chunk = await asyncio.to_thread(self.store.chunks.get, digest)
             if chunk is None:
@@ -269,7 +269,7 @@ async def fetch_chunks(
     try:
         async with (
             asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, FetchChunks(tuple(digests)), timeout_s=timeout_s) as stream,
+            await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream,
         ):
             for digest in digests:
                 _, payload = await stream.receive(SaveChunk)
