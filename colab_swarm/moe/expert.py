@@ -160,7 +160,11 @@ class Expert:
                 torch.autograd.backward(outputs, grads.to(self._device))
             assert inputs.grad is not None  # the dry run saw one
             norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
-            if not (norm.isfinite() and inputs.grad.isfinite().all() and self._is_sound(buffers)):
+            changes_are_finite = all(  # a constant mask may hold infinities
+                bool((buffers[name].isfinite() | (buffers[name] == old)).all())
+                for name, old in self._module.named_buffers()
+            )
+            if not (norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite):
                 raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
             self._advance(buffers)
         finally:
@@ -199,13 +203,6 @@ class Expert:
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
             raise ValueError(f"{self.uid}: {_described(inputs)} became {_described(outputs)}")
         return outputs, buffers
-
-    def _is_sound(self, buffers: dict[str, Tensor]) -> bool:
-        """Return True if all changes of the buffers are finite; a constant mask may hold infinities."""
-        return all(
-            bool((buffers[name].isfinite() | (buffers[name] == old)).all())
-            for name, old in self._module.named_buffers()
-        )
 
     def _advance(self, buffers: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -281,7 +278,7 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
     samples = sum(call.samples for call in calls)
     stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
     answers: list[tuple[Call, Answer | BaseException]] = []
-    sound: list[Call] = []
+    valid: list[Call] = []
     row = 0
     for call in calls:
         try:
@@ -289,10 +286,10 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | 
         except ValueError as error:
             answers.append((call, Refusal(str(error))))
         else:
-            sound.append(call)
+            valid.append(call)
             row += call.samples
-    if sound:
-        answers += zip(sound, _outcomes(expert, sound, [stack[:row] for stack in stacks]), strict=True)
+    if valid:
+        answers += zip(valid, _outcomes(expert, valid, [stack[:row] for stack in stacks]), strict=True)
     return answers
 
 

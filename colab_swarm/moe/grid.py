@@ -74,11 +74,7 @@ class Grid:
         return ".".join([self.prefix, *map(str, index)])
 
     def index(self, uid: str) -> Index:
-        """Return the place of an expert.
-
-        Raises:
-            ValueError: the name is not in this grid.
-        """
+        """Return the place of an expert. Raises ValueError if the name is not in this grid."""
         head, *tail = uid.rsplit(".", len(self.sides))
         within = len(tail) == len(self.sides) and all(
             part.isascii() and part.isdigit() and str(int(part)) == part and int(part) < side

@@ -90,7 +90,7 @@ class SettleSave(Message, frozen=True):
     manifest: bytes
 
 
-class FetchChunks(Message, frozen=True):
+class FetchSave(Message, frozen=True):
     """Requests a stream of the chunks with these digests, in this order."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=FETCHED_AT_ONCE)]
@@ -124,7 +124,7 @@ class ReplicaService:
         self._key = f"{services.run_id}/expert-holders"
         self._task: asyncio.Task[None] | None = None
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
-        self._peers.serve_stream(FetchChunks, self._send_chunks, role=Role.WORKER)
+        self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
         self._peers.serve(SettleSave, self._settle, role=Role.WORKER)
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class ReplicaService:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        for kind in (KeepSave, FetchChunks, SettleSave):
+        for kind in (KeepSave, FetchSave, SettleSave):
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
@@ -194,7 +194,7 @@ class ReplicaService:
         await stream.send(SaveKept())
         await stream.end()
 
-    async def _send_chunks(self, request: FetchChunks, stream: Stream) -> None:
+    async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         for digest in request.digests:
             chunk = await asyncio.to_thread(self.store.chunks.get, digest)
             if chunk is None:
@@ -269,7 +269,7 @@ async def fetch_chunks(
     try:
         async with (
             asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, FetchChunks(tuple(digests)), timeout_s=timeout_s) as stream,
+            await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream,
         ):
             for digest in digests:
                 _, payload = await stream.receive(SaveChunk)
@@ -336,7 +336,7 @@ class ExpertSaves:
         before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
         safe = len(holders) >= min(self._copies, max(len(others), before))  # former holders may be back soon
         saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
-        if not (place.holders and await self._publish(self._key(uid), saves)):
+        if not (place.holders and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
         if safe or (holders and former is None):
@@ -402,12 +402,14 @@ class ExpertSaves:
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
         """Publish which experts of a grid this peer has saved, so that others can take them over."""
-        await self._publish(self._grid_key(grid), tuple(sorted(map(grid.index, uids))))
+        await self._publish(self._key(grid.prefix, "saves"), tuple(sorted(map(grid.index, uids))))
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
         uids: set[str] = set()
-        for indices in (await _records(self._services, self._grid_key(grid), SavedIndices)).values():
+        for indices in (
+            await _records(self._services, self._key(grid.prefix, "saves"), SavedIndices)
+        ).values():
             found = set(map(grid.uid, indices))
             if all(map(grid.contains, found)):
                 uids |= found
@@ -418,7 +420,7 @@ class ExpertSaves:
         claims: dict[bytes, Claim] = {}
         for save in self._store.saves(uid):
             claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
-        for subkey, places in (await _records(self._services, self._key(uid), SaveRecord)).items():
+        for subkey, places in (await _records(self._services, self._key(uid, "save"), SaveRecord)).items():
             for place in places:
                 for contact in place.holders:
                     self._peers.learn(contact)
@@ -437,7 +439,8 @@ class ExpertSaves:
         if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         fetch = _Fetch(manifest)
-        await asyncio.to_thread(fetch.take, fetch.next_batch(len(fetch.queue)), self._store.chunks.get)
+        batch, fetch.queue = fetch.queue, []
+        await asyncio.to_thread(fetch.take, batch, self._store.chunks.get)
         while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
             alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
@@ -464,7 +467,8 @@ class ExpertSaves:
 
     async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
         """Fetch until the queue is empty; False if the holder failed: its missing chunks are queued again."""
-        while batch := fetch.next_batch(FETCHED_AT_ONCE):
+        while batch := fetch.queue[:FETCHED_AT_ONCE]:
+            del fetch.queue[:FETCHED_AT_ONCE]
             try:
                 found = await fetch_chunks(self._peers, holder, batch)
             except PeerError as error:
@@ -480,11 +484,8 @@ class ExpertSaves:
         dht, me = self._services.dht, self._peers.id
         return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0
 
-    def _key(self, uid: str) -> str:
-        return f"{self._services.run_id}/experts/{uid}/save"
-
-    def _grid_key(self, grid: Grid) -> str:
-        return f"{self._services.run_id}/experts/{grid.prefix}/saves"
+    def _key(self, name: str, kind: str) -> str:
+        return f"{self._services.run_id}/experts/{name}/{kind}"
 
 
 class _Fetch:
@@ -496,10 +497,6 @@ class _Fetch:
         for chunk, digest in enumerate(cut_digests(manifest.digests)):
             self._spans.setdefault(digest, []).append(manifest.span(chunk))
         self.queue = list(self._spans)
-
-    def next_batch(self, count: int) -> list[bytes]:
-        batch, self.queue = self.queue[:count], self.queue[count:]
-        return batch
 
     def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
         """Insert the chunks that ``get`` returns, which match their hashes; queue the others again.

@@ -70,11 +70,7 @@ class ChunkStore:
         return self._path(digest).exists()
 
     def put(self, data: Buffer) -> bytes:
-        """Write a chunk atomically; return its digest.
-
-        Raises:
-            StateError: the disk is full or cannot be written.
-        """
+        """Write a chunk atomically; return its digest. Raises StateError if the disk is full or cannot be written."""
         digest = digest_of(data)
         path = self._path(digest)
         if not path.exists():
@@ -271,11 +267,6 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     shape: tuple[int, ...]
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of its values."""
-        return math.prod(self.shape) * KINDS[self.kind][1]
-
 
 class SaveManifest(Message, frozen=True):
     """Contents of a saved state."""
@@ -296,11 +287,7 @@ class SaveManifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SaveManifest:
-        """Decode a manifest's chunk.
-
-        Raises:
-            StateError: it is not a valid manifest.
-        """
+        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
@@ -434,6 +421,7 @@ def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
     """Return each tensor's bytes in the blob, and the blob's size."""
     spans, at = [], 0
     for place in places:
-        spans.append(slice(at, at + place.size_bytes))
-        at += -(-place.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size_bytes = math.prod(place.shape) * KINDS[place.kind][1]
+        spans.append(slice(at, at + size_bytes))
+        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return spans, at

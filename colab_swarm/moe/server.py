@@ -104,11 +104,7 @@ class ExpertServer:
         peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
-        """Start to answer calls of this expert.
-
-        Raises:
-            ValueError: one of its name is served already.
-        """
+        """Start to answer calls of this expert. Raises ValueError if one of its name is served already."""
         if expert.uid in self._experts:
             raise ValueError(f"{expert.uid} is served already: remove it first")
         self._experts[expert.uid] = expert

@@ -16,7 +16,7 @@ from colab_swarm.errors import CallRefused, StateError
 from colab_swarm.moe.replicas import (
     Claim,
     ExpertSaves,
-    FetchChunks,
+    FetchSave,
     KeepSave,
     LackedChunks,
     SaveChunk,
@@ -214,12 +214,12 @@ def test_a_holder_that_sends_wrong_chunks_is_replaced(tmp_path: Path) -> None:
         (save,) = shelf_of(liar).saves()
         lies: list[bytes] = []
 
-        async def lie(ask: FetchChunks, stream: Any) -> None:
+        async def lie(ask: FetchSave, stream: Any) -> None:
             for digest in ask.digests:
                 lies.append(digest)
                 await stream.send(SaveChunk(), bytes(1 << 18))
 
-        liar.peers.serve_stream(FetchChunks, lie)
+        liar.peers.serve_stream(FetchSave, lie)
         scene.crash("alice")
         reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
         again = await fetched(scene.copies(reader))
