@@ -13,7 +13,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +57,7 @@ from colab_swarm.workunits.state import (
     UnitReplica,
     encode_entry,
 )
-from colab_swarm.workunits.store import ParameterStore
+from colab_swarm.workunits.store import Blobs, ParameterStore
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -104,11 +104,7 @@ class Logbook:
             await self.write(due)
 
     async def write(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
         if entries:
