@@ -180,7 +180,11 @@ class Coordination:
         self.schema = Schema.of(self._first)
         self.job, self.store, self._token, self._run_id = job, store, token, run_id
         self._tick_s, self._clock, self._since = tick_s, clock, clock()
-        self._validator, self._staffing, self._pool = Validator(job.plan), Staffing(), WorkerPool(self._hire)
+        self._validator, self._staffing, self._pool = (
+            Validator(job.plan),
+            Staffing(),
+            WorkerPool(self._start_server),
+        )
         self._backlog = 0
         self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
@@ -422,7 +426,7 @@ class Coordination:
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
 
-    def _hire(self, name: str) -> ThreadWorker | ProcessWorker:
+    def _start_server(self, name: str) -> ThreadWorker | ProcessWorker:
         if not self.store.shared or not self.job.code:
             return ThreadWorker(self.store, self.job, name)
         return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
