@@ -34,16 +34,15 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 | `POST /api/return` | `GiveBack`: units that the volunteer will not train |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 
-## States of a unit
+## The log
 
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
-       |  \\-> Returned -> Accepted | Rejected                        with replicas, until a majority agrees
-       |  \\-> Rejected                                               invalid: to another volunteer
-       |---> Expired                                                 its deadline passed: to another volunteer
-       \\---> GaveBack
+
+A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
+states).
 
 The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of entries that
-takes effect once they are in the log. The dispatcher's state is a fold over the log. So a coordinator may be killed
+takes effect once they are in the log, and its state is a fold over the log. So a coordinator may be killed
 between any two steps, and the same call resumes the job. A parameter server replaces the parameters, logs the
 assimilation and removes the result from the queue in one step: exactly once, whichever process is killed.
 

@@ -13,7 +13,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +57,7 @@ from colab_swarm.workunits.state import (
     UnitReplica,
     encode_entry,
 )
-from colab_swarm.workunits.store import ParameterStore
+from colab_swarm.workunits.store import Blobs, ParameterStore
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -104,11 +104,7 @@ class Logbook:
             await self.write(due)
 
     async def write(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
         if entries:
@@ -184,7 +180,11 @@ class Coordination:
         self.schema = Schema.of(self._first)
         self.job, self.store, self._token, self._run_id = job, store, token, run_id
         self._tick_s, self._clock, self._since = tick_s, clock, clock()
-        self._validator, self._staffing, self._pool = Validator(job.plan), Staffing(), WorkerPool(self._hire)
+        self._validator, self._staffing, self._pool = (
+            Validator(job.plan),
+            Staffing(),
+            WorkerPool(self._start_server),
+        )
         self._backlog = 0
         self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
@@ -426,7 +426,7 @@ class Coordination:
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
 
-    def _hire(self, name: str) -> ThreadWorker | ProcessWorker:
+    def _start_server(self, name: str) -> ThreadWorker | ProcessWorker:
         if not self.store.shared or not self.job.code:
             return ThreadWorker(self.store, self.job, name)
         return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)

@@ -2,15 +2,7 @@
 
 Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below; data and
 parameters are safetensors files. A volunteer's fault is answered with 4xx and a `Problem`.
-
-    GET  /api/job                        JobCard: the job to train
-    GET  /api/code                       the job's Python text; its SHA-256 is in the card
-    POST /api/units                      AskForUnits -> GivenUnits
-    GET  /api/data/SHA256                a subset (`Rows.encode`); ranges, ETag
-    GET  /api/parameters[/EPOCH-SUBSET]  initial parameters (`Schema.encode`); ranges, ETag; header Version
-    HEAD /api/results/ASSIGNMENT         header Received: bytes of an upload received so far
-    PUT  /api/results/ASSIGNMENT         a piece of a result (`Schema.encode`), with Content-Range -> Taken
-    POST /api/return                     GiveBack -> GivenUnits (none)
+The page of `colab_swarm.workunits` lists the requests.
 """
 
 from __future__ import annotations

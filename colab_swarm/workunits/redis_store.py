@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from redis.retry import Retry
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
-from colab_swarm.workunits.store import Parameters, ParameterStore, Update
+from colab_swarm.workunits.store import Blobs, Parameters, ParameterStore, Update
 from colab_swarm.workunits.weights import Floats
 
 PIECE_BYTES = 128 << 10
@@ -104,11 +104,7 @@ class RedisStore(ParameterStore):
         self._check_size(first)
 
     def append(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         with self._errors(), self._redis.pipeline(transaction=True) as step:
             for entry in entries:

@@ -7,7 +7,7 @@ server's limit on the size of a packet or a field.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from sqlalchemy.schema import CreateTable
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
-from colab_swarm.workunits.store import Parameters, ParameterStore, Update
+from colab_swarm.workunits.store import Blobs, Parameters, ParameterStore, Update
 from colab_swarm.workunits.weights import Floats
 
 PIECE_BYTES = 1 << 20
@@ -94,11 +94,7 @@ class SqlStore(ParameterStore):
         self._check_size(first)
 
     def append(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         with self._transaction() as connection:
             for name, data in (put or {}).items():

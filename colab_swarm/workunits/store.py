@@ -30,6 +30,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
 from colab_swarm.workunits.weights import Floats
 
+Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Compute new parameters from the current ones, which are read-only and only lent."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -67,11 +68,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def append(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         """Append to the log, queue each `Accepted`, save the blobs ``put`` and delete those named in ``drop``."""
 
@@ -175,11 +172,7 @@ class SqliteStore(ParameterStore):
         self._check_size(first)
 
     def append(
-        self,
-        entries: Sequence[AnyEntry],
-        *,
-        put: Mapping[str, bytes] | None = None,
-        drop: Collection[str] = (),
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         with self._transaction() as connection:
             self._log(connection, entries)
