@@ -13,13 +13,12 @@ import time
 import numpy as np
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.catch_up import next_lineage
 from colab_swarm.training.collaboration import Collaboration
-from colab_swarm.training.progress import ProgressRecord
+from colab_swarm.training.progress import ProgressRecord, next_lineage
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import Snapshot
 
@@ -43,7 +42,7 @@ async def begin(swarm: Swarm, numel: int) -> Collaboration:
     services = swarm.services
     collaboration = Collaboration(services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
     await collaboration.start()
-    collaboration.level_with(0, b"same")
+    collaboration.adopt(0, b"same")
     return collaboration
 
 
@@ -57,7 +56,7 @@ def average_in_groups(swarm: Swarm, values: Floats) -> int:
 async def step(collaboration: Collaboration, values: Floats) -> int:
     """One full step: find the group, average, advance; returns how many took part."""
     await collaboration.report(1.0, None)
-    result = await collaboration.average(values, 1.0, Sending())
+    result = await collaboration.average(values, 1.0, UploadEncoding())
     if result is None:
         return 0
     collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import Chunk, Sending
+from colab_swarm.averaging.exchange import Chunk, UploadEncoding
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import (
@@ -106,9 +106,11 @@ class _Observed(Averager):
     def watch(self, begins: Callable[[int, Floats], None], ended: Callable[[int, Floats], None]) -> None:
         self._begins, self._ended = begins, ended
 
-    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
+    async def average(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+    ) -> RoundResult:
         self._begins(group.step % MAX_ROUNDS, values)
-        result = await super().average(group, values, sending)
+        result = await super().average(group, values, encoding)
         self._ended(group.step % MAX_ROUNDS, values.copy())
         return result
 

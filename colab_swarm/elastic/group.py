@@ -296,24 +296,24 @@ class _Forming:
         self._others: dict[PeerId, float] = {}  # with other terms: when their records expire
         self._called = asyncio.Event()
         self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
-        rooms, prefix = services.rooms, settings.prefix
-        rooms.make_room(prefix)
+        router, prefix = services.router, settings.prefix
+        router.reserve(prefix)
         self._matchmaker = Matchmaker(
-            rooms,
+            router,
             prefix,
             expected=self._expected,
             on_called=self._on_called,
             strategy=equal_shares,
             settings=GATHERING,
         )
-        self._states = StateSharing(rooms, prefix, lambda: asyncio.to_thread(replica.snapshot))
-        rooms.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
+        self._states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
+        router.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
 
     async def close(self) -> None:
         """Serve no more, and wait no more for others."""
         self._matchmaker.close()
         self._states.close()
-        self._services.rooms.unserve(self._settings.prefix, ElasticLink)
+        self._services.router.unserve(self._settings.prefix, ElasticLink)
         self._exchange.cancel()
         await self._tell(ttl_s=0.5)
 

@@ -36,7 +36,7 @@ class SwarmTraining:
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         services = context.services
-        self._averages = ArrayAverages(services.rooms, services.dht, services.averager, context.run_id)
+        self._averages = ArrayAverages(services.router, services.dht, services.averager, context.run_id)
         self.latest: SwarmOptimizer | None = None
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
@@ -102,7 +102,7 @@ class SwarmTraining:
     ) -> tuple[Any, MoshpitResult]:
         """Average an array; see `Swarm.average`."""
         average = self._averages.average(
-            values, weight=weight, group_size=group_size, name=name, codec=compression
+            values, weight=weight, group_size=group_size, name=name, compression=compression
         )
         try:
             return self._context.runtime.call(average)
@@ -124,7 +124,7 @@ class SwarmTraining:
     def on_pause(self) -> None:
         """Let every optimizer notice that the pause gate opened or closed. Thread-safe."""
         for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
-            self._context.runtime.call(optimizer.collaboration.heed_gate())
+            self._context.runtime.call(optimizer.collaboration.on_gate())
 
     def closings(self, hand_over_s: float) -> list[Callable[[], object]]:
         """Return the calls that hand over and end all training, in order."""

@@ -155,7 +155,7 @@ def test_a_ticket_out_of_range_cannot_be_decoded(change: dict[str, object]) -> N
 def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> None:
     g = gathering()
     g.on_join(msgspec.structs.replace(TICKET, weight=0.0, assists=True), contact(CAROL))
-    with pytest.raises(ValueError, match="nobody who trains"):
+    with pytest.raises(ValueError, match="no trainer has joined"):
         g.form(bytes(16), equal_shares)
     g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(ALICE))
     assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]

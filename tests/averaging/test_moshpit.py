@@ -148,7 +148,7 @@ async def few(*names: str) -> list[MoshpitAverager]:
     services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in names]
     for one in services:
         await find_others(one, [services[0].peers.contact] if one is not services[0] else [])
-    return [MoshpitAverager(one.rooms, one.dht, one.averager, "run/average") for one in services]
+    return [MoshpitAverager(one.router, one.dht, one.averager, "run/average") for one in services]
 
 
 async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tuple[Floats, MoshpitResult]:
@@ -232,7 +232,7 @@ def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
         with pytest.raises(RuntimeError, match="already"):
             await alice.average(ONES)
         mean, result = await first
-        assert mean is not ONES and repr(result).startswith("GridResult(1 peers on 1, complete")
+        assert mean is not ONES and repr(result).startswith("MoshpitResult(1 peers on 1, complete")
         alice.close()
 
     run_virtual(main())

@@ -10,7 +10,8 @@ import pytest
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
-from colab_swarm.training.catch_up import CatchUp, Values
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.collaboration import CatchUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.state import Snapshot
 
@@ -60,17 +61,17 @@ class DeadTrainers:
     def take_call(self) -> tuple[int, bytes]:
         raise AssertionError("nobody calls")
 
-    async def follow_round(self, step: int, lineage: bytes) -> Values | None:
+    async def follow_round(self, step: int, lineage: bytes) -> Floats | None:
         raise AssertionError("nobody calls")
 
-    def level_with(self, step: int, lineage: bytes) -> None:
+    def adopt(self, step: int, lineage: bytes) -> None:
         self.level = step, lineage
 
 
 @pytest.mark.parametrize("steps", [[11], [12, 13], [12, 13, 14]])
 def test_a_newcomer_gets_past_trainers_that_died_at_different_steps(steps: list[int]) -> None:
     swarm = DeadTrainers(steps)
-    caught_up = run_virtual(CatchUp(swarm, room=4, level=False).run())
+    caught_up = run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
     assert caught_up.snapshot is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
     assert set(swarm.asked[:-1]) == dead and swarm.asked[-1] == (peer(1),)
@@ -81,4 +82,4 @@ def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
     with pytest.raises(
         StateError, match="could not catch up with the swarm: it does not stand in yet; the swarm"
     ):
-        run_virtual(CatchUp(swarm, room=4, level=False).run())
+        run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())

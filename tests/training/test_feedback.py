@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.group import Span
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
@@ -32,14 +31,14 @@ def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: 
     return gradients.contribution(lambda values: False)
 
 
-def lose(sending: Sending, sent: Floats, arrived: list[float]) -> None:
-    sending.measure(Span(0, 2), sent, np.array(arrived, np.float32))
+def lose(encoding: UploadEncoding, sent: Floats, arrived: list[float]) -> None:
+    encoding.feedback.cut_off(0, sent, np.array(arrived, np.float32))
 
 
 def test_what_was_cut_off_counts_as_many_samples_as_it_had() -> None:
     net, gradients = gathered()
     sent = add(net, gradients, [1.0, 2.0], samples=4)
-    lose(gradients.sending(), sent, [1.0, 0.0])
+    lose(gradients.encoding(), sent, [1.0, 0.0])
     gradients.on_delivered(gradients.samples)
     gradients.forget()
     np.testing.assert_array_equal(add(net, gradients, [3.0, 3.0], samples=2), [3.0, 3.0 + 4 * 2.0 / 2])
@@ -47,11 +46,11 @@ def test_what_was_cut_off_counts_as_many_samples_as_it_had() -> None:
 
 def test_a_contribution_that_found_no_round_is_sent_again_and_owes_as_before() -> None:
     net, gradients = gathered()
-    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
     gradients.on_delivered(1)
     gradients.forget()
     sent = add(net, gradients, [1.0, 1.0], samples=1)
-    lose(gradients.sending(), sent, [0.0, 3.0])
+    lose(gradients.encoding(), sent, [0.0, 3.0])
     gradients.forget()
     gradients.on_returned(sent, 1)
     np.testing.assert_array_equal(gradients.contribution(lambda values: False), [1.0, 3.0])
@@ -59,11 +58,11 @@ def test_a_contribution_that_found_no_round_is_sent_again_and_owes_as_before() -
 
 def test_who_has_nothing_to_contribute_still_owes() -> None:
     net, gradients = gathered()
-    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
     gradients.on_delivered(1)
     gradients.forget()
     nothing = gradients.contribution(lambda values: False)
-    gradients.sending()
+    gradients.encoding()
     gradients.on_delivered(gradients.samples)
     assert not nothing.any()
     np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1), [0.0, 2.0])

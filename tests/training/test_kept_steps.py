@@ -10,7 +10,8 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.training.checkpoint import CheckpointFolder, KeptSteps
+from colab_swarm.training.checkpoint import CheckpointFolder
+from colab_swarm.training.optimizer import ProgressSaver
 from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 
 
@@ -27,8 +28,8 @@ class Optimizer:
         target.save(self.global_step, {"step": self.global_step})
 
 
-def kept_in(folder: Path, events: EventLog | None = None) -> KeptSteps:
-    return KeptSteps(CheckpointFolder(folder, keep=2), events or EventLog(), lambda: 7.0)
+def kept_in(folder: Path, events: EventLog | None = None) -> ProgressSaver:
+    return ProgressSaver(CheckpointFolder(folder, keep=2), events or EventLog(), lambda: 7.0)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -55,7 +56,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     events, optimizer = EventLog(), Optimizer(full_disk=True)
     kept = kept_in(tmp_path, events)
     kept.save(optimizer)
-    assert events.recent() == [Fault(7.0, "keeping what was trained", "no room")]
+    assert events.recent() == [Fault(7.0, "saving progress", "no room")]
     optimizer.full_disk = False
     kept.save(optimizer)
     assert steps_in(tmp_path) == [0]

@@ -193,7 +193,7 @@ def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[
             swarm, net, target_batch_size=60, budget=budget if swarm.name == "bob" else None
         )
         if swarm.name == "bob" and not reduces:
-            optimizer.collaboration._rounds.choice = CommunicationPlan(False, "float32", 1, 0.0, True)
+            optimizer.collaboration._rounds.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
             swarm.services.peers.limit(BUDGET.rate_bps)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()

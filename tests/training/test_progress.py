@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.progress import DISTRUST_S, LAST_WORDS_S, Progress, ProgressRecord
+from colab_swarm.training.collaboration import ThroughputEstimator
+from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -124,8 +125,8 @@ def test_a_lost_peer_counts_again_when_it_is_linked_or_tells_something_new() -> 
     assert swarm.samples(60.0) == 10
     swarm.on_lost(BOB, now=60.0)
     swarm.on_records(told, now=60.0)
-    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_WORDS_S)
-    assert swarm.samples(61.0 + LAST_WORDS_S) == 11
+    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_RECORD_S)
+    assert swarm.samples(61.0 + LAST_RECORD_S) == 11
 
 
 def test_what_a_lost_peer_published_just_before_does_not_bring_it_back() -> None:
@@ -133,7 +134,7 @@ def test_what_a_lost_peer_published_just_before_does_not_bring_it_back() -> None
     swarm.on_lost(BOB, now=0.0)
     last_words = {BOB: record(samples=20)}
     swarm.on_records(last_words, now=2.0)
-    swarm.on_records(last_words, now=1.0 + LAST_WORDS_S)
+    swarm.on_records(last_words, now=1.0 + LAST_RECORD_S)
     assert BOB not in swarm.records
 
 
@@ -188,9 +189,30 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
 def test_samples_are_counted_while_a_peer_is_lost_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = progress(record(samples=1.0), {BOB: record(samples=2.0), CAROL: record(samples=4.0)})
 
-    def carried_on(peer: PeerId, told: ProgressRecord, now: float) -> float:
+    def extrapolated(peer: PeerId, record: ProgressRecord, now: float) -> float:
         swarm.on_lost(peer, now=now)  # what the runtime's thread may do between any two looks
-        return told.samples
+        return record.samples
 
-    monkeypatch.setattr(swarm, "_carried_on", carried_on)
+    monkeypatch.setattr(swarm, "_extrapolated", extrapolated)
     assert swarm.samples(0.0) == 7.0
+
+
+def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
+    trainer = ThroughputEstimator(0.0)
+    assert not trainer.idle(599.0, report_s=60.0) and trainer.idle(
+        601.0, report_s=60.0
+    )  # its speed is unknown
+    trainer.work(0.0)
+    trainer.on_batch(1, 100.0)
+    assert not trainer.idle(1000.0, report_s=60.0) and trainer.idle(1101.0, report_s=60.0)
+    trainer.wait()
+    assert not trainer.idle(1e6, report_s=60.0)
+
+
+def test_idle_peers_have_no_vote_and_no_round_waits_for_them() -> None:
+    idle = msgspec.structs.replace(record(3, b"old"), idle=True)
+    swarm = progress(record(7, b"new"), {BOB: idle, CAROL: idle})
+    assert (swarm.branch().step, swarm.branch().lineage) == (7, b"new") and not swarm.behind
+    assert swarm.participants(3, b"old") == [] and swarm.absent == {BOB, CAROL}
+    resumed = progress(idle, {BOB: record(7, b"new"), CAROL: idle})
+    assert resumed.behind
