@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -62,3 +63,34 @@ def test_a_step_that_one_takes_alone_while_the_others_idle_stops_nobody(eager: s
         assert [e.step for e in alone] == [COMMON_STEPS]
         assert sim.time < WAKE_AT_S + 5.0  # what a round that waits for somebody in vain would take
     assert len(lineages) == 3 and len(set(lineages.values())) == 1
+
+
+IDLE_UNTIL_S, LAST = 300.0, 90
+
+
+def train_beside_idle_peers(swarm: Swarm, active: str) -> tuple[int, bytes]:
+    """All stop after `COMMON_STEPS` but the active one; at `IDLE_UNTIL_S` all train on, to the same step."""
+    optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
+    wait_for_peers(swarm, optimizer, 3)
+
+    def train_while(more: Callable[[], bool]) -> None:
+        while more():
+            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+
+    train_while(lambda: optimizer.global_step < COMMON_STEPS)
+    if swarm.name == active:
+        train_while(lambda: swarm.runtime.time() < IDLE_UNTIL_S)
+    reached = optimizer.global_step
+    swarm.runtime.call(asyncio.sleep(max(0.0, IDLE_UNTIL_S - swarm.runtime.time())))
+    train_while(lambda: optimizer.global_step < LAST)
+    return reached, optimizer.lineage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("active", ["alice", "carol"])
+def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_again(active: str) -> None:
+    with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
+        ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active), seconds=900)
+    assert len({lineage for _, lineage in ended.values()}) == 1
+    assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for
