@@ -375,7 +375,11 @@ class Matchmaker:
                 return Joined(reason="resync", text=text)
             if ready_in_s is None:
                 return Joined(reason="unreachable", text="not at this step")
-            own = self._organize(ticket, ready_in_s)
+            now = _now()
+            own = _OwnRound(GroupFormation(ticket, now=now, settings=self._settings))
+            own.formation.on_coming(self._peers.id, ready_in_s, now=now)
+            self._own_rounds[ticket.step, ticket.lineage] = own
+            own.task = asyncio.create_task(self._form(own), name=f"organize step {ticket.step}")
         if refusal := own.formation.on_join(ticket, contact):
             return Joined(reason=refusal[0], text=refusal[1])
         own.changed.set()
@@ -393,14 +397,6 @@ class Matchmaker:
         return _hand_out(outcome, peer)
 
     # --- organizing -----------------------------------------------------------------------------------------
-
-    def _organize(self, terms: Ticket, ready_in_s: float) -> _OwnRound:
-        now = _now()
-        own = _OwnRound(GroupFormation(terms, now=now, settings=self._settings))
-        own.formation.on_coming(self._peers.id, ready_in_s, now=now)
-        self._own_rounds[terms.step, terms.lineage] = own
-        own.task = asyncio.create_task(self._form(own), name=f"organize step {terms.step}")
-        return own
 
     async def _form(self, own: _OwnRound) -> Group | Contact | None:
         """Form the group, or find it or its organizer elsewhere; returns None if no group is possible."""

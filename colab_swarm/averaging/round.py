@@ -94,8 +94,12 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
         await round_.final[opening.reducer].wait()
-    else:
-        await _recover_for_others(round_, opening.reducer)
+    else:  # an assistant recovers on request
+        async with round_.recovering[opening.reducer]:
+            if not round_.final[opening.reducer].is_set():
+                round_.lost.add(opening.reducer)
+                await recover(round_, opening.reducer)
+                round_.final[opening.reducer].set()
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
@@ -106,14 +110,6 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
-
-
-async def _recover_for_others(round_: AllReduce, reducer: int) -> None:
-    async with round_.recovering[reducer]:
-        if not round_.final[reducer].is_set():
-            round_.lost.add(reducer)
-            await recover(round_, reducer)
-            round_.final[reducer].set()
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
@@ -322,7 +318,9 @@ class Averager:
             )
         if not values.flags.c_contiguous:
             raise ValueError("the vector must be contiguous")
-        sums = self._memory(group.prefix, group.spans()[me].numel)
+        sums, numel = self._spare.pop(group.prefix, None), group.spans()[me].numel
+        if sums is None or len(sums) != numel:
+            sums = np.empty(numel, np.float32)
         return await self._take_part(group, me, values, sums=sums, encoding=encoding)
 
     async def reduce(self, group: Group) -> RoundResult:
@@ -428,10 +426,6 @@ class Averager:
         del self._rounds[exchange.group.round_id]
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
             self._spare[exchange.group.prefix] = exchange.sums
-
-    def _memory(self, prefix: str, numel: int) -> Floats:
-        spare = self._spare.pop(prefix, None)
-        return np.empty(numel, np.float32) if spare is None or len(spare) != numel else spare
 
     # --- serving --------------------------------------------------------------------------------------------
 

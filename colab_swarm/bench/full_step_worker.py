@@ -42,7 +42,7 @@ async def begin(swarm: Swarm, numel: int) -> Collaboration:
     services = swarm.services
     collaboration = Collaboration(services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
     await collaboration.start()
-    collaboration.adopt(0, b"same")
+    await collaboration.adopt(0, b"same")
     return collaboration
 
 
@@ -59,7 +59,7 @@ async def step(collaboration: Collaboration, values: Floats) -> int:
     result = await collaboration.average(values, 1.0, UploadEncoding())
     if result is None:
         return 0
-    collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
+    await collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
     return len(result.contributors) if not result.kept_local else 0
 
 

@@ -36,12 +36,13 @@ from colab_swarm.training.progress import (
     Progress,
     ProgressRecord,
     next_lineage,
+    participants_of,
     progress_key,
     read_assistants,
     read_progress,
 )
 from colab_swarm.training.rounds import Rounds
-from colab_swarm.training.settings import CommunicationPlan, PeerServices, TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Collaboration:
         self.progress = Progress(peers.id, own, target_batch_size=target, local=settings.local_steps != 1)
         self.assistants = Assistants(settings.prefix)
         services.router.reserve(settings.prefix)
-        self._rounds = Rounds(
+        self.rounds = Rounds(
             services,
             settings,
             numel=numel,
@@ -187,7 +188,7 @@ class Collaboration:
         self._stop_listening()
         for task in self._tasks:
             task.cancel()
-        self._rounds.matchmaker.close()
+        self.rounds.matchmaker.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
@@ -233,7 +234,7 @@ class Collaboration:
         if silent and not (own.absent or own.syncing):
             self._update(idle=True)
         addresses = peers.contact.addresses  # a tunnel or a relay may have opened or closed
-        upload_bps, download_bps = self._rounds.bandwidth_bps()
+        upload_bps, download_bps = self.rounds.bandwidth_bps()
         self._update(
             addresses=addresses, reduces=bool(addresses), upload_bps=upload_bps, download_bps=download_bps
         )
@@ -286,8 +287,10 @@ class Collaboration:
         if self._called == (own.step, own.lineage) or self.progress.batch_full(self._now()):
             return Due.ROUND
         batches = self.progress.samples(self._now()) / self.progress.target_batch_size
-        alone = self.progress.local_steps > 1 and batches >= self._steps_alone + 1
-        return Due.LOCAL_STEP if alone else Due.NOTHING
+        if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
+            self._steps_alone += 1
+            return Due.LOCAL_STEP
+        return Due.NOTHING
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""
@@ -317,15 +320,6 @@ class Collaboration:
                     await self._wake.wait()
         self._throughput.work(self._now())
         return due
-
-    @property
-    def plan(self) -> CommunicationPlan | None:
-        """How this peer stays within its traffic budget; None without one, or before its first round."""
-        return self._rounds.plan
-
-    def on_local_step(self) -> None:
-        """Count a local step of the trainer."""
-        self._steps_alone += 1
 
     async def average(self, values: Floats, weight: float, encoding: UploadEncoding) -> RoundResult | None:
         """Take part in the round of the own step; ``values`` becomes the mean. Returns None if there is no mean."""
@@ -365,7 +359,7 @@ class Collaboration:
                 self._update(samples=self.progress.own.samples + weight)  # for the next try
             else:
                 lineage = await asyncio.to_thread(apply, values)
-                self.advance(lineage, result, samples=self.progress.own.samples)
+                await self.advance(lineage, result, samples=self.progress.own.samples)
             return result
         finally:
             self._averaging = False
@@ -374,8 +368,8 @@ class Collaboration:
     async def _round(
         self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
     ) -> RoundResult:
-        result = await self._rounds.take_part(own, values, weight, encoding, formed=self._on_formed)
-        plan = self._rounds.update_plan(result, self.progress)
+        result = await self.rounds.take_part(own, values, weight, encoding, formed=self._on_formed)
+        plan = self.rounds.update_plan(result, self.progress)
         if self._settings.auto_steps and plan is not None:
             self._update(local_steps=plan.local_steps)
         return result
@@ -385,11 +379,11 @@ class Collaboration:
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         """Return the peers expected by their records, the last round or a call: a record may be late."""
-        expected = {*self.progress.participants(step, lineage), *self.assistants.records}
-        expected |= self._rounds.likely(step, lineage) & self.services.peers.linked()
+        expected = {*participants_of(self.progress.records, step, lineage), *self.assistants.records}
+        expected |= self.rounds.likely(step, lineage) & self.services.peers.linked()
         return sorted(expected - self.progress.absent)
 
-    def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
+    async def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
         """Move to the next step after the mean is applied; ``samples`` count for it already."""
         self._applying, self._steps_alone = False, 0
         self._states.outdate()
@@ -429,7 +423,7 @@ class Collaboration:
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
             return CaughtUp(None)
-        capacity = max(1, self._settings.max_replay_bytes // (4 * self._rounds.numel))
+        capacity = max(1, self._settings.max_replay_bytes // (4 * self.rounds.numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
         except StateError:
@@ -455,7 +449,7 @@ class Collaboration:
 
     async def follow_round(self, step: int, lineage: bytes) -> Floats | None:
         """Take part with weight 0 and return the mean; None if it is not complete."""
-        values = np.zeros(self._rounds.numel, np.float32)
+        values = np.zeros(self.rounds.numel, np.float32)
         own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
         try:
             result = await self._round(own, values, 0.0)
@@ -464,20 +458,12 @@ class Collaboration:
             return None
         return None if result.kept_local else values
 
-    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         """Move this peer's record to a state that it has loaded, is about to load or, ``syncing``, still needs."""
         self._steps_alone = 0
-        self._rounds.matchmaker.forget(step, lineage)
+        self.rounds.matchmaker.forget(step, lineage)
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
-
-    def donors(self, branch: Branch) -> list[PeerId]:
-        """Return the peers that can give the branch's state."""
-        return sorted(branch.peers - {self.services.peers.id})
-
-    def distrust(self, donors: list[PeerId]) -> None:
-        """Take the vote of donors that could not give the state that they claim."""
-        self.progress.distrust(donors, now=self._now())
 
     async def download(self, donors: list[PeerId]) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
@@ -530,7 +516,8 @@ class CatchUp:
     async def _run(self) -> CaughtUp:
         reasons: dict[str, None] = {}
         for attempt in range(BRANCHES * ATTEMPTS):
-            donors = self._collaboration.donors(await self._collaboration.refresh())
+            branch = await self._collaboration.refresh()
+            donors = sorted(branch.peers - {self._collaboration.progress.me})
             if not donors and (self._has_state or not reasons):
                 return CaughtUp(None)
             if not donors:
@@ -557,7 +544,7 @@ class CatchUp:
         self._failures += 1
         if self._failures >= ATTEMPTS or now - (self._trying_since or now) > PATIENCE_S:
             # A false claim, such as step 10^9, must not hide the other peers forever.
-            self._collaboration.distrust(donors)
+            self._collaboration.progress.distrust(donors, now=now)
             self._failures, self._trying_since = 0, None
 
     async def _complete(self, snapshot: Snapshot, donors: list[PeerId]) -> CaughtUp:
@@ -574,7 +561,7 @@ class CatchUp:
                 self._on_failure(donors)
             self._outdated = snapshot.manifest.root
             raise StateError("the swarm moved on during the download")
-        self._collaboration.adopt(step, lineage)
+        await self._collaboration.adopt(step, lineage)
         return CaughtUp(snapshot, tuple(means))
 
     async def _follow(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,6 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 LEAD = 0
 
 
-class Trains(Protocol):
-    """The part of a `Swarm` that rank 0 needs."""
-
-    def optimizer(
-        self, optimizer: Optimizer, *, target_batch_size: int, **settings: Any
-    ) -> SwarmOptimizer: ...
-
-
 @dataclass(frozen=True)
 class _Update:
     """Message of rank 0 to the others after each call."""
@@ -47,7 +39,7 @@ class _Update:
 
 
 def host_optimizer(
-    swarm: Trains | None,
+    swarm: Any,
     optimizer: Optimizer,
     *,
     target_batch_size: int,
@@ -60,7 +52,7 @@ def host_optimizer(
     one rank alone: use bfloat16.
 
     Args:
-        swarm: this peer's on rank 0, None on the others.
+        swarm: this peer's `Swarm` on rank 0, None on the others.
         optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
         target_batch_size: samples of all peers together for one global step.
         timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.

@@ -56,12 +56,13 @@ class OptimizerLock:
         close: ``close(hand_over_s)`` hands over the accumulated samples and closes.
 
     Attributes:
+        lock: hold it to close the optimizer.
         closed: set at the end.
     """
 
     def __init__(self, runtime: Runner, gate: PauseGate, close: Callable[[float], None]) -> None:
         self._runtime, self._gate, self._close = runtime, gate, close
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._hand_over_s: float | None = None
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self.closed = threading.Event()
@@ -83,7 +84,7 @@ class OptimizerLock:
                 "buttons do not react while a cell runs, interrupt it first (■)."
             )
             self._runtime.call(self._gate.wait_open())
-        with self._lock:
+        with self.lock:
             if self.closed.is_set():
                 raise RuntimeError(self._why)
             yield
@@ -96,12 +97,6 @@ class OptimizerLock:
     def ending(self) -> bool:
         """True if the trainer should finish its call, hand over and close."""
         return self._hand_over_s is not None
-
-    @contextmanager
-    def of_closer(self) -> Iterator[None]:
-        """Hold the lock to close the optimizer."""
-        with self._lock:
-            yield
 
     def end(self, why: str, *, hand_over_s: float) -> None:
         """Let the trainer's next call hand over, close and raise ``why``; an idle trainer must be closed instead."""
@@ -401,10 +396,7 @@ class SwarmOptimizer(Optimizer):
         self._replica.load(state)
         self._gathered.feedback = feedback
         self._gathered.forget()
-        self._runtime.call(self._adopt_replica(syncing=False))
-
-    async def _adopt_replica(self, *, syncing: bool) -> None:
-        self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=syncing)
+        self._runtime.call(self._collaboration.adopt(self._replica.step, self._replica.lineage))
 
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
@@ -412,7 +404,7 @@ class SwarmOptimizer(Optimizer):
         Args:
             hand_over_s: how long to wait for a last round that takes the accumulated samples; with 0 they are lost.
         """
-        with self.turn.of_closer():
+        with self.turn.lock:
             if self.turn.closed.is_set():
                 return
             if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
@@ -470,17 +462,13 @@ class SwarmOptimizer(Optimizer):
         if due is Due.CATCH_UP:
             self._synchronize()
         elif due is Due.LOCAL_STEP:
-            uninterrupted(self._step_alone)
+            assert isinstance(self._gathered, LocalSteps)
+            uninterrupted(self._gathered.step)
         elif due is Due.ROUND and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due is Due.ROUND:
             return self._round()
         return None
-
-    def _step_alone(self) -> None:
-        assert isinstance(self._gathered, LocalSteps)
-        self._gathered.step()
-        self._collaboration.on_local_step()
 
     def _contribution(self) -> Floats:
         return self._gathered.contribution(self._collaboration.services.averager.holds)
@@ -497,7 +485,7 @@ class SwarmOptimizer(Optimizer):
         """Apply the mean and publish it, without an interrupt in between: parameters and record must agree."""
         self._apply(self._gathered.samples, values)
         self._gathered.forget()
-        self._runtime.call(self._advance(result))
+        self._runtime.call(self._collaboration.advance(self._replica.lineage, result))
 
     def _apply(self, weight: float, mean: Floats) -> bytes:
         """Take the step and settle the error feedback; a checkpoint must have both or neither."""
@@ -505,9 +493,6 @@ class SwarmOptimizer(Optimizer):
             lineage = self._replica.apply(mean)
             self._gathered.on_delivered(weight)
             return lineage
-
-    async def _advance(self, result: RoundResult) -> None:
-        self._collaboration.advance(self._replica.lineage, result)
 
     # --- delayed updates ------------------------------------------------------------------------------------------
 
@@ -554,7 +539,8 @@ class SwarmOptimizer(Optimizer):
         """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
         own = self._collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            self._runtime.call(self._adopt_replica(syncing=True))
+            adopt = self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
+            self._runtime.call(adopt)
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
@@ -575,7 +561,7 @@ class SwarmOptimizer(Optimizer):
 
     def snapshot(self) -> OptimizerSnapshot:
         """Return the progress of the swarm. Thread-safe."""
-        progress, plan = self._collaboration.progress, self._collaboration.plan
+        progress, plan = self._collaboration.progress, self._collaboration.rounds.plan
         records = progress.records.values()
         return OptimizerSnapshot(
             optimizer=type(self._replica.rule.optimizer).__name__,
@@ -592,7 +578,7 @@ class SwarmOptimizer(Optimizer):
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
         here = f"{self._gathered.samples:g} of {target:g} samples here"
-        plan = self._collaboration.plan
+        plan = self._collaboration.rounds.plan
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
 

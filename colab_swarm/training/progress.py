@@ -259,10 +259,6 @@ class Progress:
         """Samples of all peers together from one round to the next."""
         return self.target_batch_size * self.local_steps
 
-    def participants(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers expected at the round of ``step``."""
-        return participants_of(self.records, step, lineage)
-
     @property
     def absent(self) -> frozenset[PeerId]:
         """Peers that are paused or idle."""

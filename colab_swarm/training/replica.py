@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,7 +26,7 @@ from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.tensors.flat import FlatVector
 from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
-from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room
+from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room, spans
 
 T = TypeVar("T")
 
@@ -173,7 +172,10 @@ class Replica:
                     self.rule.optimizer.load_state_dict(state["local"])
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
-                _require_options(self._optimizer, before[0])
+                # Torch accepts the options of any optimizer, and would fail in the next step.
+                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
+                    if missing := own.keys() - given.keys():
+                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # it is not trusted
                 self._optimizer.load_state_dict(before[0])
                 self.rule.optimizer.load_state_dict(before[1])
@@ -189,7 +191,14 @@ class Replica:
         with self.lock:
             step, lineage = self.step, self.lineage
             tensors, skeleton = flatten(self.state())
-            blob = _joined(tensors.values())
+            blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors.values()), np.uint8)
+            at = 0
+            for tensor in tensors.values():
+                if tensor.nbytes:
+                    torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(
+                        tensor.reshape(-1).view(torch.uint8)
+                    )
+                at += room(tensor.nbytes)
         entries = tuple(
             TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
         )
@@ -203,18 +212,16 @@ class Replica:
             StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
         layout = decode_layout(snapshot.manifest.skeleton)
-        tensors = _parted(snapshot.blob, layout.tensors)
+        tensors: dict[str, torch.Tensor] = {}
+        for entry, span in zip(layout.tensors, spans(layout.tensors, snapshot.blob.nbytes), strict=True):
+            dtype, part = getattr(torch, entry.dtype), torch.from_numpy(snapshot.blob[span])
+            tensors[entry.name] = (
+                part.view(dtype).reshape(entry.shape) if len(part) else torch.empty(entry.shape, dtype=dtype)
+            )
         state = unflatten(tensors, decode_skeleton(layout.skeleton))
         _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
-
-
-def _require_options(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
-    """Check the loaded options: torch accepts those of any optimizer, and would fail in the next step."""
-    for mine, loaded in zip(before["param_groups"], optimizer.param_groups, strict=True):
-        if missing := mine.keys() - loaded.keys():
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -276,34 +283,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
     elif isinstance(state, dict | list | tuple):
         for part in state.values() if isinstance(state, dict) else state:
             yield from _tensors(part)
-
-
-def _joined(tensors: Any) -> NDArray[np.uint8]:
-    tensors = list(tensors)
-    blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors), np.uint8)
-    at = 0
-    for tensor in tensors:
-        if tensor.nbytes:
-            torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(tensor.reshape(-1).view(torch.uint8))
-        at += room(tensor.nbytes)
-    return blob
-
-
-def _parted(blob: NDArray[np.uint8], entries: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
-    at, tensors = 0, {}
-    for entry in entries:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or any(side < 0 for side in entry.shape):
-            raise StateError(f"the donor's state has a tensor of unknown kind {entry.dtype!r}")
-        size_bytes = int(np.prod(entry.shape, dtype=object)) * dtype.itemsize
-        if size_bytes > blob.nbytes - at:
-            raise StateError("the donor's state is shorter than it says")
-        part = torch.from_numpy(blob[at : at + size_bytes])
-        tensors[entry.name] = (
-            part.view(dtype).reshape(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
-        )
-        at += room(size_bytes)
-    return tensors
 
 
 def uninterrupted(work: Callable[[], T]) -> T:

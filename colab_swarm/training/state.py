@@ -335,10 +335,10 @@ def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
     """
     layout = decode_layout(snapshot.manifest.skeleton)
     tensors: dict[str, TensorBytes] = {}
-    for entry, span in zip(layout.tensors, _spans(layout.tensors, snapshot.blob.nbytes), strict=True):
+    for entry, span in zip(layout.tensors, spans(layout.tensors, snapshot.blob.nbytes), strict=True):
         tensors[entry.name] = TensorBytes(entry.dtype, entry.shape, memoryview(snapshot.blob.data)[span])
     state = _checked_state(layout.skeleton, tensors, len(layout.tensors))
-    if (_step(state), _lineage(state)) != (snapshot.manifest.step, snapshot.manifest.lineage):
+    if _step_and_lineage(state) != (snapshot.manifest.step, snapshot.manifest.lineage):
         raise StateError("the donor's state is not of the step that it claims")
     return tensors, layout.skeleton.decode()
 
@@ -348,13 +348,14 @@ def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
     entries = tuple(TensorEntry(name, tensor.kind, tensor.shape) for name, tensor in tensors.items())
     state = _checked_state(skeleton.encode(), tensors, len(entries))
     blob = np.zeros(sum(room(tensor.data.nbytes) for tensor in tensors.values()), np.uint8)
-    for span, tensor in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
+    for span, tensor in zip(spans(entries, blob.nbytes), tensors.values(), strict=True):
         memoryview(blob.data)[span] = tensor.data
     layout = msgspec.msgpack.encode(Layout(skeleton.encode(), entries))
-    return Snapshot.of(step=_step(state), lineage=_lineage(state), skeleton=layout, blob=blob)
+    step, lineage = _step_and_lineage(state)
+    return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
 
 
-def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
+def spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
     """Yield the byte range of each tensor in a blob."""
     at = 0
     for entry in entries:
@@ -408,16 +409,12 @@ def _finite(tensor: TensorBytes) -> bool:
     return True
 
 
-def _step(state: Mapping[str, Any]) -> int:
-    match state.get("step"):
-        case int(step) if not isinstance(step, bool) and step >= 0:
-            return step
-    raise StateError("the state does not say its step")
-
-
-def _lineage(state: Mapping[str, Any]) -> bytes:
+def _step_and_lineage(state: Mapping[str, Any]) -> tuple[int, bytes]:
+    step = state.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError("the state does not say its step")
     try:
-        return base64.b64decode(state["lineage"]["bytes"], validate=True)
+        return step, base64.b64decode(state["lineage"]["bytes"], validate=True)
     except (LookupError, TypeError, ValueError) as error:
         raise StateError("the state does not say its lineage") from error
 

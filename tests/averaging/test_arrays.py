@@ -14,7 +14,7 @@ from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from colab_swarm.swarm.network import assemble, find_others
 
 
-def test_a_mean_has_the_shape_and_kind_of_what_was_given() -> None:
+def test_a_mean_has_the_shape_and_kind_of_its_input() -> None:
     for values in (torch.ones(2, 3, dtype=torch.float16), torch.ones(4, requires_grad=True)):
         flat, restore = flatten(values)
         mean = restore(flat * 2)
@@ -33,7 +33,7 @@ def test_numbers_and_lists_are_arrays_too() -> None:
 
 
 @pytest.mark.parametrize("values", ["text", [1j], None])
-def test_what_has_no_mean_is_refused(values: object) -> None:
+def test_values_without_a_mean_are_refused(values: object) -> None:
     with pytest.raises(ValueError, match="real numbers"):
         flatten(values)
 

@@ -43,7 +43,7 @@ def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
     assert outcome.results["bob"].sent_bytes < 0.8 * outcome.results["alice"].sent_bytes
 
 
-def test_a_codec_that_nobody_knows_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt, encoded = [], AllReduce._encoded
 
     def spoil(exchange: AllReduce, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
@@ -65,7 +65,7 @@ def test_the_error_of_compression_is_measured(codec: str, least: float, most: fl
         assert least <= result.compression_error <= most
 
 
-def test_the_residual_is_exactly_what_the_codec_cut_off() -> None:
+def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     feedback = ErrorFeedback(NUMEL)
     outcome = run_round(numel=NUMEL, codec="int8", encodings={"alice": UploadEncoding(feedback=feedback)})
     feedback.settle()
@@ -88,7 +88,7 @@ def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
-def test_feedback_makes_up_for_what_was_cut_off_over_the_rounds(codec: str) -> None:
+def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     """The same vectors in every round: the mean of what arrived comes near their mean."""
     feedbacks = {name: ErrorFeedback(NUMEL) for name in NAMES[:4]}
     encodings = {name: UploadEncoding(feedback=feedback) for name, feedback in feedbacks.items()}
@@ -108,7 +108,7 @@ def test_feedback_makes_up_for_what_was_cut_off_over_the_rounds(codec: str) -> N
     assert errors[-1] < 0.5 * errors[0]
 
 
-def test_what_means_lose_is_little_where_contributions_lose_much() -> None:
+def test_means_lose_little_where_contributions_lose_much() -> None:
     assert [mean_codec_for(name) for name in ("float32", "int8", "adaptive")] == [
         "float32",
         "int8",
@@ -123,7 +123,7 @@ def test_an_unknown_precision_lists_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
-def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_nobody_time(codec: str) -> None:
+def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_no_time(codec: str) -> None:
     def spoil(contributions: dict[str, Floats]) -> None:
         contributions["alice"].fill(np.inf)
 
