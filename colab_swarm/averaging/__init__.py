@@ -46,16 +46,10 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 ## Times
 
-| what | value |
-|---|---|
-| the whole round, recovery included | 120 s |
-| silence after which a contributor is dropped | 10 s |
-| silence after which a reducer is dropped | 25 s |
-| dialling a member | 3 s |
-| a candidate's answer to a call | 10 s |
-
-See `colab_swarm.averaging.exchange.AveragingSettings` and `colab_swarm.averaging.group.GroupFormationSettings`. A busy
-notebook stalls its own peer, so no silence under 10 s counts as a failure.
+A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a reducer after 25 s: a
+busy notebook stalls its own peer, so no shorter silence counts as a failure. Dialling a member takes 3 s at most, and a
+candidate's answer to a call 10 s. See `colab_swarm.averaging.exchange.AveragingSettings` and
+`colab_swarm.averaging.group.GroupFormationSettings`.
 
 ## What goes wrong
 

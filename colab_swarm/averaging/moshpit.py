@@ -247,10 +247,8 @@ class MoshpitResult:
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
 
     def _repr_html_(self) -> str:
-        rows = [
-            (f"{number}", repr(one) if one else "did not take part")
-            for number, one in enumerate(self.rounds, 1)
-        ]
+        rounds = enumerate(self.rounds, 1)
+        rows = [(f"{number}", repr(one) if one else "did not take part") for number, one in rounds]
         return facts(repr(self), {}, ("round", "result"), rows)
 
 

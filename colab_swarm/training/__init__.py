@@ -45,14 +45,9 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 
 ## Times
 
-| what | value |
-|---|---|
-| two progress records of a peer, at most | 60 s apart; forgotten after four times as long |
-| a round waits for peers that do not answer | 5 s (`matchmaking_timeout_s`) |
-| and for those that announced to finish a batch | 60 s |
-| matchmaking and averaging of one round | 180 s |
-
-See `colab_swarm.training.settings.TrainingSettings`.
+A peer publishes a record every 60 s at least; it is forgotten after four times as long. A round waits 5 s for peers
+that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking and
+averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSettings`.
 
 ## What goes wrong
 

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -46,6 +46,9 @@ from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import Snapshot, StateSharing
 
 logger = logging.getLogger(__name__)
+
+CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
+"""A state to load, and the means of the rounds since, in order."""
 
 LATE_BATCHES = 3.0
 """A trainer that is silent for the time of this many micro-batches does not join a round soon."""
@@ -115,14 +118,6 @@ class Due(enum.Enum):
     LOCAL_STEP = "take a local step"
     ROUND = "a round is due"
     CATCH_UP = "the swarm moved on without this peer"
-
-
-@dataclass(frozen=True)
-class CaughtUp:
-    """A state to load and the means of the rounds since, in order; no snapshot if this peer's own state counts."""
-
-    snapshot: Snapshot | None
-    means: tuple[Floats, ...] = ()
 
 
 class Collaboration:
@@ -409,8 +404,8 @@ class Collaboration:
 
     # --- catching up --------------------------------------------------------------------------------------------
 
-    async def catch_up(self) -> CaughtUp:
-        """Get the state of the swarm's branch; if no other peer trains, this peer's own state counts.
+    async def catch_up(self) -> CaughtUp | None:
+        """Return the state of the swarm's branch, or None if this peer's own state counts.
 
         Raises:
             StateError: no peer on the branch could give its state, and this peer has none of its own.
@@ -422,7 +417,7 @@ class Collaboration:
         branch = self.progress.branch()
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
-            return CaughtUp(None)
+            return None
         capacity = max(1, self._settings.max_replay_bytes // (4 * self.rounds.numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
@@ -431,7 +426,7 @@ class Collaboration:
             raise
         finally:
             self._throughput.active_at = self._now()
-        if caught_up.snapshot is None:
+        if caught_up is None:
             self._update(syncing=False)
         return caught_up
 
@@ -500,7 +495,7 @@ class CatchUp:
         self._trying_since: float | None = None
         self._outdated = b""  # root of the last snapshot that was behind the branch
 
-    async def run(self) -> CaughtUp:
+    async def run(self) -> CaughtUp | None:
         """Download the state and bring it up to date.
 
         Raises:
@@ -513,13 +508,13 @@ class CatchUp:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
 
-    async def _run(self) -> CaughtUp:
+    async def _run(self) -> CaughtUp | None:
         reasons: dict[str, None] = {}
         for attempt in range(BRANCHES * ATTEMPTS):
             branch = await self._collaboration.refresh()
             donors = sorted(branch.peers - {self._collaboration.progress.me})
             if not donors and (self._has_state or not reasons):
-                return CaughtUp(None)
+                return None
             if not donors:
                 break
             try:
@@ -562,7 +557,7 @@ class CatchUp:
             self._outdated = snapshot.manifest.root
             raise StateError("the swarm moved on during the download")
         await self._collaboration.adopt(step, lineage)
-        return CaughtUp(snapshot, tuple(means))
+        return snapshot, means
 
     async def _follow(self) -> None:
         while True:

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +33,11 @@ from colab_swarm.runtime import PauseGate, Runner
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
-from colab_swarm.training.collaboration import CaughtUp, Collaboration, Due
+from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import Gradients, LocalSteps, Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.state import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -197,15 +198,6 @@ class OptimizerSnapshot:
         )
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A round that runs while the trainer computes."""
-
-    task: asyncio.Task[RoundResult | None]
-    values: Floats
-    weight: float
-
-
 class SwarmOptimizer(Optimizer):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
@@ -234,7 +226,8 @@ class SwarmOptimizer(Optimizer):
             else Gradients(self._replica, error_feedback=settings.error_feedback)
         )
         self._settings = settings
-        self._flight: _Flight | None = None
+        # A round that runs while the trainer computes: its task, contribution and weight.
+        self._flight: tuple[asyncio.Task[RoundResult | None], Floats, float] | None = None
         self.turn = OptimizerLock(
             runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s)
         )
@@ -317,7 +310,7 @@ class SwarmOptimizer(Optimizer):
 
         Raises:
             ValueError: ``samples`` is not a positive number.
-            StateError: this peer fell behind and nobody could give it the state.
+            StateError: this peer fell behind and no peer could give it the state.
             RuntimeError: this peer has left: you closed it, or the platform's session is about to end and the
                 accumulated samples are handed over; the text says how to continue.
         """
@@ -410,16 +403,16 @@ class SwarmOptimizer(Optimizer):
             if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
                 self._wait_step(hand_over_s)
             self.turn.closed.set()
-            flight, self._flight = self._flight, None
-            self._runtime.call(self._stop(flight))
+            self._runtime.call(self._stop())
             self._replica.show()
             if self._saver is not None:
                 self._saver.save(self)
 
-    async def _stop(self, flight: _Flight | None) -> None:
+    async def _stop(self) -> None:
+        flight, self._flight = self._flight, None
         if flight is not None:
-            flight.task.cancel()
-            await asyncio.wait([flight.task])
+            flight[0].cancel()
+            await asyncio.wait([flight[0]])
         if self._saving is not None:
             self._saving.cancel()
         await self._collaboration.stop()
@@ -499,7 +492,7 @@ class SwarmOptimizer(Optimizer):
     def _take_off(self) -> None:
         """Start a round with the accumulated gradients, and give the model the last round's update."""
         values, weight = self._contribution(), self._gathered.samples
-        self._flight = _Flight(self._runtime.call(self._begin(values, weight)), values, weight)
+        self._flight = self._runtime.call(self._begin(values, weight)), values, weight
         self._gathered.forget()
         self._replica.show()
 
@@ -510,26 +503,27 @@ class SwarmOptimizer(Optimizer):
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
         """Return the result of the running round if it has ended; gradients that it could not deliver come back."""
-        flight = self._flight
-        if flight is None or not (wait or flight.task.done()):
+        if self._flight is None:
             return None
-        self._runtime.call(asyncio.wait([flight.task]))
+        task, values, weight = self._flight
+        if not (wait or task.done()):
+            return None
+        self._runtime.call(asyncio.wait([task]))
         self._flight = None
-        result = flight.task.result()
+        result = task.result()
         if result is None:
-            self._gathered.on_returned(flight.values, flight.weight)
+            self._gathered.on_returned(values, weight)
         return result
 
     def _synchronize(self) -> None:
         caught_up = self._runtime.call(self._collaboration.catch_up())
-        if caught_up.snapshot is not None:
-            uninterrupted(lambda: self._catch_up(caught_up))
+        if caught_up is not None:
+            uninterrupted(lambda: self._catch_up(*caught_up))
 
-    def _catch_up(self, caught_up: CaughtUp) -> None:
-        assert caught_up.snapshot is not None
+    def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
         try:
-            self._replica.load_snapshot(caught_up.snapshot)
-            for mean in caught_up.means:
+            self._replica.load_snapshot(snapshot)
+            for mean in means:
                 self._replica.apply(mean)
             self._gathered.forget()
         finally:

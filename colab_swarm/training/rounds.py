@@ -73,9 +73,8 @@ class LinkBandwidth:
     def known(self, most_bps: float | None = None) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second, bounded by ``most_bps``; None where not measured."""
         links = self._peers.statistics()
-        return self._upload.known(links.upload_bps, most_bps), self._download.known(
-            links.download_bps, most_bps
-        )
+        upload_bps = self._upload.known(links.upload_bps, most_bps)
+        return upload_bps, self._download.known(links.download_bps, most_bps)
 
 
 class Rounds:

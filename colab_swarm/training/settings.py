@@ -212,17 +212,13 @@ class AveragingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a collaboration trains.
+    """How a collaboration trains; see `AveragingOptions` for the fields that are not listed.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
-        compression, mean_compression: of gradients and their means (see `colab_swarm.tensors.codecs.Precision`).
-        error_feedback: add what compression cut off a gradient to the next one.
-        local_steps: least number between two rounds (DiLoCo); 1: no local steps; "auto": as the budget needs.
         budget: for this peer's traffic.
-        matchmaking_timeout_s: how long a round waits for peers that do not answer.
-        max_matchmaking_s: how long it waits for peers that announced to finish a batch.
+        max_matchmaking_s: how long a round waits for peers that announced to finish a batch.
         round_timeout_s: bound on matchmaking and averaging of one round together.
         max_report_s: longest time between two progress records of a peer; one that vanished without its links
             breaking is forgotten after four times as long.

@@ -66,7 +66,7 @@ class DeadTrainers:
 def test_a_late_joiner_gets_past_trainers_that_died_at_different_steps(steps: list[int]) -> None:
     swarm = DeadTrainers(steps)
     caught_up = run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
-    assert caught_up.snapshot is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
+    assert caught_up is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
     assert set(swarm.downloads[:-1]) == dead and swarm.downloads[-1] == (peer(1),)
 
