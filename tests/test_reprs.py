@@ -76,7 +76,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),
         (
             MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left"),
-            "GridResult(2 peers on 2, 1 failures: bob left, 1.5 s)",
+            "MoshpitResult(2 peers on 2, 1 failures: bob left, 1.5 s)",
         ),
         (GIVEN, "Leaderboard(2 peers, 1,200 samples)"),
         (GIVEN[0], "Contribution(a1a1a1a1, samples=1,200)"),

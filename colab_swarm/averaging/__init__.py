@@ -2,95 +2,82 @@
 
 ## What problem it solves
 
-Peers on unequal, unreliable lines want the weighted mean of one long vector (a gradient, or a model's
-parameters), and all that end a round must hold the same bits, whoever dies on the way.
+Peers on unequal, unreliable links need the weighted mean of one long vector: a gradient, or a model's parameters. All
+peers that finish a round must hold the same bits, even if peers die on the way.
 
 ## The idea
 
-Every member of a group reduces one *span* of the vector for all others (butterfly all-reduce). Contributions
-go up, means come back while contributions still flow, in *chunks* of one packet:
+Every member of a group reduces one *span* of the vector for all others (butterfly all-reduce). Contributions go up,
+and means come back while contributions still flow, in *chunks* of one packet:
 
                  span 0 (alice)   span 1 (bob)   span 2 (carol)
     alice       [    mine     ]--->[    ]--------->[        ]         up: 1 - my share of the vector
     bob          [   ]<-----------  mine  -------->[        ]         back: the means of the other spans
-    carol        [   ]<------------[    ]<---------   mine            a line's time follows from the shares
+    carol        [   ]<------------[    ]<---------   mine            the shares determine each link's time
 
-Who reduces how much is a linear program over what each line was measured to carry
-(`colab_swarm.averaging.strategy`): a peer with a slow upload reduces less, one with a fast line more. The
-plan says in a sentence what it chose; `RoundFinished.explanation` has it.
+A linear program over the measured bandwidths decides the shares: a peer with a slow upload reduces less, one with a
+fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 ## Messages
 
-| message | from, to | says |
+| message | from, to | content |
 |---|---|---|
-| `RoundCall(terms)` | organizer to candidate | a round on these terms begins, are you coming? |
-| `JoinEta(ready_in_s, group)` | back | ready in so many seconds; not; or: the step has its group already |
-| `JoinRound(ticket, contact)` | member to organizer | here I am, with this weight, step, lineage, line and codec |
-| `Joined(group, organizer, reason)` | back | the group, or who organizes instead, or why not |
+| `RoundCall(terms)` | organizer to candidate | an invitation to a round on these terms |
+| `JoinEta(ready_in_s, group)` | back | ready in this many seconds; declined; or: the step has its group already |
+| `JoinRound(ticket, contact)` | member to organizer | joins with this weight, step, lineage, bandwidth and codec |
+| `Joined(group, organizer, reason)` | back | the group, another organizer, or the reason for a refusal |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
-| `RoundPing(round_id)` | any | are you alive? |
+| `RoundPing(round_id)` | any | checks that a peer is alive |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
 
 ## States of a round
 
-    candidates --rank--> organizer --Gathering--> group --exchange--> means --(recovery)--> RoundResult
-                            |                       |                                          |
-                     "organized elsewhere"    everybody hands it out            on_round, RoundFinished
+    candidates --rank--> organizer --GroupFormation--> group --exchange--> means --(recovery)--> RoundResult
+                            |                            |                                          |
+                     "organized elsewhere"     every member passes it on                 on_round, RoundFinished
 
-- **Who organizes.** Candidates are ranked by SHA-256 of prefix, step and id. The first that is alive and
-  willing organizes; nobody negotiates. Organizers whose views differ redirect up the rank, never down.
-- **When a group closes.** When everybody who said that they come is here; at the latest after 60 s. Who
-  cannot be called but may come by itself has 2 s. A group survives its organizer, since every member hands it
-  out.
-- **What a group agrees on.** Step, lineage (the history of the parameters, see `colab_swarm.training`),
-  layout of the vector, codecs.
-- **A chunk** is finished when all members that are still expected have delivered it. Its mean never changes
-  after.
+- **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing one organizes,
+  without negotiation. Organizers with different views redirect up the rank, never down.
+- **Closing a group.** A group closes when all peers that accepted have joined, after 60 s at the latest. A peer that
+  cannot be called has 2 s to join on its own. Every member passes the group on, so it survives its organizer.
+- **Agreement.** All members have the same step, lineage, layout of the vector, and codecs. A lineage is a chain of
+  digests that names a branch of parameters (`colab_swarm.averaging.group`).
+- **A chunk** is finished when all members that are still expected have delivered it. Its mean never changes afterwards.
 
 ## Times
 
-| what | value |
-|---|---|
-| the whole round, recovery included | 120 s |
-| silence after which a contributor is given up | 10 s |
-| silence after which a reducer is given up | 25 s |
-| dialling a member | 3 s |
-| candidate's answer to a call | 10 s |
-
-They are fields of `colab_swarm.averaging.exchange.AveragingSettings` and
-`colab_swarm.averaging.group.GroupFormationSettings`. No less than 10 s: a busy notebook stalls its own peer.
+A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a reducer after 25 s: a
+busy notebook stalls its own peer, so no shorter silence counts as a failure. Dialling a member takes 3 s at most, and a
+candidate's answer to a call 10 s. See `colab_swarm.averaging.exchange.AveragingSettings` and
+`colab_swarm.averaging.group.GroupFormationSettings`.
 
 ## What goes wrong
 
-Rounds never raise for a peer's fault; `RoundResult` tells.
+Rounds never raise for another peer's failure; `RoundResult` shows it.
 
-- *A sender vanishes.* It counts in the chunks that it had sent, at everybody, and in no others. Its weight
-  leaves the rest.
-- *A sender tells nonsense* (NaN, wrong length): banned for this round, what it delivered in good order stays.
-- *A reducer vanishes.* The next living reducer in member order becomes the span's coordinator. It asks the
-  others for means that have arrived, and has the rest computed anew from the survivors' contributions, as
-  float32, so that all end with the same bits (`colab_swarm.averaging.round`).
-- *Nobody can give a chunk.* It is kept local and reported; in training, such a peer fetches the state
-  afterwards.
-- *An organizer lies* (groups that are none, endless refusals): passed over for half an hour.
+- *A sender vanishes.* It counts in the chunks that it has sent, at all members, and in no others. Its weight leaves
+  the rest.
+- *A sender sends invalid data* (NaN, wrong length): it is dropped from this round, and its valid chunks stay.
+- *A reducer vanishes.* The next live reducer in member order becomes the span's coordinator. It collects the means
+  that have arrived, and recomputes the rest from the survivors' contributions as float32.
+- *No member can give a chunk.* Its values stay local and are reported. In training, such a peer then fetches the state.
+- *An organizer misbehaves* (invalid groups, endless refusals): peers leave it out for half an hour.
 
-**Security.** Only a worker's contribution counts; only members take part in a round. A claimed bandwidth
-counts for 16 times the median at most, so a liar slows a round only so much. Not guarded against: plausible
-but false values.
+**Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
+16 times the median at most. Not guarded against: plausible but false values.
 
-## Groups in turn: Moshpit
+## Several groups: Moshpit averaging
 
-`swarm.average(array, weight=n)` averages any array among all who call at about the same time. The first
-caller waits 5 s, those who met before wait only for each other. With many peers, or many failures, they are
-laid out on a grid and average along one axis after the other: after one round per axis all have the exact
-mean, and a failure costs only its own line (`colab_swarm.averaging.moshpit`, `moshpit`, `assembly`). Codecs
-without error feedback lose values here for good.
+`swarm.average(array, weight=n)` averages any array among all peers that call at about the same time. The first caller
+waits 5 s; peers that met before wait only for each other. Many peers, or unreliable ones, are arranged on a grid and
+average along one axis after the other. After one round per axis all have the exact mean, and a failed peer costs only
+its own line. Codecs without error feedback lose values for good here.
 
     mean, result = swarm.average(gradient, weight=len(batch))
 
-In training a round is one group, for all its peers must end with the same bits.
+In training a round is one group, because all its peers must end with the same bits.
 
-## The paper and the modules
+## The papers and the modules
 
 Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arXiv
 2106.10207](https://arxiv.org/abs/2106.10207); Ryabinin et al., *Moshpit SGD*, [arXiv
@@ -99,21 +86,20 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | DeDLOC | module |
 |---|---|
 | section 3.2, equation 1: the linear program | `colab_swarm.averaging.strategy` |
-| section 3.2: butterfly all-reduce over spans | `partition`, `reducer`, `exchange`, `pace` |
-| section 3.2: recovery of a lost peer's span | `recovery`, `ledger` |
-| groups without a fixed leader | `group`, `matchmaking`, `rooms`, `bars` |
-| section 3.2 and appendix C: groups in turn | `grid`, `moshpit`, `assembly` |
+| section 3.2: butterfly all-reduce over spans | `group`, `reducer`, `exchange` |
+| section 3.2: recovery of a lost peer's span | `round` |
+| groups without a fixed leader | `group`, `matchmaking` |
+| section 3.2 and appendix C: several groups | `moshpit`, `assembly` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
-Shares differ from the paper's rates for each pair of peers: a round of ours sends member j its share of every
-vector and gets it back, so n shares determine all pairs. The program then needs no solver; limits of single
-pairs go to HiGHS.
+The paper has a rate for each pair of peers. Here member j gets its share of every vector and returns it, so n shares
+determine all pairs, and the program needs no solver. Limits of single pairs use HiGHS.
 
 ## Measured
 
-4 peers, 18 M parameters, loopback, encrypted: 0.26 s a round, 2.5 all-reduces of unencrypted gloo. A full
-step of 2.4 M values in float16, group included: 0.046 s with 4 processes, 0.103 s with 8 (hivemind 1.1.12:
-0.183 s, 0.757 s). Adaptive shares gain 1.92 times over equal ones in DeDLOC's Table 1 C by prediction, 1.81
-in simulation. Of averages of 16 processes in groups of 4 all were right (hivemind: 55 %). `python -m
-colab_swarm.bench averaging`, `strategy` and `groups` measure again.
+4 peers, 18 M parameters, loopback, encrypted: 0.26 s a round, 2.5 all-reduces of unencrypted gloo. A full step of 2.4 M
+values in float16, group included: 0.046 s with 4 processes, 0.103 s with 8 (hivemind 1.1.12: 0.183 s, 0.757 s).
+Adaptive shares are 1.92 times faster than equal ones in DeDLOC's Table 1 C by prediction, 1.81 in simulation. All
+averages of 16 processes in groups of 4 were right (hivemind: 55 %). Measure again with `python -m colab_swarm.bench
+averaging`, `strategy` or `groups`.
 """

@@ -1,8 +1,8 @@
-"""Whoever calls at about the same time comes together: all of them get the same group, without a fixed membership.
+"""Meetings: peers that call at about the same time all get the same group, without a fixed membership.
 
-A peer that is ready tells so in the DHT, with the number of the meeting it waits for: swarm time, milliseconds. The
-lowest number told is everybody's. The meeting begins when the first has waited for the window, or as soon as all of
-the last meeting are back; its organizer calls the others, and a call ends their waiting too.
+A ready peer publishes in the DHT the number of the meeting that it waits for: swarm time in milliseconds. All peers
+take the lowest published number. The meeting starts when the first peer has waited for the window, or when all peers
+of the last meeting are back. Its organizer then calls the others, which ends their waiting too.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ LOOK_S = 0.25
 TTL_S = 30.0
 TIMEOUT_S = 60.0
 SKEW_MS = 600_000
-"""A number further from this peer's own time is nobody's who means well."""
+"""Ignore a number that is further from this peer's own time."""
 
 
 class WaitingPeer(Message, frozen=True):
-    """Told in the DHT, signed, under the peer's own subkey: I wait for the meeting ``number``."""
+    """DHT record, signed, under the peer's own subkey: the peer waits for the meeting ``number``."""
 
     number: int
     addresses: tuple[str, ...]
 
 
 class Assembly:
-    """One peer's way into the meetings of a name.
+    """One peer's part in the meetings of a name.
 
     Args:
-        window_s: how long the first to come waits for others.
+        window_s: how long the first peer waits for others.
 
     Attributes:
-        number: of the meeting this peer waits for or was in last.
+        number: the meeting that this peer waits for, or took part in last.
     """
 
-    def __init__(self, rooms: PrefixRouter, dht: DHT, prefix: str, *, window_s: float) -> None:
-        self._peers, self._dht = rooms.peers, dht
+    def __init__(self, router: PrefixRouter, dht: DHT, prefix: str, *, window_s: float) -> None:
+        self._peers, self._dht = router.peers, dht
         self._prefix, self._window_s = prefix, window_s
         self._matchmaker = Matchmaker(
-            rooms,
+            router,
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            strategy=equal_shares,  # nothing is averaged here
+            strategy=equal_shares,  # a meeting averages nothing
             settings=GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
         )
         self.number = self._last = 0
@@ -65,20 +65,20 @@ class Assembly:
         self._withdrawing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Meet no more."""
+        """Take part in no more meetings."""
         self._matchmaker.close()
         if self._withdrawing is not None:
             self._withdrawing.cancel()
 
     async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int]) -> Group:
-        """Wait for the others; the group is the same at all its members.
+        """Wait for other peers and return the group, which is the same at all its members.
 
         Args:
-            numel, schema: what is to be averaged; it has to be the same for all.
-            vote: ``vote(peers)``: a number that all members are told: it is this peer's weight in the group.
+            numel, schema: description of the vector to average; it must be the same for all.
+            vote: ``vote(peers)`` returns a number for all members to see: this peer's weight in the group.
 
         Raises:
-            RoundRefused: nobody to meet, or the others average something else.
+            RoundRefused: no peer to meet, or the others average another vector.
         """
         deadline = _now() + self._window_s + TIMEOUT_S
         try:
@@ -93,7 +93,7 @@ class Assembly:
                     self._before = frozenset(member.id for member in group.members)
                     return group
         finally:
-            self._withdrawing = asyncio.create_task(self._tell(ttl_s=0.5))
+            self._withdrawing = asyncio.create_task(self._publish(ttl_s=0.5))
 
     async def _meet_once(
         self, numel: int, schema: bytes, vote: Callable[[int], int], deadline: float
@@ -112,12 +112,12 @@ class Assembly:
             self._terms, self._joining = None, False
 
     async def _wait(self, own: int) -> list[PeerId]:
-        """Until the meeting begins; returns who else waits for one."""
-        begun, told = _now(), 0
+        """Return the other waiting peers when the meeting starts."""
+        begun, published = _now(), 0
         while True:
-            if told != self.number:
-                told = self.number
-                await self._tell(ttl_s=self._window_s + TTL_S)
+            if published != self.number:
+                published = self.number
+                await self._publish(ttl_s=self._window_s + TTL_S)
             waiting = await self._read()
             if not self._called.is_set():
                 self.number = min([own, *waiting.values()])
@@ -140,37 +140,36 @@ class Assembly:
         return 0.0
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        """Who says that it waits, and who was here last time: a record may be late."""
+        """Return the waiting peers and those of the last meeting, whose records may be late."""
         return sorted({*await self._read(), *self._before & self._peers.linked()})
 
     def _plausible(self, number: int) -> bool:
         return number > self._last and abs(number - self._peers.time() * 1000) < SKEW_MS
 
-    async def _tell(self, *, ttl_s: float) -> None:
+    async def _publish(self, *, ttl_s: float) -> None:
         record = WaitingPeer(self.number, self._peers.contact.addresses)
         try:
             await self._dht.store(self._prefix, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
         except PeerError as error:
-            logger.info("could not tell that this peer waits: %s", error)
+            logger.info("could not publish that this peer waits: %s", error)
 
     async def _read(self) -> dict[PeerId, int]:
-        """Who else waits, and for which meeting."""
+        """Return the other waiting peers, and the meeting that each waits for."""
         try:
             found = await self._dht.get(self._prefix)
         except PeerError as error:
-            logger.info("could not read who waits: %s", error)
+            logger.info("could not read the waiting peers: %s", error)
             return {}
         waiting: dict[PeerId, int] = {}
         for subkey, record in found.items():
             try:
-                told = msgspec.convert(record.value, WaitingPeer, strict=False)
+                other = msgspec.convert(record.value, WaitingPeer, strict=False)
             except (msgspec.ValidationError, ValueError):
                 continue
-            contact = Contact(PeerId(subkey), told.addresses)
-            sound = is_sound(contact) and self._plausible(told.number)
-            if sound and contact.id != self._peers.id:
+            contact = Contact(PeerId(subkey), other.addresses)
+            if is_sound(contact) and self._plausible(other.number) and contact.id != self._peers.id:
                 self._peers.learn(contact)
-                waiting[contact.id] = told.number
+                waiting[contact.id] = other.number
         return waiting
 
 

@@ -1,18 +1,11 @@
 """One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
 
-Each member opens one stream to each reducer, so that outgoing connections are enough: contributions go up,
-means come back as they are ready, all reducers at once. Nothing is done per chunk that can be done per
-stream: no tasks, no timers, no copies. A lost reducer's span is recovered afterwards (`recovery`).
-
-Contributions advance evenly towards all reducers, so that means flow back while contributions still flow out.
-
-Each reducer has its own stream, and streams share a connection as equals: left alone, a small span is over long
-before a large one, whose reducer idles at first and whose means come when this peer has nothing left to send.
-
-What each member of a round did when, as one member saw it: what the panel's waterfall draws. Pure.
-
-A few numbers per member, whatever the length of the vector: first and last time of each kind of traffic, and the first
-reason why something of the member is missing.
+- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go up, and means come
+  back as soon as they are ready. No task, timer or copy is made per chunk.
+- `Pace` advances the contributions to all reducers evenly, so that means flow back while contributions still flow out.
+  Otherwise a small span would finish long before a large one, whose reducer would idle first and answer last.
+- `Trace` records when each member sent and received, for the panel's waterfall: a few numbers per member.
+- `colab_swarm.averaging.round` recovers the span of a lost reducer afterwards.
 """
 
 from __future__ import annotations
@@ -36,11 +29,11 @@ from colab_swarm.tensors.feedback import ErrorFeedback
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """How patient a round is.
+    """Timeouts of a round.
 
     Attributes:
         round_timeout_s: bound on the whole round, recovery included.
-        patience_s: silence after which a contributor is given up (10 s or more: a busy notebook stalls us).
+        patience_s: silence after which a contributor is dropped; 10 s or more, as a busy notebook stalls its peer.
         probe_s: how often to look for silent and absent members.
         dial_timeout_s: for reaching a member.
     """
@@ -52,19 +45,16 @@ class AveragingSettings:
 
 
 LEAD = 0.01
-
-"""How far a stream may be ahead of the last one, as a share of its span."""
-
+"""How far a stream may be ahead of the slowest one, as a share of its span."""
 STALL_S = 2.0
-
-"""A stream that sent nothing for so long is waited for by none."""
+"""The other streams stop waiting for one that sent nothing for this time."""
 
 
 class Pace:
-    """How far the contributions to each reducer are. Pure.
+    """Progress of the contributions to each reducer. Pure.
 
     Args:
-        chunks: per reducer with a stream, how many chunks it is to get.
+        chunks: number of chunks to send per reducer with a stream.
     """
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
@@ -73,18 +63,18 @@ class Pace:
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
-        """Whether the next chunk is in turn."""
+        """Return True if this reducer's next chunk may go out."""
         return self._sent[reducer] <= self._last(now) + LEAD
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
-        """Chunk ``index`` went out, or need not; whether others may send now that could not before."""
+        """Count chunk ``index`` as sent or skipped; returns True if that may let other streams send."""
         before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
         return before < self._last(now)
 
     def on_over(self, reducer: int) -> None:
-        """Nothing more is sent to this one."""
+        """Count this reducer's stream as finished."""
         self._sent[reducer] = 1.0
 
     def _last(self, now: float) -> float:
@@ -96,11 +86,11 @@ class Pace:
 
 MAX_REASON_CHARS = 200
 
-_hex = lru_cache(1000)(bytes.hex)  # logs keep many rounds of the same peers: one text each
+_hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: one text each
 
 
 class Times:
-    """From when until when something happened."""
+    """First and last time of one kind of traffic."""
 
     __slots__ = ("first", "last")
 
@@ -109,23 +99,23 @@ class Times:
         self.last = 0.0
 
     def at(self, now: float) -> None:
-        """It happens now."""
+        """Record traffic at ``now``."""
         if self.first is None:
             self.first = now
         self.last = now
 
     def since(self, began_at: float) -> tuple[float, float] | None:
-        """Begin and end, counted from ``began_at``; None if it never happened."""
+        """Return begin and end, counted from ``began_at``, or None if there was no traffic."""
         return None if self.first is None else (self.first - began_at, self.last - began_at)
 
 
 class Trace:
-    """One round's members, by their place in the group.
+    """Traffic with each member of a round, in member order.
 
     Attributes:
-        sent: per member: this peer sends it its span.
-        received: its contribution to this peer's own span comes.
-        means: its means come; this peer's own: they are finished.
+        sent: this peer's contribution to the member's span.
+        received: the member's contribution to this peer's span.
+        means: the means from the member; for this peer, when its own means were finished.
     """
 
     def __init__(self, group: Group, *, now: float) -> None:
@@ -136,17 +126,19 @@ class Trace:
         self._left_out: dict[int, str] = {}
 
     def on_dropped(self, member: int, reason: str) -> None:
-        """Something of the member is missing; the first reason is the one that tells."""
+        """Record why data of the member are missing; the first reason counts."""
         self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
 
     def on_missing(self, members: Iterable[int], where: int) -> None:
-        """The means of the reducer at ``where`` lack these members; why, that reducer knows."""
+        """Record that the means of the reducer at ``where`` lack these members; only that reducer knows why."""
         reducer = short(self._group.members[where].id)
         for member in members:
-            self._left_out.setdefault(member, f"left out by {reducer}, which got not all of its contribution")
+            self._left_out.setdefault(
+                member, f"left out by {reducer}, which did not receive its whole contribution"
+            )
 
     def members(self) -> tuple[MemberTrace, ...]:
-        """The record, in member order."""
+        """Return the record, in member order."""
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
@@ -165,18 +157,12 @@ class Trace:
 logger = logging.getLogger(__name__)
 
 REDUCER_PATIENCE = 2.5
-
 """A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
-
 SILENT_S = 3.0
-
-"""So long after the last sign of a member people want to know what the round waits for."""
-
+"""After this much silence of a member, an event names it as the one that the round waits for."""
 OWN_CHUNKS_AT_ONCE = 8
-
 MEASURED_CHUNKS = 8
-
-"""The error of compression is measured on one chunk of so many, unless it is fed back."""
+"""Compression error is measured on one chunk in this many, or on all with error feedback."""
 
 
 class ReduceSpan(Message, frozen=True):
@@ -188,8 +174,8 @@ class ReduceSpan(Message, frozen=True):
 class Chunk(Message, frozen=True):
     """Chunk ``index`` of a span.
 
-    The payload is a contribution or, if ``averaged``, a mean (empty: there is none).
-    ``missing``: members of positive weight that are not in the mean. ``codec``: empty: the group's.
+    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is no mean.
+    ``missing`` lists members of positive weight that are not in the mean. An empty ``codec`` is the group's.
     """
 
     index: int
@@ -198,49 +184,34 @@ class Chunk(Message, frozen=True):
     codec: str = ""
 
 
-@dataclass
-class Sending:
-    """How a member's contribution travels.
+@dataclass(frozen=True)
+class UploadEncoding:
+    """How a member encodes its contribution.
 
     Attributes:
-        precision: None: the group's.
+        precision: None: the group's codec.
         fine: values at the front that belong to small tensors (see `Precision`).
-        feedback: is told what compression cut off each value.
+        feedback: records what compression cut off each value.
     """
 
     precision: str | None = None
     fine: int | None = None
     feedback: ErrorFeedback | None = None
-    lost: float = 0.0
-    sent: float = 0.0
-
-    def measure(self, span: Span, values: Floats, arrived: Floats) -> None:
-        """What arrived instead of ``values``."""
-        cut = values - arrived
-        self.lost += float(np.dot(cut, cut))
-        self.sent += float(np.dot(values, values))
-        if self.feedback is not None:
-            self.feedback.cut_off(span.start, values, arrived)
-
-    @property
-    def error(self) -> float:
-        """``||Q(v) - v|| / ||v||``, of the chunks that were measured."""
-        return (self.lost / self.sent) ** 0.5 if self.sent else 0.0
 
 
 class RoundPing(Message, frozen=True):
-    """Are you alive? Answered with the same."""
+    """Check that a peer is alive; the answer is the same message."""
 
     round_id: bytes
 
 
 class AllReduce:
-    """The state of one round at one member, and its talks with the other members.
+    """The state of one round at one member, and its streams to the other members.
 
     Args:
         me: this peer's place among the members.
         sums: float32 memory for the own span.
-        collects: whether this member wants the others' means; an assistant does not.
+        collects: whether this member needs the others' means; an assistant does not.
     """
 
     def __init__(
@@ -252,7 +223,7 @@ class AllReduce:
         ledger: SpanLedger,
         sums: Floats,
         settings: AveragingSettings,
-        sending: Sending | None = None,
+        encoding: UploadEncoding | None = None,
         collects: bool = True,
     ) -> None:
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
@@ -260,31 +231,33 @@ class AllReduce:
         self.trace = Trace(group, now=asyncio.get_running_loop().time())
         self.reducer = SpanReducer(ledger.chunks[me], [member.weight for member in group.members], sums)
         self.settled = [asyncio.Event() for _ in group.members]
-        """Per reducer: what could be got from it is here."""
+        """Per reducer: all means that it could give have arrived."""
         self.final = [asyncio.Event() for _ in group.members]
-        """Per reducer: what could be got of its span from anybody is here."""
+        """Per reducer: all means of its span that any member could give have arrived."""
         self.lost: set[int] = set()
-        """Reducers that were lost before all of their means were here."""
+        """Reducers that were lost before all of their means arrived."""
         self.sums, self.collects = sums, collects
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.sent_bytes = self.received_bytes = 0
         self.serving = 0
         self.served = asyncio.Event()
-        self.sending = sending or Sending()
-        self._precision = Precision(self.sending.precision or group.codec, self.sending.fine)
-        self._mean_precision = Precision(group.mean_codec, self.sending.fine)
+        encoding = encoding or UploadEncoding()
+        self._feedback = encoding.feedback
+        self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
+        self._precision = Precision(encoding.precision or group.codec, encoding.fine)
+        self._mean_precision = Precision(group.mean_codec, encoding.fine)
         spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
         self._pace = Pace(spans, now=asyncio.get_running_loop().time())
         self._paced = asyncio.Event()
         longest = max((chunk.numel for chunks in self.ledger.chunks for chunk in chunks), default=0)
         self._scratch = np.empty(longest, np.float32)
-        self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order they were finished
+        self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
         self._more_means = asyncio.Event()
         self._streaming: set[int] = set()
         self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
         self._limits: dict[int, asyncio.Timeout] = {}
-        self._told: set[int] = set()
-        if not collects:  # nobody need wait for what is not coming here
+        self._reported: set[int] = set()  # as silent
+        if not collects:  # no means are coming here
             for reducer in range(len(group.members)):
                 if reducer != me:
                     self.settled[reducer].set()
@@ -297,20 +270,25 @@ class AllReduce:
         return self.group.members[index]
 
     def awaited(self) -> list[asyncio.Event]:
-        """What the round at this member ends with, in member order."""
+        """Return the events that end the round at this member, in member order."""
         return self.final if self.collects else [self.final[self.me]]
+
+    @property
+    def compression_error(self) -> float:
+        """``||Q(v) - v|| / ||v||`` of the own contribution, over the measured chunks."""
+        return (self._error / self._norm) ** 0.5 if self._norm else 0.0
 
     # --- as a member ----------------------------------------------------------------------------------------
 
     async def contribute_own(self) -> None:
-        """Give the own contribution to the own reducer, leaving the loop to others in between."""
+        """Add the own contribution to the own reducer, and yield to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
             if index % OWN_CHUNKS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:
-        """Contribute to one reducer and place its means, as far as it lives."""
+        """Contribute to one reducer and place its means, until it is done or lost."""
         peer = self.member(reducer).id
         try:
             async with asyncio.timeout(None) as self._limits[reducer]:
@@ -366,24 +344,24 @@ class AllReduce:
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     self._wake_paced()
-        except (
-            ValueError
-        ) as error:  # the codec has no place for it; the reducer takes what is missing for refused
+        except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def _wake_paced(self) -> None:
-        """Let those who wait for their turn look again."""
         self._paced.set()
         self._paced.clear()
 
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
         payload = codec.encode(values)
-        told = "" if codec.name == self.group.codec else codec.name
-        if codec.name != "float32" and (self.sending.feedback is not None or index % MEASURED_CHUNKS == 0):
+        if codec.name != "float32" and (self._feedback is not None or index % MEASURED_CHUNKS == 0):
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
-            self.sending.measure(chunk, values, arrived)
-        return Chunk(index, codec=told), payload
+            cut = values - arrived
+            self._error += float(np.dot(cut, cut))
+            self._norm += float(np.dot(values, values))
+            if self._feedback is not None:
+                self._feedback.cut_off(chunk.start, values, arrived)
+        return Chunk(index, codec="" if codec.name == self.group.codec else codec.name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -405,7 +383,7 @@ class AllReduce:
     # --- as a reducer ---------------------------------------------------------------------------------------
 
     async def serve(self, stream: Stream, member: int) -> None:
-        """Take a member's contributions and return the means to it."""
+        """Receive a member's contributions and return the means to it."""
         self._streaming.add(member)
         returning = asyncio.create_task(self._return_means(stream))
         try:
@@ -457,7 +435,7 @@ class AllReduce:
             self.drop(member, str(error))
 
     def drop(self, member: int, reason: str) -> None:
-        """Go on without the chunks that ``member`` did not deliver."""
+        """Continue without the chunks that ``member`` did not deliver."""
         if self.reducer.unfinished and member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.member(member).id), reason)
             if member != self.me or self.collects:
@@ -465,7 +443,7 @@ class AllReduce:
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:
-        """Place finished means in the own values and let them go out, as the codec made them."""
+        """Encode finished means for the members, and place their decoded values in the own vector."""
         if finished:
             self.trace.means[self.me].at(asyncio.get_running_loop().time())
         for index in finished:
@@ -476,55 +454,48 @@ class AllReduce:
                 payload = codec.encode(mean)
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)
             self.ledger.place(self.me, index, mean, missing)
-            told = "" if codec.name == self.group.mean_codec else codec.name
-            self._means.append((Chunk(index, True, missing, told), payload))
+            name = "" if codec.name == self.group.mean_codec else codec.name
+            self._means.append((Chunk(index, True, missing, name), payload))
         self._more_means.set()
         self._more_means.clear()
         if not self.reducer.unfinished:
             self.settled[self.me].set()
             self.final[self.me].set()
 
-    # --- who is silent --------------------------------------------------------------------------------------
+    # --- silent and absent members --------------------------------------------------------------------------
 
     async def watch(self, on_silent: Callable[[PeerId, float], None]) -> None:
-        """Give up on members and reducers that make no progress; ask after members that never came.
+        """Drop members and reducers that make no progress, and ping members that never opened a stream.
 
         Args:
-            on_silent: told once of each member that is waited for, with the seconds since it was last heard.
+            on_silent: called once per member that the round waits for, with the seconds since its last message.
         """
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
-            for member in self._newly_silent(now):
-                on_silent(self.member(member).id, now - self._heard_at[member])
+            # A reducer may be silent because it waits for a contributor, which is then the one to name.
+            for member in [m for m in self.reducer.awaited() if m != self.me] or list(self._limits):
+                if member not in self._reported and now - self._heard_at[member] > SILENT_S:
+                    self._reported.add(member)
+                    on_silent(self.member(member).id, now - self._heard_at[member])
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
                     limit.reschedule(now)
             for member in self.reducer.awaited():
                 if member != self.me and now - self._heard_at[member] > self.settings.patience_s:
                     self.drop(member, f"too slow: nothing came for {self.settings.patience_s:g} s")
-            await asyncio.gather(*map(self._probe, self._absent()))
+            linked = self.peers.linked()
+            absent = [m for m in self.reducer.awaited() if m != self.me and m not in self._streaming]
+            absent = [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
+            await asyncio.gather(*map(self._probe, absent))
 
-    def _newly_silent(self, now: float) -> list[int]:
-        """Whom the round waits for; reducers only where no contributor is to blame for their silence."""
-        waited_for = [m for m in self.reducer.awaited() if m != self.me] or list(self._limits)
-        silent = [m for m in waited_for if m not in self._told and now - self._heard_at[m] > SILENT_S]
-        self._told.update(silent)
-        return silent
-
-    def out_of_time(self) -> None:
-        """The round ends before everybody is done."""
+    def on_timeout(self) -> None:
+        """Record which members were not done when the round timed out."""
         for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
             self.trace.on_dropped(
                 member, f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
             )
-
-    def _absent(self) -> list[int]:
-        """Awaited members that never opened a stream, have no link and could be dialled."""
-        absent = [m for m in self.reducer.awaited() if m != self.me and m not in self._streaming]
-        linked = self.peers.linked()
-        return [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
 
     async def _probe(self, member: int) -> None:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id
@@ -534,7 +505,7 @@ class AllReduce:
             self.drop(member, str(error))
 
     def on_lost(self, peer: PeerId) -> None:
-        """A link is gone: who cannot be dialled and had no stream yet will not come."""
+        """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""
         member = self.group.index_of(peer)
         if member is not None and not self.member(member).addresses and member not in self._streaming:
             self.drop(member, "its link is lost")

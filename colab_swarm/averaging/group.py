@@ -1,26 +1,35 @@
-"""How peers become a group: the messages, the shares, and the pure core that decides when a group is formed.
+"""How peers form a group: the messages, the shares, and the pure core that decides when a group is complete.
 
-One candidate is the *organizer* of a step: candidates are ranked by SHA-256 of (prefix, step, peer id) and
-the first that is alive and willing organizes, so nobody negotiates. It opens a `GroupFormation`, calls the
-candidates it knows, and closes when everyone who is coming has joined, at the latest when waiting longer
-would be unfair to the others.
+One candidate is the *organizer* of a step. All peers rank the candidates by SHA-256 of prefix, step and peer id; the
+first live and willing one organizes, without negotiation. It opens a `GroupFormation`, calls the candidates that it
+knows, and closes the group when all peers that accepted have joined, or when the longest window ends.
+
+A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean applied since. It names
+a branch of parameters, so equal lineages mean equal parameters. A group admits one step of one lineage.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId, short
-from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Precision
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
 CHUNK_BYTES = 122_880
+"""Most encoded bytes of a chunk: with headers one packet of a link, and below malloc's mmap threshold."""
+MAX_STEP = 1 << 48
+MAX_NUMEL = 1 << 40
+MAX_TEXT = 512
+"""Most characters of a prefix, and most bytes of a digest, in a message."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
+"""Outside of these the ratio of two weights would not fit a float32."""
 
-"""Encoded size of a chunk, at most: with its headers one packet of a link, and under malloc's mmap threshold."""
+RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
 
 class Span(NamedTuple):
@@ -58,7 +67,7 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     last = max(member for member, share in enumerate(shares) if share > 0)
     for member, share in enumerate(shares):
         passed += share
-        # Rounding may not leave values to a member behind the last one that reduces.
+        # Rounding must not leave values for a member after the last one that reduces.
         stop = numel if member >= last else min(round(numel * (passed / total)), numel)
         spans.append(Span(start, stop))
         start = stop
@@ -66,24 +75,23 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 
 
 def chunk_values(*precisions: str) -> int:
-    """Values per chunk so that none of ``precisions`` needs over `CHUNK_BYTES` for one; a multiple of 4096."""
-    return min(_chunk_values(Precision(name).widest) for name in precisions)
-
-
-def _chunk_values(codec: Codec) -> int:
+    """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
+    codecs = [Precision(name).widest for name in precisions]
     blocks = 1
-    while blocks < MAX_BLOCKS and codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) <= CHUNK_BYTES:
+    while blocks < MAX_BLOCKS:
+        if max(codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) for codec in codecs) > CHUNK_BYTES:
+            break
         blocks += 1
     return blocks * BLOCK_VALUES
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:
-    """Cut a span into chunks of ``values`` values; the last may be shorter, an empty span has none."""
+    """Cut a span into chunks of ``values`` values; the last may be shorter."""
     return [Span(start, min(start + values, span.stop)) for start in range(span.start, span.stop, values)]
 
 
 def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The same values in as few spans as possible, ascending."""
+    """Return the same values in as few spans as possible, ascending."""
     joined: list[Span] = []
     for span in sorted(spans):
         if joined and joined[-1].stop == span.start:
@@ -93,23 +101,12 @@ def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-MAX_STEP = 1 << 48
-
-MAX_NUMEL = 1 << 40
-
-MAX_TEXT = 512
-
-"""Bounds on what a stranger may tell: characters of a prefix, bytes of a digest."""
-
-RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
-
-
 class RoundRefused(PeerError):
-    """This peer has no part in the round.
+    """This peer cannot take part in the round.
 
     Attributes:
-        reason: ``late`` (formed without us), ``resync`` (the others are on another step or lineage),
-            ``invalid`` (the ticket is nonsense), ``unreachable`` (no organizer in time).
+        reason: ``late`` (the group formed without this peer), ``resync`` (the group is at another step or lineage),
+            ``invalid`` (the ticket is not valid), ``unreachable`` (no organizer answered in time).
     """
 
     def __init__(self, reason: RefusalReason, text: str) -> None:
@@ -118,12 +115,14 @@ class RoundRefused(PeerError):
 
 
 class Ticket(Message, frozen=True):
-    """What a peer brings to a round.
+    """A peer's offer to take part in a round.
 
-    ``weight`` (usually samples) may be 0: the peer only receives. ``lineage`` and ``schema`` are digests of
-    the training history and of the vector's layout: all members have the same. ``reduces``: accepts
-    connections. ``assists``: trains nothing and wants no means, it reduces for the others. ``upload_bps`` and
-    ``download_bps`` are what its links were seen to carry, None before that.
+    Attributes:
+        lineage, schema: digests of the training history and of the vector's layout; all members have the same.
+        weight: usually samples; a peer with weight 0 only receives.
+        reduces: the peer accepts connections.
+        upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
+        assists: the peer trains nothing and needs no means; it only reduces.
     """
 
     prefix: str
@@ -141,15 +140,14 @@ class Ticket(Message, frozen=True):
     samples_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        digests = (self.lineage, self.schema)
         if not 0 <= self.step < MAX_STEP or not 0 <= self.numel < MAX_NUMEL:
             raise ValueError(f"a ticket for step {self.step} of {self.numel} values is out of range")
-        if max(map(len, (self.prefix, *digests))) > MAX_TEXT:
+        if max(len(self.prefix), len(self.lineage), len(self.schema)) > MAX_TEXT:
             raise ValueError("a ticket's prefix, lineage or schema is too long")
 
 
 class GroupMember(Message, frozen=True):
-    """One member of a group; ``share`` is its part of the reducing, relative to the others'."""
+    """One member of a group; it reduces a part of the vector in proportion to its ``share``."""
 
     id: PeerId
     addresses: tuple[str, ...]
@@ -158,10 +156,12 @@ class GroupMember(Message, frozen=True):
 
 
 class Group(Message, frozen=True):
-    """Who averages what with whom; members are sorted by id, ``round_id`` has 16 bytes.
+    """The members of one round, sorted by id, and what they average.
 
-    ``predicted_s`` is how long the organizer expects averaging to take, None if it cannot know; ``explanation``
-    says in a sentence why the shares are what they are.
+    Attributes:
+        round_id: 16 bytes.
+        predicted_s: seconds that the organizer expects averaging to take; None: it has no measurements.
+        explanation: one sentence on the choice of shares.
     """
 
     round_id: bytes
@@ -176,23 +176,15 @@ class Group(Message, frozen=True):
     explanation: str = ""
 
     def index_of(self, peer: PeerId) -> int | None:
-        """Position of a peer among the members; None if it is none."""
+        """Return the position of a peer among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.id == peer), None)
 
     def spans(self) -> list[Span]:
-        """The span each member reduces, in member order.
-
-        Raises:
-            ValueError: the shares make no sense.
-        """
+        """Return the span that each member reduces, in member order; raises ValueError for invalid shares."""
         return plan_spans(self.numel, [member.share for member in self.members])
 
     def check(self) -> None:
-        """Refuse a group that no honest organizer forms.
-
-        Raises:
-            ValueError: the group is not valid; says why.
-        """
+        """Raise ValueError if no honest organizer would form this group."""
         ids = [member.id for member in self.members]
         if len(self.round_id) != 16 or self.numel < 0 or ids != sorted(set(ids)):
             raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
@@ -205,19 +197,19 @@ class Group(Message, frozen=True):
 
 
 class JoinRound(Message, frozen=True):
-    """To the organizer: here I am. Answered when the group is formed."""
+    """A peer joins at the organizer, which answers when the group is formed."""
 
     ticket: Ticket
     contact: Contact
 
     @property
     def prefix(self) -> str:
-        """The collaboration it is about."""
+        """The collaboration of the round."""
         return self.ticket.prefix
 
 
 class Joined(Message, frozen=True):
-    """The organizer's answer: the group, or who organizes instead, or why not."""
+    """The organizer's answer: the group, another organizer, or the reason for a refusal."""
 
     group: Group | None = None
     organizer: Contact | None = None
@@ -226,18 +218,18 @@ class Joined(Message, frozen=True):
 
 
 class RoundCall(Message, frozen=True):
-    """From an organizer (or somebody looking for one): a round on these terms begins, are you coming?"""
+    """An organizer invites a peer to a round; a peer that looks for an organizer sends it too."""
 
     terms: Ticket
 
     @property
     def prefix(self) -> str:
-        """The collaboration it is about."""
+        """The collaboration of the round."""
         return self.terms.prefix
 
 
 class JoinEta(Message, frozen=True):
-    """Ready in so many seconds; None: not coming. ``group``: the step has its group already."""
+    """Seconds until the called peer joins, None if it declines; ``group``: the step's group, if formed."""
 
     ready_in_s: float | None = None
     group: Group | None = None
@@ -245,11 +237,11 @@ class JoinEta(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a strategy decides.
+    """The decision of a strategy.
 
     Attributes:
-        shares: relative share per ticket, >= 0; at least one is > 0 if any ticket reduces.
-        predicted_s: seconds the averaging will take; None: not known.
+        shares: relative share per ticket, >= 0; one at least is > 0 if any ticket reduces.
+        predicted_s: seconds that averaging will take; None: not known.
         explanation: one sentence for people.
     """
 
@@ -258,33 +250,30 @@ class Sharing:
     explanation: str = ""
 
 
-class Strategy(Protocol):
-    """Decides who reduces how much."""
-
-    def __call__(self, tickets: Sequence[Ticket]) -> Sharing:
-        """The shares of those who brought ``tickets``, in their order."""
+Strategy: TypeAlias = Callable[[Sequence[Ticket]], Sharing]
+"""Assigns a share to each ticket, in the order of the tickets."""
 
 
 def equal_shares(tickets: Sequence[Ticket]) -> Sharing:
-    """Everyone who accepts connections reduces the same share."""
+    """Give the same share to every peer that accepts connections."""
     return Sharing(tuple(float(ticket.reduces) for ticket in tickets))
 
 
 def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
-    """The peers in the order in which they would organize the round of ``step``: the same for everyone."""
+    """Return the order in which peers would organize the round of ``step``; all peers compute the same."""
     seed = prefix.encode() + step.to_bytes(8, "big", signed=True)
     return sorted(set(peers), key=lambda peer: hashlib.sha256(seed + peer).digest())
 
 
 @dataclass(frozen=True)
 class GroupFormationSettings:
-    """How long an organizer waits.
+    """How long an organizer waits for candidates.
 
     Attributes:
-        window_s: for candidates that could not be called but may come by themselves.
-        slack_s: beyond the time a candidate said it would need.
+        window_s: for candidates that cannot be called but may join on their own.
+        slack_s: beyond the time that a candidate announced.
         max_window_s: in any case.
-        call_timeout_s: for the answer to a call; a peer whose notebook is busy with Python answers late.
+        call_timeout_s: for the answer to a call; a busy notebook answers late.
     """
 
     window_s: float = 2.0
@@ -293,102 +282,86 @@ class GroupFormationSettings:
     call_timeout_s: float = 10.0
 
 
-MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
-
-"""Beyond, a ratio of two weights would not fit a float32."""
-
-
 def valid_weight(weight: float) -> bool:
-    """Whether a weight is 0, or between 10^-9 and 10^9."""
+    """Return True for a weight of 0, or from 10^-9 to 10^9."""
     return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
 
 
 class GroupFormation:
-    """Who is coming to one round. Pure: time is an argument, `closes_at` says when to look again.
+    """Collects the members of one round. Pure: time is an argument, and `closes_at` says when to look again.
 
     Args:
         terms: the first ticket; all others must agree with its step, lineage, schema, length and codecs.
     """
 
     def __init__(self, terms: Ticket, *, now: float, settings: GroupFormationSettings) -> None:
-        self._terms, self._settings, self._opened_at = terms, settings, now
+        self.terms = terms
+        self._settings, self._opened_at = settings, now
         self._awaited: dict[PeerId, float] = {}  # until when
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 
-    @property
-    def terms(self) -> Ticket:
-        """The ticket that opened the gathering."""
-        return self._terms
-
-    @property
-    def joined(self) -> frozenset[PeerId]:
-        """Who is here."""
-        return frozenset(self._joined)
-
     def on_called(self, peer: PeerId, *, now: float) -> None:
-        """A candidate is being asked: wait for its answer."""
+        """Wait for the answer of a candidate that is being called."""
         self._await(peer, now + self._settings.call_timeout_s)
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
-        """A candidate said it will be here in ``ready_in_s``."""
+        """Wait for a candidate that announced to join in ``ready_in_s``."""
         self._await(peer, now + max(0.0, ready_in_s) + self._settings.slack_s)
 
     def on_silent(self, peer: PeerId) -> None:
-        """A candidate cannot be called but may come by itself (client mode): it has the window."""
+        """Give a candidate that cannot be called the window to join on its own."""
         self._await(peer, self._opened_at + self._settings.window_s)
 
     def on_declined(self, peer: PeerId) -> None:
-        """A candidate is not coming, or cannot be reached; if it is here already, it stays."""
+        """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
         self._awaited.pop(peer, None)
 
     def on_lost(self, peer: PeerId) -> None:
-        """Who was here gave up."""
+        """Remove a peer that gave up."""
         self._awaited.pop(peer, None)
         self._joined.pop(peer, None)
 
     def on_join(self, ticket: Ticket, contact: Contact) -> tuple[RefusalReason, str] | None:
-        """Take a peer in, or say why not."""
+        """Add a peer; returns the reason and a text if it is refused."""
+        mine = self.terms
         if not valid_weight(ticket.weight):
             return "invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)"
-        mine, theirs = self._terms, ticket
-        if (mine.step, mine.lineage) != (theirs.step, theirs.lineage):
-            return "resync", f"step {theirs.step} here is of another lineage: load the state from a peer"
-        if (mine.numel, mine.schema, mine.codec, mine.mean_codec) != (
-            theirs.numel,
-            theirs.schema,
-            theirs.codec,
-            theirs.mean_codec,
-        ):
+        if (mine.step, mine.lineage) != (ticket.step, ticket.lineage):
+            return "resync", f"step {ticket.step} here is of another lineage: load the state from a peer"
+        model, codecs = (ticket.numel, ticket.schema), (ticket.codec, ticket.mean_codec)
+        if (mine.numel, mine.schema) != model or (mine.codec, mine.mean_codec) != codecs:
             return "invalid", f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
         self._awaited.pop(contact.id, None)
         self._joined[contact.id] = (ticket, contact)
         return None
 
     def closes_at(self) -> float:
-        """When the gathering closes if nothing else happens; in the past or now: close it."""
+        """Return when to close the group if nothing else happens; a past time means now."""
         latest = max(self._awaited.values(), default=-math.inf)
         return min(latest, self._opened_at + self._settings.max_window_s)
 
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
-        """The group of those who are here. Who trains alone needs no assistant, nor to send anything.
+        """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
         Raises:
-            ValueError: nobody who trains is here, or several are but none accepts connections.
+            ValueError: no trainer joined, or several did and none accepts connections.
         """
-        here = sorted(self._joined.items())
-        trainers = [entry for entry in here if not entry[1][0].assists]
+        joined = sorted(self._joined.items())
+        trainers = [entry for entry in joined if not entry[1][0].assists]
         if not trainers:
-            raise ValueError("nobody who trains is here")
+            raise ValueError("no trainer has joined")
         if len(trainers) == 1:
-            here, sharing = trainers, Sharing((1.0,))
+            joined, sharing = trainers, Sharing((1.0,))
         else:
-            sharing = strategy([ticket for _, (ticket, _) in here])
+            sharing = strategy([ticket for _, (ticket, _) in joined])
         members = tuple(
             GroupMember(peer, contact.addresses, ticket.weight, share)
-            for (peer, (ticket, contact)), share in zip(here, sharing.shares, strict=True)
+            for (peer, (ticket, contact)), share in zip(joined, sharing.shares, strict=True)
         )
-        t, told = self._terms, (sharing.predicted_s, sharing.explanation)
-        group = Group(round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix, *told)
+        t, forecast = self.terms, (sharing.predicted_s, sharing.explanation)
+        group = Group(
+            round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix, *forecast
+        )
         group.check()
         return group
 
@@ -397,5 +370,5 @@ class GroupFormation:
             self._awaited[peer] = until
 
     def __repr__(self) -> str:
-        waiting = ", ".join(map(short, self._awaited)) or "nobody"
-        return f"Gathering(step {self._terms.step}: {len(self._joined)} here, waiting for {waiting})"
+        waiting = ", ".join(map(short, self._awaited)) or "no peer"
+        return f"GroupFormation(step {self.terms.step}: {len(self._joined)} joined, waiting for {waiting})"

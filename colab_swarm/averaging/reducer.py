@@ -2,16 +2,13 @@
 
 Rules:
 
-- A chunk is finished when every member that is still expected has delivered it; its mean never changes after.
-- A member that sends nonsense (NaN, wrong length, no such chunk) is banned: what it
-  delivered in good order stays, nothing more is taken, and its weight leaves the mean of every chunk it did
-  not deliver. The same holds for a member that is lost.
-- A chunk that nobody contributed to (all weights zero, or all lost) has no mean: members keep their local
-  values.
-- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they cannot
-  overflow.
+- A chunk is finished when every member that is still expected has delivered it. Its mean never changes afterwards.
+- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks stay, nothing more
+  is accepted, and its weight leaves the mean of every chunk that it did not deliver. The same holds for a lost member.
+- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep their local values.
+- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they cannot overflow.
 
-State: a bit per member. ``_expected`` who still owes chunks; ``_delivered[chunk]`` who is in its sum.
+State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``: members in its sum.
 """
 
 from __future__ import annotations
@@ -41,17 +38,13 @@ class SpanLedger:
         self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def chunk(self, reducer: int, index: int) -> Span:
-        """Where chunk ``index`` of a reducer's span lies.
-
-        Raises:
-            ValueError: there is no such chunk.
-        """
+        """Return the position of chunk ``index`` of a reducer's span; raises ValueError if it does not exist."""
         if not 0 <= reducer < len(self.chunks) or not 0 <= index < len(self.chunks[reducer]):
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
 
     def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
-        """Replace own values by the mean (None: nobody contributed), unless the chunk is settled already.
+        """Replace the own values by the mean, unless the chunk is settled; None means that no member contributed.
 
         Raises:
             ValueError: there is no such chunk.
@@ -66,23 +59,23 @@ class SpanLedger:
             self._missing[reducer, index] = missing
 
     def settled(self, reducer: int, index: int) -> bool:
-        """Whether the chunk's mean is here, or it is known that there is none."""
+        """Return True if the chunk's mean has arrived, or is known not to exist."""
         return self._states[reducer][index] != _LACKING
 
     def has_mean(self, reducer: int, index: int) -> bool:
-        """Whether the chunk's values are the mean."""
+        """Return True if the chunk's values are the mean."""
         return self._states[reducer][index] == _MEAN
 
     def missing(self, reducer: int, index: int) -> tuple[int, ...]:
-        """Members whose values should be, but are not, in the mean of a chunk."""
+        """Return the members whose values should be, but are not, in the mean of a chunk."""
         return self._missing.get((reducer, index), ())
 
     def lacking(self, reducer: int) -> list[int]:
-        """Chunks of a span that are not settled."""
+        """Return the chunks of a span that are not settled."""
         return [index for index, state in enumerate(self._states[reducer]) if state == _LACKING]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Values that are still this member's own."""
+        """Return the spans of values that are still this member's own."""
         return join_spans(
             [
                 chunk
@@ -93,7 +86,7 @@ class SpanLedger:
         )
 
     def incomplete(self) -> Collection[int]:
-        """Members that are missing in at least one mean here."""
+        """Return the members that are missing in at least one mean."""
         return {member for missing in self._missing.values() for member in missing}
 
 
@@ -103,7 +96,7 @@ class SpanReducer:
     Args:
         chunks: the span's chunks, in order.
         weights: weight per member (`valid_weight`); a member of weight 0 is never expected to contribute.
-        sums: float32 memory for the whole span; holds the means in the end.
+        sums: float32 memory for the whole span; it holds the means in the end.
     """
 
     def __init__(self, chunks: Sequence[Span], weights: Sequence[float], sums: Floats) -> None:
@@ -118,19 +111,24 @@ class SpanReducer:
         self.unfinished = set(range(len(chunks)))
 
     def start(self) -> list[int]:
-        """Chunks that are finished before anything arrived: all, if nobody has a weight."""
+        """Return the chunks that are finished before anything arrived: all, if all weights are 0."""
         return self._settle()
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
-        """Take one contribution; True if it finished the chunk. Ignored if it is not expected (any more).
+        """Add one contribution and return True if it finished the chunk; one that is not expected is ignored.
 
         Raises:
-            ValueError: the contribution is nonsense. Nothing was changed: `drop` the member.
+            ValueError: the contribution is invalid and nothing was changed; `drop` the member.
         """
         bit = 1 << member
         if not self._expected & bit:
             return False
-        self._check(chunk, values)
+        if not 0 <= chunk < len(self._sums):
+            raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
+        if len(values) != len(self._sums[chunk]):
+            raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
+        if not all_finite(values):
+            raise ValueError(f"chunk {chunk} has values that are not finite")
         if self._delivered[chunk] & bit:
             return False
         sums, weight = self._sums[chunk], self._weights[member]
@@ -144,53 +142,40 @@ class SpanReducer:
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
-        """Expect nothing more of a member that is lost, banned or done; the chunks finished by that."""
+        """Expect nothing more of a member that is lost, dropped or done; returns the chunks finished by that."""
         self._expected &= ~(1 << member)
         return self._settle()
 
     def mean(self, chunk: int) -> Floats | None:
-        """The mean of a finished chunk (a view of ``sums``).
-
-        None if nobody contributed to it, or if it overflowed: contributions at the end of float32's range.
-        """
+        """Return the mean of a finished chunk (a view of ``sums``), or None without contributions or on overflow."""
         assert chunk not in self.unfinished
         return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
 
     def missing(self, chunk: int) -> tuple[int, ...]:
-        """Members of positive weight that are not in the mean of ``chunk``."""
+        """Return the members of positive weight that are not in the mean of ``chunk``."""
         absent = self._everyone & ~self._delivered[chunk]
         return (
             tuple(member for member in range(absent.bit_length()) if absent >> member & 1) if absent else ()
         )
 
     def awaited(self) -> list[int]:
-        """Members that still owe chunks."""
+        """Return the members that still owe chunks."""
         owing = 0
         for chunk in self.unfinished:
             owing |= self._expected & ~self._delivered[chunk]
         return [member for member in range(owing.bit_length()) if owing >> member & 1]
 
     def check_invariants(self) -> None:
-        """For tests: finished chunks lack nobody expected, unfinished ones do."""
+        """Assert, for tests, that an unfinished chunk still expects a member."""
         for chunk, delivered in enumerate(self._delivered):
             assert not delivered & ~self._everyone
-            assert (chunk in self.unfinished) == bool(
-                self._expected & ~delivered
-            ) or chunk not in self.unfinished
-
-    def _check(self, chunk: int, values: Floats) -> None:
-        if not 0 <= chunk < len(self._sums):
-            raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
-        if len(values) != len(self._sums[chunk]):
-            raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
-        if not all_finite(values):
-            raise ValueError(f"chunk {chunk} has values that are not finite")
+            assert chunk not in self.unfinished or self._expected & ~delivered
 
     def _settle(self) -> list[int]:
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
-        """Whether nobody is awaited for ``chunk`` any more; if so, turn its sum into the mean."""
+        """Return True if ``chunk`` awaits no member, after turning its sum into the mean."""
         delivered = self._delivered[chunk]
         if self._expected & ~delivered:
             return False

@@ -1,16 +1,13 @@
-"""Averaging rounds: a group's vectors become their weighted mean, whatever single peers do.
+"""Averaging rounds: a group's vectors become their weighted mean, even if single peers fail.
 
-A lost reducer's span, recovered among the survivors within the round (DeDLOC section 3.2).
+The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The *coordinator* of the span is the
+first live reducer after the lost one, in member order. For each chunk it takes the lost reducer's mean if any survivor
+has it. Otherwise it recomputes the mean from the survivors' contributions, in member order. The other members fetch
+the result from the coordinator, or from the next one if that is lost too.
 
-The *coordinator* of the span is the first living reducer after the lost one, in member order. It asks every
-survivor, chunk by chunk: if anyone has the lost reducer's mean, that is the mean; otherwise it is computed
-anew from the survivors' own contributions, in member order. Everybody else fetches the result from the
-coordinator, or from the next if that is lost too.
-
-Why it does not deadlock: a coordinator's question waits until the answering member is done with the *lost
-reducer*; a fetch waits until the *coordinator* is done with its own recovery, which only ever fetches from
-those before it. An assistant, which collects no means, recovers a span when it is asked for one. Recovery
-travels as float32, so that what all end with is bit-identical.
+Why it does not deadlock: a coordinator's request waits until the answering member is done with the *lost reducer*. A
+fetch waits until the *coordinator* is done with its own recovery, which only fetches from coordinators before it. An
+assistant collects no means and recovers a span on request. Recovery uses float32, so all members end with equal bits.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from colab_swarm.averaging.exchange import (
     Chunk,
     ReduceSpan,
     RoundPing,
-    Sending,
+    UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.reducer import SpanLedger
@@ -46,9 +43,9 @@ _float32 = codec_of("float32")
 
 
 class RecallSpan(Message, frozen=True):
-    """Opens a stream on which the ``wanted`` chunks of a lost reducer's span come back, in this order.
+    """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
 
-    With ``contributions``, own values are sent where the mean is not here; without, an empty payload.
+    Where the answering member has no mean, it sends its own values with ``contributions``, else an empty payload.
     """
 
     round_id: bytes
@@ -58,7 +55,7 @@ class RecallSpan(Message, frozen=True):
 
 
 async def recover(round_: AllReduce, reducer: int) -> None:
-    """Get the lacking chunks of a lost reducer's span, as far as anybody can give or recompute them."""
+    """Get the missing chunks of a lost reducer's span, as far as any member can give or recompute them."""
     for coordinator in coordinators(round_, reducer):
         if not round_.ledger.lacking(reducer):
             return
@@ -77,14 +74,14 @@ async def recover(round_: AllReduce, reducer: int) -> None:
 
 
 def coordinators(round_: AllReduce, reducer: int) -> list[int]:
-    """Who recovers a lost reducer's span: the reducers not lost to this member, from the one after it on."""
+    """Return the members that may recover a lost reducer's span: the live reducers, starting after it."""
     count = len(round_.group.members)
     following = [(reducer + step) % count for step in range(1, count)]
     return [m for m in following if round_.member(m).share > 0 and m not in round_.lost]
 
 
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
-    """Answer a coordinator's or a fellow member's `RecallSpan`.
+    """Answer another member's `RecallSpan`.
 
     Raises:
         ValueError: the opening names a span or chunks that do not exist.
@@ -97,72 +94,58 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
         await round_.final[opening.reducer].wait()
-    else:
-        await _recover_for_others(round_, opening.reducer)
+    else:  # an assistant recovers on request
+        async with round_.recovering[opening.reducer]:
+            if not round_.final[opening.reducer].is_set():
+                round_.lost.add(opening.reducer)
+                await recover(round_, opening.reducer)
+                round_.final[opening.reducer].set()
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
         averaged = ledger.settled(opening.reducer, index)
         full = ledger.has_mean(opening.reducer, index) if averaged else contribute
-        # Copied, because the round may end, and its vector change hands, while the item waits for room.
+        # Copied: the round may end, and its vector be reused, while the item waits for room.
         payload = ledger.values[chunk.start : chunk.stop].tobytes() if full else b""
         await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
 
 
-async def _recover_for_others(round_: AllReduce, reducer: int) -> None:
-    async with round_.recovering[reducer]:
-        if not round_.final[reducer].is_set():
-            round_.lost.add(reducer)
-            await recover(round_, reducer)
-            round_.final[reducer].set()
-
-
 async def _recompute(round_: AllReduce, reducer: int) -> None:
-    """As the coordinator: place the lost reducer's mean where anyone has it, else the survivors' mean."""
+    """As the coordinator: place the lost reducer's mean if a survivor has it, else the survivors' mean."""
     wanted = round_.ledger.lacking(reducer)
     survivors = [m for m in range(len(round_.group.members)) if m not in (round_.me, reducer)]
+    streams: dict[int, Stream] = {}
     async with AsyncExitStack() as stack:
-        opened = await asyncio.gather(*(_open(round_, stack, m, reducer) for m in survivors))
-        streams = {m: stream for m, stream in zip(survivors, opened, strict=True) if stream is not None}
+        recalls = [_recall(round_, member, reducer, contributions=True) for member in survivors]
+        opened = await asyncio.gather(*map(stack.enter_async_context, recalls), return_exceptions=True)
+        for member, stream in zip(survivors, opened, strict=True):
+            if not isinstance(stream, BaseException):
+                streams[member] = stream
+            elif not isinstance(stream, PeerError | TimeoutError):
+                raise stream
         for index in wanted:
-            pieces = await _pieces(round_, streams, reducer, index)
-            _place(round_, reducer, index, pieces)
+            await _recompute_chunk(round_, streams, reducer, index)
 
 
-async def _open(round_: AllReduce, stack: AsyncExitStack, member: int, reducer: int) -> Stream | None:
-    try:
-        return await stack.enter_async_context(_recall(round_, member, reducer, contributions=True))
-    except (PeerError, TimeoutError):
-        return None
-
-
-async def _pieces(
-    round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int
-) -> dict[int, tuple[Chunk, Floats | None]]:
-    """One chunk from every survivor; who fails is left out from here on."""
-    pieces: dict[int, tuple[Chunk, Floats | None]] = {}
+async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int) -> None:
+    """Place one chunk's mean; a survivor that fails is removed from ``streams``."""
+    received: dict[int, tuple[Chunk, Floats | None]] = {}
     for member, stream in list(streams.items()):
         try:
-            pieces[member] = await _receive(round_, stream, reducer, index)
+            received[member] = await _receive(round_, stream, reducer, index)
         except (PeerError, TimeoutError, ValueError) as error:
-            logger.debug("survivor %s is out: %s", short(stream.peer), error)
+            logger.debug("survivor %s failed: %s", short(stream.peer), error)
             del streams[member]
             stream.reset(str(error))
-    return pieces
-
-
-def _place(
-    round_: AllReduce, reducer: int, index: int, pieces: dict[int, tuple[Chunk, Floats | None]]
-) -> None:
-    for message, values in pieces.values():
+    for message, values in received.values():
         if message.averaged:
             round_.ledger.place(reducer, index, values, message.missing)
             return
     chunk = round_.ledger.chunk(reducer, index)
     own = round_.ledger.values[chunk.start : chunk.stop]
-    contributions = {member: values for member, (_, values) in pieces.items() if values is not None}
+    contributions = {member: values for member, (_, values) in received.items() if values is not None}
     if all_finite(own):
         contributions[round_.me] = own
     mean, missing = _mean(contributions, [member.weight for member in round_.group.members])
@@ -172,7 +155,7 @@ def _place(
 def _mean(
     contributions: dict[int, Floats], weights: Sequence[float]
 ) -> tuple[Floats | None, tuple[int, ...]]:
-    """The weighted mean in member order, and the members of positive weight that are not in it."""
+    """Return the weighted mean in member order, and the members of positive weight that are not in it."""
     present = [member for member in sorted(contributions) if weights[member] > 0]
     missing = tuple(m for m, weight in enumerate(weights) if weight > 0 and m not in contributions)
     if not present:
@@ -198,16 +181,12 @@ async def _recall(
 async def _receive(
     round_: AllReduce, stream: Stream, reducer: int, index: int
 ) -> tuple[Chunk, Floats | None]:
-    """The next chunk of a recall, which must be ``index``.
-
-    Raises:
-        PeerError, TimeoutError, ValueError: it did not come, or is not what was asked for.
-    """
+    """Return the next chunk of a recall; raises PeerError, TimeoutError or ValueError if it is not ``index``."""
     async with asyncio.timeout(REDUCER_PATIENCE * round_.settings.patience_s):
         message, payload = await stream.receive(Chunk)
     round_.received_bytes += len(payload)
     if message.index != index:
-        raise ValueError(f"chunk {message.index} came, {index} was asked for")
+        raise ValueError(f"received chunk {message.index}, expected {index}")
     if not len(payload):
         return message, None
     values = _float32.decode(payload, round_.ledger.chunk(reducer, index).numel)
@@ -223,17 +202,17 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What became of a round at this member.
+    """Result of one averaging round, as seen by this peer.
 
     Attributes:
-        group: who was to take part.
+        group: the planned members.
         contributors: members whose values are in every mean that arrived here.
-        spans_lost: spans whose reducer was lost before all of its means were here, recovered or not.
-        kept_local: values for which no mean arrived: they are still this member's own.
+        spans_lost: spans whose reducer was lost before all of its means arrived, recovered or not.
+        kept_local: spans of values for which no mean arrived; they are still this peer's own.
         sent_bytes, received_bytes: payload.
         compression_error: relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled.
         seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
-        members: what each did when.
+        members: when each member sent and received.
     """
 
     group: Group
@@ -252,14 +231,14 @@ class RoundResult:
         return f"RoundResult(step {self.group.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
 
     def _repr_html_(self) -> str:
-        told = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
-        told["sent, received"] = f"{size(self.sent_bytes)}, {size(self.received_bytes)}"
-        told["values kept local"] = f"{sum(span.stop - span.start for span in self.kept_local):,}"
-        told["error of compression"] = f"{self.compression_error:.2%}"
-        return facts(repr(self), told)
+        rows = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
+        rows["sent, received"] = f"{size(self.sent_bytes)}, {size(self.received_bytes)}"
+        rows["values without a mean"] = f"{sum(span.numel for span in self.kept_local):,}"
+        rows["compression error"] = f"{self.compression_error:.2%}"
+        return facts(repr(self), rows)
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
-        """What to tell of the round, which began with the search for its group."""
+        """Return the event for this round, which began with the search for its group."""
         weights = {member.id: member.weight for member in self.group.members}
         return RoundFinished(
             at=now,
@@ -268,7 +247,7 @@ class RoundResult:
             contributors=tuple(peer.hex() for peer in self.contributors),
             samples=sum(weights.get(peer, 0.0) for peer in self.contributors),
             spans_lost=len(self.spans_lost),
-            kept_local=sum(span.stop - span.start for span in self.kept_local),
+            kept_local=sum(span.numel for span in self.kept_local),
             sent_bytes=self.sent_bytes,
             received_bytes=self.received_bytes,
             seconds=now - began_at,
@@ -281,10 +260,10 @@ class RoundResult:
 
 
 class Averager:
-    """Takes part in averaging rounds, as member and as reducer. Rounds may overlap.
+    """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    The last finished round of each collaboration is kept so that its other members can still recover from here; it
-    is not copied (a copy costs as much as summing): the caller leaves its vector alone until the next has ended.
+    The other members may still recover chunks from the last finished round of each collaboration. Its vector is not
+    copied, because a copy costs as much as summing: the caller must not change it until the next round has ended.
 
     Attributes:
         on_round: called with each result.
@@ -306,29 +285,31 @@ class Averager:
         peers.serve(RoundPing, self._serve_ping)
 
     async def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving other peers."""
         for kind in (ReduceSpan, RecallSpan, RoundPing):
             self._peers.unserve(kind)
 
     def holds(self, values: Floats) -> bool:
-        """Whether others may still recover from ``values``, the vector of this or of the last round; any thread."""
+        """Return True if another member may still recover chunks from ``values``. Thread-safe."""
         return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
 
-    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
-        """Replace ``values`` by the group's weighted mean; members end with the same bits.
+    async def average(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+    ) -> RoundResult:
+        """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
         Args:
             group: from the matchmaker; this peer is a member.
-            values: float32, contiguous, one-dimensional, ``group.numel`` long. Not to be changed before the next
+            values: float32, contiguous, one-dimensional, ``group.numel`` long. Do not change it before the next
                 round has ended: use two vectors in turn.
-            sending: how the contribution travels; None: as the group has agreed.
+            encoding: of the contribution; None: the group's codec.
 
         Returns:
-            What was reached before the deadline; a peer's fault shows there and is never raised.
+            The result at the deadline at the latest; it shows the failures of peers, which are never raised.
 
         Raises:
             ValueError: this peer is no member, or the vector does not fit.
-            RoundRefused: this very round was averaged or given up before.
+            RoundRefused: this round was averaged or given up here before.
         """
         me = group.index_of(self._peers.id)
         if me is None or values.shape != (group.numel,) or values.dtype != np.float32:
@@ -337,25 +318,27 @@ class Averager:
             )
         if not values.flags.c_contiguous:
             raise ValueError("the vector must be contiguous")
-        sums = self._memory(group.prefix, group.spans()[me].numel)
-        return await self._take_part(group, me, values, sums=sums, sending=sending)
+        sums, numel = self._spare.pop(group.prefix, None), group.spans()[me].numel
+        if sums is None or len(sums) != numel:
+            sums = np.empty(numel, np.float32)
+        return await self._take_part(group, me, values, sums=sums, encoding=encoding)
 
     async def reduce(self, group: Group) -> RoundResult:
-        """Take part in a round for the others only: reduce the own span, recover what is asked for, collect nothing.
+        """Join a round as a reducer only: reduce our span and serve recovery requests, without contributing values.
 
         Raises:
             ValueError: this peer is no member.
-            RoundRefused: this very round was averaged or given up before.
+            RoundRefused: this round was averaged or given up here before.
         """
         me = group.index_of(self._peers.id)
         if me is None:
             raise ValueError("only a member can reduce")
-        values = np.empty(group.numel, np.float32)  # memory is taken up where it is written: the own span
+        values = np.empty(group.numel, np.float32)  # the system allocates only what is written: the own span
         start, stop = group.spans()[me]
         return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
 
     async def drain(self, prefix: str) -> None:
-        """Return when no member of the last round wants anything of us any more; gives up after a while."""
+        """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
         if (exchange := self._finished.get(prefix)) is None:
             return
         try:
@@ -363,10 +346,10 @@ class Averager:
                 while exchange.serving:
                     await exchange.served.wait()
         except TimeoutError:
-            logger.info("%d members still want something of the last round", exchange.serving)
+            logger.info("%d members still need this peer for the last round", exchange.serving)
 
     def forget(self, prefix: str) -> None:
-        """Free what finished rounds of a collaboration left behind: it is over."""
+        """Free the memory of a collaboration that has ended."""
         if exchange := self._finished.pop(prefix, None):
             self._forget(exchange)
         self._spare.pop(prefix, None)
@@ -378,7 +361,7 @@ class Averager:
         values: Floats,
         *,
         sums: Floats,
-        sending: Sending | None = None,
+        encoding: UploadEncoding | None = None,
         collects: bool = True,
     ) -> RoundResult:
         if group.round_id in self._rounds:
@@ -390,21 +373,20 @@ class Averager:
             ledger=SpanLedger(group, values),
             sums=sums,
             settings=self._settings,
-            sending=sending,
+            encoding=encoding,
             collects=collects,
         )
-        self._begin(exchange)
-        try:
-            result = await self._run(exchange)
-        finally:
-            self._finish(exchange)
-        self.on_round(result)
-        return result
-
-    def _begin(self, exchange: AllReduce) -> None:
-        self._rounds[exchange.group.round_id] = exchange
+        self._rounds[group.round_id] = exchange
         self._begun.set()
         self._begun.clear()
+        try:
+            result = await self._run(exchange)
+        finally:  # members may still recover from this round, no longer from the one before
+            if group.prefix in self._finished:
+                self._forget(self._finished[group.prefix])
+            self._finished[group.prefix] = exchange
+        self.on_round(result)
+        return result
 
     async def _run(self, exchange: AllReduce) -> RoundResult:
         clock = asyncio.get_running_loop().time
@@ -423,11 +405,11 @@ class Averager:
                 watch.cancel()
         except TimeoutError:
             logger.warning(
-                "round of step %d ran into its limit of %g s",
+                "the round of step %d timed out after %g s",
                 exchange.group.step,
                 self._settings.round_timeout_s,
             )
-            exchange.out_of_time()
+            exchange.on_timeout()
         finally:
             stop_listening()
             for event in (*exchange.settled, *exchange.awaited()):
@@ -440,29 +422,16 @@ class Averager:
     def _on_silent(self, peer: PeerId, seconds: float) -> None:
         self._events.emit(PeerSilent(asyncio.get_running_loop().time(), peer.hex(), seconds))
 
-    # --- what finished rounds leave behind ------------------------------------------------------------------
-
-    def _finish(self, exchange: AllReduce) -> None:
-        """Keep the round for its other members, and forget the one before."""
-        prefix = exchange.group.prefix
-        if prefix in self._finished:
-            self._forget(self._finished[prefix])
-        self._finished[prefix] = exchange
-
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
             self._spare[exchange.group.prefix] = exchange.sums
 
-    def _memory(self, prefix: str, numel: int) -> Floats:
-        spare = self._spare.pop(prefix, None)
-        return np.empty(numel, np.float32) if spare is None or len(spare) != numel else spare
-
     # --- serving --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        """The round and the peer's place in it; waits a little, as others may get the group before us."""
+        """Enter the round as ``(round, place of the peer)``; waits a little, as others may get the group first."""
         try:
             async with asyncio.timeout(self._settings.patience_s):
                 while round_id not in self._rounds:
@@ -506,7 +475,7 @@ class Averager:
 
 
 async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> None:
-    """Get one reducer's means: from it, or by recovery."""
+    """Get one reducer's means, from the reducer or by recovery."""
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
         exchanged.append(asyncio.get_running_loop().time())
@@ -531,7 +500,7 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
         received_bytes=exchange.received_bytes,
-        compression_error=exchange.sending.error,
+        compression_error=exchange.compression_error,
         seconds=seconds,
         members=exchange.trace.members(),
     )

@@ -1,18 +1,17 @@
-"""The adaptive strategy (DeDLOC, section 3.2): who computes, and who reduces how much, so that steps follow fastest.
+"""The adaptive strategy (DeDLOC, section 3.2): which peers compute, and how much each reduces, for the fastest steps.
 
-Equation 1 has two rates for every pair of peers. A round of ours sends member j its share ``r_j`` of every vector
-and gets it back, so the rates follow from n shares, and only those are sought. With V bytes of a contribution, M of
-the means, k peers that contribute (``c_i = 1``) and m that want the means (``w_i = 1``), peer i moves in one round::
+Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of every vector and
+returns it, so n shares determine all rates. With V bytes of a contribution, M of the means, k peers that contribute
+(``c_i = 1``) and m that need the means (``w_i = 1``), peer i moves in one round::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)
     down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
-and the round takes as long as the slowest of these 2n transfers: a linear program. Each of its rows bounds one
-share alone, so for a given time all bounds are known at once, and bisection finds the least time in which shares
-can add up to 1. That is exact, takes about a millisecond and wants no solver: a peer of the base install organizes
-as well as any. Limits of single pairs tie shares together; such a program goes to HiGHS (scipy).
+The round takes as long as the slowest of these 2n transfers: a linear program. Each row bounds one share alone, so a
+given time fixes all bounds, and bisection finds the least time in which shares can add up to 1. That is exact, takes
+about a millisecond and needs no solver. Limits of single pairs couple the shares; HiGHS (scipy) solves such a program.
 
-What is known of a peer's bandwidth is its own claim. `believed` bounds how far a lie goes.
+A peer's bandwidth is its own claim. `believed` bounds the effect of a false claim.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from colab_swarm.tensors.codecs import Precision
 Array = npt.NDArray[np.float64]
 
 CLAIM_CAP = 16.0
-"""No claim counts for more than so many times the median: a liar on a median line slows a round at most so much."""
+"""A claim counts for at most this many times the median: a liar of median bandwidth slows a round by no more."""
 WORTH = 0.9
-"""Shares become unequal where that saves a tenth: measured rates are noisy, and equal shares teach more about them."""
+"""Shares become unequal if that saves a tenth: measured rates are noisy, and equal shares reveal more about them."""
 SMALL = 0.3
-"""Of an equal share; less is given only to gain time."""
+"""Of an equal share; a smaller share is given only to save time."""
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one peer can do.
+    """Speed and bandwidth of one peer.
 
     Attributes:
         samples_per_s: speed of its gradients; 0: it has no accelerator.
         upload_bps, download_bps: bits per second; None: not known, taken as the median of the others'.
         reduces: accepts connections.
-        receives: wants the means; an assistant does not.
+        receives: needs the means; an assistant does not.
     """
 
     samples_per_s: float = 0.0
@@ -77,13 +76,13 @@ class AveragingSetup:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Who does what, and what comes of it.
+    """The work of each peer, and the predicted speed.
 
     Attributes:
         computes: per peer, whether it contributes gradients.
-        shares: per peer, its part of the reducing; they add up to 1.
-        averaging_s: seconds of one round, predicted.
-        steps_per_s: rate of steps where gradients are computed while others are averaged.
+        shares: per peer, the part of the vector that it reduces; they add up to 1.
+        averaging_s: predicted seconds of one round.
+        steps_per_s: predicted rate of steps, with gradients computed during averaging.
         explanation: one sentence for people.
     """
 
@@ -95,16 +94,15 @@ class SharePlan:
 
 
 def plan(setup: AveragingSetup) -> SharePlan:
-    """The plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
+    """Return the plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
 
-    Where gradients come faster than rounds can average them, peers leave the computing to others: fewer contributions
-    travel. Finding the best of all subsets is a hard problem; here they leave in three orders, and bisection finds
-    how many: the slowest first, the least speed times upload first, and the fastest download first (a reducer's own
-    contribution spares a slow download). Of 200 small random setups 96 % get the best subset, on average 99 % of its
-    rate.
+    If gradients come faster than rounds can average them, some peers should not compute, which saves contributions.
+    Finding the best subset is a hard problem. Here peers leave in three orders, and bisection finds how many: the
+    slowest first, the least speed times upload first, and the fastest download first (a reducer's own contribution
+    saves a slow download). Of 200 small random setups 96 % get the best subset, on average 99 % of its rate.
 
     Raises:
-        ValueError: nobody computes, nobody reduces, or no bandwidth is known.
+        ValueError: no peer computes, no peer reduces, or no bandwidth is known.
     """
     able = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
     if not able:
@@ -125,9 +123,9 @@ def plan(setup: AveragingSetup) -> SharePlan:
 
 
 def _with_fewer(setup: AveragingSetup, order: Sequence[int]) -> list[SharePlan]:
-    """The plans on both sides of the point where computing becomes the slower part."""
+    """Return the plans on both sides of the point where computing becomes the slower part."""
     tried: dict[int, SharePlan] = {}
-    low, high = 1, len(order) - 1  # so many of `order` do not compute
+    low, high = 1, len(order) - 1  # bounds on how many of `order` do not compute
     while low <= high:
         middle = (low + high) // 2
         found = tried[middle] = plan_round(setup, order[middle:])
@@ -141,10 +139,10 @@ def _with_fewer(setup: AveragingSetup, order: Sequence[int]) -> list[SharePlan]:
 def plan_round(
     setup: AveragingSetup, computing: Sequence[int], shares: Sequence[float] | None = None
 ) -> SharePlan:
-    """The fastest round in which the peers ``computing`` contribute; with ``shares`` given, what comes of those.
+    """Return the fastest round in which the peers ``computing`` contribute, or the round with the given ``shares``.
 
     Raises:
-        ValueError: nobody reduces, or no bandwidth is known.
+        ValueError: no peer reduces, or no bandwidth is known.
     """
     contributes = np.isin(np.arange(len(setup.peers)), computing)
     loads = _Loads(setup, contributes)
@@ -162,7 +160,7 @@ def plan_round(
 
 
 class _Loads:
-    """How long each peer sends and receives, as a function of the shares. Rows: all uploads, then all downloads."""
+    """The transfer times as a function of the shares. Rows: all uploads, then all downloads."""
 
     def __init__(self, setup: AveragingSetup, contributes: npt.NDArray[np.bool_]) -> None:
         c, w = contributes.astype(float), np.array([float(peer.receives) for peer in setup.peers])
@@ -180,20 +178,20 @@ class _Loads:
         ]
 
     def seconds(self, shares: Array) -> Array:
-        """Of all uploads, all downloads and all limited pairs."""
+        """Return the seconds of all uploads, all downloads and all limited pairs."""
         own = (self._fixed + self._slope * shares) / self._rates
         pairs = [(up * shares[j] + down * shares[i]) / rate for i, j, up, down, rate in self._pairs]
         return np.concatenate([own.ravel(), pairs])
 
     def best(self) -> Array:
-        """The shares of the fastest round, without those too small to matter: each is a stream from everyone."""
+        """Return the shares of the fastest round, without those too small to be worth their streams."""
         shares = self._program() if self._pairs else self._fill()
         few = np.where(shares < SMALL * shares.mean(), 0.0, shares)
         few /= few.sum()
         return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
-        """Without pairs: the least time, and then the least for all whom their fixed part does not keep longer."""
+        """Without pairs: find the least time, and then the least time for all peers that a fixed part does not bind."""
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
@@ -203,7 +201,7 @@ class _Loads:
         return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
 
     def _bounds(self, seconds: float) -> tuple[Array, Array]:
-        """Least and greatest share of each peer if everything is to be over in so many seconds."""
+        """Return the least and greatest share of each peer for a round of ``seconds``."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / self._slope
@@ -218,7 +216,7 @@ class _Loads:
         return bool(kept and (low <= high).all() and low.sum() <= 1 <= high.sum())
 
     def _program(self) -> Array:
-        """With pairs: minimise the time over the shares and itself, by HiGHS. Rows in seconds."""
+        """With pairs: minimize the time with HiGHS. Rows are in seconds."""
         from scipy.optimize import linprog
 
         peers = len(self._reduces)
@@ -241,10 +239,10 @@ class _Loads:
         return np.maximum(np.asarray(found.x[:-1], np.float64), 0.0)
 
     def explain(self, shares: Array) -> str:
-        """Who reduces how much, and what the round waits for."""
+        """Describe the shares and the bottleneck of the round."""
         peers, reducers = len(shares), int(self._reduces.sum())
         if peers == 1:
-            return "a peer alone averages with nobody"
+            return "a peer alone needs no averaging"
         seconds = self.seconds(shares)
         slowest = np.flatnonzero(seconds >= 0.99 * seconds.max())
         waits = _waits(slowest[slowest < 2 * peers], self._rates.ravel(), peers)
@@ -256,7 +254,7 @@ class _Loads:
 
 
 def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
-    """What the transfers ``slowest`` (rows of `_Loads`) mean for people."""
+    """Describe the transfers ``slowest`` (rows of `_Loads`)."""
     if not len(slowest):
         return "the limit of a pair of them is the bottleneck"
     count, mbit = len({int(index) % peers for index in slowest}), rates[slowest] * 8e-6
@@ -270,7 +268,7 @@ def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
-    """The least time that is ``enough``; ``most`` is, and where it is, all longer times are."""
+    """Return the least time that is ``enough``, by bisection; ``most`` is, and so is any time over one that is."""
     low, high = 0.0, most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
@@ -279,7 +277,7 @@ def _least(enough: Callable[[float], object], most: float, *, precision: float =
 
 
 def _completed(rates_bps: Sequence[float | None]) -> list[float]:
-    """The lower median of two in place of what is not known."""
+    """Replace unknown rates by the lower median."""
     known = [rate for rate in rates_bps if rate is not None]
     if not known or not all(0 < rate < math.inf for rate in known):
         raise ValueError(f"bandwidths must be positive and one at least known, got {list(rates_bps)}")
@@ -288,9 +286,9 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Claimed rates as far as they are believed: `CLAIM_CAP` medians at most; under 1 bit per second it is no claim.
+    """Bound claimed rates to `CLAIM_CAP` medians; a claim under 1 bit per second is ignored.
 
-    The median is the lower one of two, so that one liar among two peers does not make it.
+    The median is the lower one of two, so that one liar among two peers does not set it.
     """
     claims = [claim if claim is not None and 1 <= claim < math.inf else None for claim in claims_bps]
     known = [claim for claim in claims if claim is not None]
@@ -299,13 +297,13 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
 
 
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Sharing:
-    """The strategy of a live round: who contributes is settled by what the tickets bring, the shares are planned.
+    """Plan the shares of a live round; its tickets determine which peers contribute.
 
-    Where it saves less than a tenth of the time, or nothing is known of bandwidths, shares are equal.
+    Shares are equal if planned ones save less than a tenth of the time, or if no bandwidth is known.
 
     Args:
-        flattery: how many times better the forecast for planned shares looks than that for equal ones, beside what
-            became of both (see `AdaptiveShares`).
+        flattery: how many times more optimistic forecasts were for planned shares than for equal ones, compared to the
+            actual times (see `AdaptiveShares`).
     """
     equal = equal_shares(tickets)
     uploads = believed([ticket.upload_bps for ticket in tickets])
@@ -319,8 +317,8 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
             Capacity(ticket.samples_per_s, up, down, ticket.reduces, not ticket.assists)
             for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
         ),
-        contribution_bytes=_encoded_bytes(tickets[0].codec, tickets[0].numel),
-        mean_bytes=_encoded_bytes(tickets[0].mean_codec, tickets[0].numel),
+        contribution_bytes=encoded_bytes(tickets[0].codec, tickets[0].numel),
+        mean_bytes=encoded_bytes(tickets[0].mean_codec, tickets[0].numel),
     )
     computing = [index for index, ticket in enumerate(tickets) if ticket.weight > 0]
     as_equals = plan_round(setup, computing, equal.shares)
@@ -331,24 +329,20 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 
 
 class AdaptiveShares:
-    """`adaptive_shares` that learns from what became of its forecasts.
+    """`adaptive_shares` that learns from the errors of its forecasts.
 
-    A line that is not full shows only what it was asked to carry. So whoever reduces more seems to have the better
-    line, and among equals, or where processors and not lines are slow, unequal shares would confirm themselves.
+    A link that is not full shows only the load that it had. So a peer that reduces more seems to have more bandwidth,
+    and without this correction unequal shares among equal peers would confirm themselves.
     """
 
     def __init__(self) -> None:
-        self._late = {
-            True: 1.0,
-            False: 1.0,
-        }  # actual time over predicted, with equal shares and with planned ones
+        self._late = {True: 1.0, False: 1.0}  # actual over predicted time, with equal and with planned shares
 
     def __call__(self, tickets: Sequence[Ticket]) -> Sharing:
-        """See `Strategy`."""
         return adaptive_shares(tickets, flattery=self._late[False] / self._late[True])
 
     def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
-        """A round without faults took ``seconds``; what is known of the other kind is slowly forgotten."""
+        """Learn from a round without failures that took ``seconds``; the other kind's figure decays slowly."""
         if predicted_s and seconds > 0:
             equal = len({share for share in shares if share}) == 1
             late = min(max(seconds / predicted_s, 1 / MOST_LATE), MOST_LATE)
@@ -357,10 +351,10 @@ class AdaptiveShares:
 
 
 def _raise_assistants(tickets: Sequence[Ticket], rates: list[float | None]) -> None:
-    """An assistant's line counts as one of the better half at least.
+    """Raise an assistant's bandwidth to the upper median of the trainers'.
 
-    It carries what it is asked to, so what it was seen to carry says little of what it could; and who assists is well
-    linked, or would be of no use.
+    Its measured bandwidth says little, because it only carries the load that it gets. An assistant is well connected,
+    otherwise it would be of no use.
     """
     trainers = [
         rate for ticket, rate in zip(tickets, rates, strict=True) if rate is not None and not ticket.assists
@@ -370,6 +364,6 @@ def _raise_assistants(tickets: Sequence[Ticket], rates: list[float | None]) -> N
             rates[index] = max(rates[index] or 0.0, statistics.median_high(trainers))
 
 
-def _encoded_bytes(precision: str, numel: int) -> int:
-    """As if no tensor were small, where small ones travel finer: they are few values."""
+def encoded_bytes(precision: str, numel: int) -> int:
+    """Return the size of an encoded vector; small tensors, which may be encoded finer, are neglected."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.averaging.round import Averager
 from colab_swarm.bench.report import BenchReport
@@ -330,9 +330,8 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
     """
     import colab_swarm as cs
     from colab_swarm.events import RoundFinished
-    from colab_swarm.training.catch_up import next_lineage
     from colab_swarm.training.collaboration import Collaboration
-    from colab_swarm.training.progress import ProgressRecord
+    from colab_swarm.training.progress import ProgressRecord, next_lineage
     from colab_swarm.training.settings import TrainingSettings
     from colab_swarm.training.state import Snapshot
 
@@ -346,14 +345,14 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
         )
         made = Collaboration(swarm.services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
         await made.start()
-        made.level_with(0, b"same")
+        await made.adopt(0, b"same")
         return made
 
     async def step() -> None:
         await collaboration.report(1.0, None)
-        result = await collaboration.average(values, 1.0, Sending())
+        result = await collaboration.average(values, 1.0, UploadEncoding())
         if result is not None:
-            collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
+            await collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
 
     importlib.import_module("torch")  # a trainer has it, and casts with it
     options = cs.NetworkOptions(lan=False, use_relays=False)

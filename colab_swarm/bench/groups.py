@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import Chunk, Sending
+from colab_swarm.averaging.exchange import Chunk, UploadEncoding
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import (
@@ -116,13 +116,15 @@ class _Player(Averager):
         self.result: MoshpitResult | None = None
         self._done = 0
 
-    async def average(self, group: Group, values: Floats, sending: Sending | None = None) -> RoundResult:
+    async def average(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+    ) -> RoundResult:
         round_ = self._done + group.step % MAX_ROUNDS
         if self._name in self._town.liars:
             values[:] = np.nan
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, values, sending)
+        result = await super().average(group, values, encoding)
         self.held[round_ + 1] = values.copy()
         return result
 

@@ -265,24 +265,24 @@ class _Forming:
         self._key = f"{settings.prefix}/waiting"
         self._called = asyncio.Event()
         self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
-        rooms, prefix = services.rooms, settings.prefix
-        rooms.make_room(prefix)
+        router, prefix = services.router, settings.prefix
+        router.reserve(prefix)
         self._matchmaker = Matchmaker(
-            rooms,
+            router,
             prefix,
             expected=self._expected,
             on_called=self._on_called,
             strategy=equal_shares,
             settings=GATHERING,
         )
-        self._states = StateSharing(rooms, prefix, lambda: asyncio.to_thread(replica.snapshot))
-        rooms.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
+        self._states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
+        router.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
 
     async def close(self) -> None:
         """Stop serving and waiting."""
         self._matchmaker.close()
         self._states.close()
-        self._services.rooms.unserve(self._settings.prefix, ElasticLink)
+        self._services.router.unserve(self._settings.prefix, ElasticLink)
         self._exchange.cancel()
         await self._publish(ttl_s=0.5)
 

@@ -129,7 +129,7 @@ class ElasticOptimizer(Optimizer):
     def _apply(self) -> ElasticStep:
         assert self._steps.finished is not None
         closed, result = self._steps.finished
-        with self._replica.still():
+        with self._replica.lock:
             self._buckets.to_gradients(closed.gradients)
             self._inner.step()
             self._inner.zero_grad(set_to_none=True)

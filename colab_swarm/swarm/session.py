@@ -82,7 +82,7 @@ class SwarmTraining:
 
     def __init__(self, context: PeerContext) -> None:
         self._context, services = context, context.services
-        self.averages = ArrayAverages(services.rooms, services.dht, services.averager, context.run_id)
+        self.averages = ArrayAverages(services.router, services.dht, services.averager, context.run_id)
         self.latest: SwarmOptimizer | None = None
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
@@ -130,7 +130,7 @@ class SwarmTraining:
     def on_pause(self) -> None:
         """Let every optimizer notice that the pause gate opened or closed. Thread-safe."""
         for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
-            self._context.runtime.call(optimizer.collaboration.heed_gate())
+            self._context.runtime.call(optimizer.collaboration.on_gate())
 
     def closings(self, hand_over_s: float) -> list[Callable[[], object]]:
         """Return the calls that hand over and end all training, in order."""

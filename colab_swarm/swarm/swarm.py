@@ -274,7 +274,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         self._check(worker=True)
         average = self.training.averages.average(
-            values, weight=weight, group_size=group_size, name=name, codec=compression
+            values, weight=weight, group_size=group_size, name=name, compression=compression
         )
         try:
             return self.runtime.call(average)

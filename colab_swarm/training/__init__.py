@@ -2,9 +2,9 @@
 
 ## What problem it solves
 
-Peers of any speed train one model as a single machine with the joined batch would: each computes gradients of
-its own data at its own pace, and all take the same step when the swarm together has the target batch. Peers
-come late, fall asleep, die; nobody waits for them, and nobody ends up with other parameters.
+Peers of any speed train one model as a single machine with the joined batch would. Each computes gradients of its own
+data at its own pace, and all take the same step when the swarm together has the target batch. Peers may join late,
+sleep or die; the others do not wait for them, and all end with equal parameters.
 
 ## The idea
 
@@ -13,56 +13,55 @@ come late, fall asleep, die; nobody waits for them, and nobody ends up with othe
     carol   |    batch     |                           n_c            a round, one step for all
                                  \\______ averaging ______/  sum n_i g_i / sum n_i
 
-Each peer tells in the DHT how far it is. Everybody adds up and knows when the batch is full; who is asked
-computes its present micro-batch to the end and comes. See `colab_swarm.averaging` for the round itself.
+Each peer publishes its progress in the DHT. All peers add up the samples and know when the batch is full. A called
+peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the round itself.
 
 ## Records and messages
 
-| type | where | says |
+| type | where | content |
 |---|---|---|
-| `ProgressRecord` | DHT, signed, own subkey | step, lineage, samples so far, speed, syncing or not, addresses, loss |
-| `AssistantRecord` | DHT, signed | I reduce and hand on the state for these collaborations |
-| `DescribeState` -> `Manifest` | call | whose state, its plain part, digests of its chunks |
+| `ProgressRecord` | DHT, signed, own subkey | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
+| `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
+| `DescribeState` -> `StateManifest` | call | step and lineage of the state, its plain part, digests of its chunks |
 | `FetchChunks` -> `ChunkOf` … | stream | chunks of the snapshot with this root |
 
 ## States of a trainer
 
-    syncing --(nobody else, or equal parameters)--> training --batch full--> round --mean--> training
-       ^                                                |                     |
-       '------------- behind: catch up <----------------'---- values kept local
+    syncing --(no other peer, or equal parameters)--> training --batch full--> round --mean--> training
+       ^                                                 |                      |
+       '------------- behind: catch up <-----------------'---- values kept local
 
-- **Lineage.** A digest (BLAKE3), chained over the first parameters and every mean applied since. Equal
-  lineages mean equal parameters. A round admits only peers of one step and one lineage.
-- **Branch.** The highest step that at least half of the training peers have reached, and on it the lineage
-  that most hold. So one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be
-  dialled have no vote while others can; peers that could not give the state they claim have none for 300 s.
-- **Catching up.** The state comes in chunks of 256 KiB or more, from four donors at once, each chunk checked
-  by its SHA-256; donors train on meanwhile. While it is on its way the newcomer follows the rounds with
-  weight 0 and keeps their means; then it applies these in order and is level, however long the download took.
-- **Counts of others are a moment old**, so they are carried on at the peer's speed, for 3 s at most.
+- **Lineage.** A chain of digests over the first parameters and every mean applied since. It names a branch of
+  parameters: equal lineages mean equal parameters. A round admits one step of one lineage.
+- **Branch.** The highest step that at least half of the training peers have reached, and on it the lineage that most
+  hold. So one liar, one clock or one lucky minority never moves the swarm.
+- **Votes.** Paused and idle peers have no vote, nor have peers that cannot be dialled while others can. Peers that
+  could not give the state that they claim have none for 300 s. A trainer is idle after 10 of its own micro-batches'
+  time, 120 s at least, without a micro-batch. It catches up before it trains again.
+- **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
+  SHA-256; donors train on meanwhile. The late joiner follows the rounds with weight 0 and collects their means. Then it
+  applies these in order and has the swarm's parameters, however long the download took.
+- **Samples of other peers** are extrapolated at their speed, for 3 s at most.
 
 ## Times
 
-| what | value |
-|---|---|
-| two progress records of a peer, at most | 60 s apart; forgotten after four times as long |
-| a round waits for peers that do not answer | 5 s (`matchmaking_s`) |
-| and for those that said they finish a batch | 60 s |
-| matchmaking and averaging of one round | 180 s |
-
-See `colab_swarm.training.settings.TrainingSettings`.
+A peer publishes a record every 60 s at least; it is forgotten after four times as long. A round waits 5 s for peers
+that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking and
+averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSettings`.
 
 ## What goes wrong
 
-A gradient that is not finite is left out (`BatchDropped`), and the peer goes on. A round that fails changes
-nothing: the samples stay and go into the next. A peer whose mean is incomplete fetches the state from the
-others. A peer alone trains on correctly and is the origin for whoever comes. All trainers gone: a backbone
-(`colab_swarm.backbone`) has the newest checkpoint. An interrupt (■) stops the cell and not the peer. **Not
-guarded against:** members that send plausible but false gradients.
+- A gradient that is not finite is left out (`BatchDropped`), and the peer continues.
+- A round that fails changes nothing: the samples go into the next one.
+- A peer whose mean is incomplete fetches the state from the others.
+- A peer alone trains correctly, and late joiners get its state.
+- If all trainers are gone, a backbone (`colab_swarm.backbone`) has the newest checkpoint.
+- An interrupt (■) stops the cell and not the peer.
+- **Not guarded against:** members that send plausible but false gradients.
 
-**If no peer can be reached by the others** they need an *assistant* (DeDLOC's auxiliary peer): it trains
-nothing, organizes and reduces. `swarm.serve_as_reducer()`, `colab-swarm peer INVITATION --reduce-only` or a backbone;
-no GPU, no data, no PyTorch.
+**If no peer can be reached by the others** they need an *assistant* (DeDLOC's auxiliary peer), which trains nothing,
+organizes and reduces: `swarm.serve_as_reducer()`, `colab-swarm peer INVITATION --reduce-only` or a backbone. It needs
+no GPU, no data and no PyTorch.
 
 ## How to use it
 
@@ -73,40 +72,41 @@ no GPU, no data, no PyTorch.
         optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
     optimizer.save(cs.CheckpointFolder("checkpoints"))
 
-All begin with equal parameters: build the model from the same seed. What helps on slow lines:
+All peers start with equal parameters: build the model from the same seed. Options for slow links:
 
-| argument | what it does |
+| argument | effect |
 |---|---|
-| `codec="float16"`, `"int8"`, `"adaptive"` | fewer bytes a value; adaptive: 8 bits, but 16 for small tensors |
-| `mean_codec=` | the same for the way back |
-| `error_feedback=True` | what compression cut off travels later: nothing is lost in the long run |
-| `codec="onebit"`, `"topk:0.01"` | an eighth, or a twentieth, of a byte a value; only with error feedback |
-| `delayed=True` | compute on while a round runs; the update comes exactly one step late |
-| `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages where they led (DiLoCo) |
+| `compression="float16"`, `"int8"`, `"adaptive"` | fewer bytes a value; adaptive: 8 bits, but 16 for small tensors |
+| `mean_compression=` | the same for the way back |
+| `error_feedback=True` | what compression cut off is added to the next gradient |
+| `compression="onebit"`, `"topk:0.01"` | an eighth, or a twentieth, of a byte a value; only with error feedback |
+| `overlap=True` | compute during a round; the update comes exactly one step late |
+| `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
 | `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
 
-`swarm.leave(hand_over_s=60)` waits for a last round that takes what was accumulated. Several GPUs in one
-machine are one peer: start the script with `torchrun`, join on rank 0 only, and use `cs.host_optimizer(swarm
-if rank == 0 else None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel` and
-without a `GradScaler`; tested with gloo on CPUs, not yet with NCCL.
+`swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
+one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else
+None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel` and without a `GradScaler`. This
+is tested with gloo on CPUs, not yet with NCCL.
 
 ## The paper and the modules
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
-| section 3.1: accumulate at one's own pace, one step per target batch | `colab_swarm.training.progress`, `tempo` |
-| section 3.2: delayed updates (after ZeRO-Offload) | `colab_swarm.training.optimizer`, `replica` |
-| auxiliary peers | `colab_swarm.training.assistant`, `mirror` |
-| newcomers get the state from peers | `colab_swarm.training.state`, `catch_up` |
+| section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration` |
+| section 3.2: rounds, delayed updates (after ZeRO-Offload) | `rounds`, `optimizer`, `replica` |
+| auxiliary peers | `assistant`, `state` |
+| late joiners get the state from peers | `state`, `collaboration` |
 | section 4.3: sahajBERT | `colab_swarm.recipes`, `notebooks/sahajbert.ipynb` |
 
-LAMB: [arXiv 1904.00962](https://arxiv.org/abs/1904.00962). LARS: [arXiv
-1708.03888](https://arxiv.org/abs/1708.03888). DiLoCo: [arXiv 2311.08105](https://arxiv.org/abs/2311.08105).
+`layerwise` has LAMB, [arXiv 1904.00962](https://arxiv.org/abs/1904.00962), and LARS, [arXiv
+1708.03888](https://arxiv.org/abs/1708.03888). `host` makes one peer of several processes. DiLoCo: [arXiv
+2311.08105](https://arxiv.org/abs/2311.08105).
 
 ## Measured
 
-A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch (hivemind 1.1.12:
-531 MiB in 5 processes). From joining to the first counted sample with 18 M parameters: 7.1 s. In 20 simulated
-hours with churn 95 % of the ideal number of steps are taken. `python -m colab_swarm.bench overhead`, `soak`,
-`join` and `albert` measure again.
+A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch (hivemind 1.1.12: 531 MiB
+in 5 processes). From joining to the first counted sample with 18 M parameters: 7.1 s. 20 simulated hours with churn
+reach 95 % of the ideal number of steps. Measure again with `python -m colab_swarm.bench overhead`, `soak`, `join` or
+`albert`.
 """

@@ -1,8 +1,8 @@
-"""An assistant (DeDLOC's auxiliary peer) trains nothing and lets trainers that only dial out train together.
+"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets trainers that only dial out train together.
 
-Such trainers cannot reach each other; all of them can reach the assistant. It organizes their rounds, reduces, and
-hands on the training state to newcomers. It has no torch, no data and no model: what it needs to know of a round
-stands in the ticket of the trainer that calls it. Where trainers reduce themselves, it is one more reducer.
+Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their rounds, reduces, and
+passes on the training state to late joiners. It needs no torch, no data and no model, because the calling trainer's
+ticket describes the round. Where trainers reduce themselves, it is one more reducer.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from colab_swarm.training.state import Mirror, Snapshot
 logger = logging.getLogger(__name__)
 
 ROUND_TIMEOUT_S = 180.0
-TELL_S = 15.0
-TTL_S = 4 * TELL_S
+PUBLISH_S = 15.0
+TTL_S = 4 * PUBLISH_S
 FRESH_S = 1.0
-"""Records older than this are read again before peers are invited to a round."""
+"""Older records are read again before peers are invited to a round."""
 READ_TIMEOUT_S = 3.0
 IDLE_S = 900.0
 MAX_COLLABORATIONS = 16
@@ -49,14 +49,18 @@ MAX_ROUNDS = 4
 """Of one collaboration at once."""
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
-"""A round's own and the last one's, with room to spare; a model too large for that is not helped."""
+"""The vectors of this round and of the last, with a reserve; a model too large for that is refused."""
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 
 @dataclass(frozen=True)
 class AssistedRound:
-    """A round that an assistant reduced in: of which collaboration, when its group began to form and stood (loop time),
-    and what became of it."""
+    """A round in which an assistant reduced.
+
+    Attributes:
+        prefix: of the collaboration.
+        began_at, formed_at: when its group began to form and was complete (loop time).
+    """
 
     prefix: str
     began_at: float
@@ -66,29 +70,26 @@ class AssistedRound:
 
 @dataclass(frozen=True)
 class Memory:
-    """What an assistant may do beyond the present: ``stored(prefix)`` is a checkpoint to give when no trainer is left,
-    ``on_round`` hears of each round."""
+    """A backbone's additions to an assistant.
+
+    Attributes:
+        stored: ``await stored(prefix)``: a checkpoint to give when no trainer is left.
+        on_round: called after each round.
+    """
 
     stored: Callable[[str], Awaitable[Snapshot | None]]
     on_round: Callable[[AssistedRound], None]
 
 
-async def _nothing(prefix: str) -> Snapshot | None:
-    return None
-
-
-NO_MEMORY = Memory(_nothing, lambda helped: None)
-
-
 @dataclass
 class AssistantTally:
-    """What an assistant has done.
+    """The work of an assistant.
 
     Attributes:
         collaborations: prefixes of those it helps now.
-        rounds: rounds it reduced in.
-        reduced_bytes: payload it received and sent in them.
-        mirrored_bytes: training state it handed on.
+        rounds: rounds in which it reduced.
+        reduced_bytes: payload that it received and sent in them.
+        mirrored_bytes: training state that it passed on.
     """
 
     collaborations: tuple[str, ...] = ()
@@ -98,7 +99,7 @@ class AssistantTally:
 
 
 class Assistant:
-    """Helps the collaborations of a run, as they show up.
+    """Helps the collaborations of a run, as their first messages arrive.
 
     Args:
         run_id: of the run.
@@ -114,64 +115,62 @@ class Assistant:
         *,
         name: str,
         collaboration: str | None = None,
-        memory: Memory = NO_MEMORY,
+        memory: Memory | None = None,
     ) -> None:
-        self._services = services
-        self._memory = memory
-        self._run_id = run_id
-        self._name = name
+        self._services, self._memory = services, memory
+        self._run_id, self._name = run_id, name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self._tally = AssistantTally()
         self._parts: dict[str, _Part] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Tell the run that this peer assists.
+        """Publish to the run that this peer assists.
 
         Raises:
             ValueError: this peer assists the run already.
         """
-        self._services.rooms.welcome(self)
-        # The run's own name is no collaboration's: this part keeps the messages served that lead to `enter`.
+        self._services.router.set_default(self.enter, self.leave)
+        # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._memory)
-        await self._tell(ttl_s=TTL_S)
-        self._tasks.append(asyncio.create_task(self._keep_telling(), name="assist"))
+        await self._publish(ttl_s=TTL_S)
+        self._tasks.append(asyncio.create_task(self._heartbeat(), name="assist"))
 
     async def stop(self) -> None:
-        """Help no more, and say so."""
+        """Stop assisting, with a record that expires at once."""
         self.kill()
-        await self._tell(ttl_s=0.5)
+        await self._publish(ttl_s=0.5)
 
     def kill(self) -> None:
-        """Help no more, without a word."""
+        """Stop assisting without notice."""
         for task in self._tasks:
             task.cancel()
-        self._services.rooms.welcome(None)
+        self._services.router.clear_default()
         for prefix in list(self._parts):
             self.leave(prefix)
 
     def tally(self) -> AssistantTally:
-        """What was done so far; safe from any thread."""
+        """Return the work done so far. Thread-safe."""
         return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
 
-    async def _keep_telling(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(PUBLISH_S)
             for prefix, part in list(self._parts.items()):
                 if prefix and _now() - part.used_at > IDLE_S:
                     self.leave(prefix)
             try:
-                await self._tell(ttl_s=TTL_S)
+                await self._publish(ttl_s=TTL_S)
             except PeerError as error:
-                logger.info("could not tell that this peer assists: %s", error)
+                logger.info("could not publish that this peer assists: %s", error)
 
-    async def _tell(self, *, ttl_s: float) -> None:
+    async def _publish(self, *, ttl_s: float) -> None:
         peers, key = self._services.peers, assistants_key(self._run_id)
         record = AssistantRecord(self._name, peers.contact.addresses, self._only, peers.time())
         await self._services.dht.store(key, record, subkey=peers.id, ttl_s=ttl_s, signed=True)
 
     def enter(self, prefix: str) -> None:
-        """A message came for a collaboration that is new here: help it."""
+        """Start to help a collaboration whose message arrived."""
         wanted = prefix == self._only if self._only else prefix.startswith(f"{self._run_id}/")
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > MAX_COLLABORATIONS:
@@ -179,42 +178,38 @@ class Assistant:
             self._parts[prefix] = _Part(self._services, prefix, self._tally, self._memory)
 
     def leave(self, prefix: str) -> None:
-        """Help this collaboration no more, for now."""
+        """Stop helping this collaboration, for now."""
         if part := self._parts.pop(prefix, None):
             part.close()
 
 
 class _Part:
-    """What an assistant does for one collaboration."""
+    """An assistant's part in one collaboration."""
 
-    def __init__(self, services: PeerServices, prefix: str, tally: AssistantTally, memory: Memory) -> None:
+    def __init__(
+        self, services: PeerServices, prefix: str, tally: AssistantTally, memory: Memory | None
+    ) -> None:
         self.used_at = _now()
-        self._services = services
-        self._prefix = prefix
-        self._tally = tally
-        self._memory = memory
+        self._services, self._prefix = services, prefix
+        self._tally, self._memory = tally, memory
         self._records: Mapping[PeerId, ProgressRecord] = {}
-        self._lost: dict[PeerId, ProgressRecord] = {}  # what they told last before their links broke
+        self._lost: dict[PeerId, ProgressRecord] = {}  # last records of peers whose links broke
         self._assistants: Collection[PeerId] = ()
         self._last: Group | None = None  # of the last round here
-        self._line = LinkBandwidth()
+        self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of these rounds
         self._matchmaker = Matchmaker(
-            services.rooms, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
+            services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
+        stored = None if memory is None else partial(memory.stored, prefix)
         self._mirror = Mirror(
-            services.rooms,
-            prefix,
-            donors=self._donors,
-            on_sent=self._on_sent,
-            stored=partial(memory.stored, prefix),
+            services.router, prefix, donors=self._donors, on_sent=self._on_sent, stored=stored
         )
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
-        """Serve this collaboration no more."""
         self._stop_listening()
         self._matchmaker.close()
         self._mirror.close()
@@ -223,7 +218,7 @@ class _Part:
         self._services.averager.forget(self._prefix)
 
     def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
-        """Take part in whatever round is called, as far as memory goes."""
+        """Join any round, as far as memory allows."""
         self.used_at = _now()
         key = (terms.step, terms.lineage)
         self._callers.setdefault(key, set()).add(caller)
@@ -236,47 +231,46 @@ class _Part:
 
     async def _take_part(self, terms: Ticket) -> None:
         began_at = _now()
+        upload_bps, download_bps = self._bandwidth.known()
+        ticket = msgspec.structs.replace(
+            terms,
+            weight=0.0,
+            reduces=bool(self._services.peers.contact.addresses),
+            upload_bps=upload_bps,
+            download_bps=download_bps,
+            assists=True,
+        )
         try:
             candidates = self._known(terms.step, terms.lineage)
-            group = await self._matchmaker.join(self._ticket(terms), candidates, _now() + ROUND_TIMEOUT_S)
+            group = await self._matchmaker.join(ticket, candidates, _now() + ROUND_TIMEOUT_S)
             self._last, formed_at = group, _now()
             result = await self._services.averager.reduce(group)
-            self._line.on_round(result)
+            self._bandwidth.on_round(result)
         except (PeerError, MemoryError) as error:
-            logger.debug("no part in step %d: %s", terms.step, error)
+            logger.debug("not in the round of step %d: %s", terms.step, error)
         else:
             self._tally.rounds += 1
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
             self._services.events.emit(result.event(began_at=began_at, now=_now()))
-            self._memory.on_round(AssistedRound(self._prefix, began_at, formed_at, result))
+            if self._memory is not None:
+                self._memory.on_round(AssistedRound(self._prefix, began_at, formed_at, result))
         finally:
             del self._rounds[terms.step, terms.lineage]
             self._callers.pop((terms.step, terms.lineage), None)
-
-    def _ticket(self, terms: Ticket) -> Ticket:
-        links, addresses = self._services.peers.statistics(), self._services.peers.contact.addresses
-        return msgspec.structs.replace(
-            terms,
-            weight=0.0,
-            reduces=bool(addresses),
-            upload_bps=self._line.upload.known(links.upload_bps),
-            download_bps=self._line.download.known(links.download_bps),
-            assists=True,
-        )
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         await self._read()
         return self._known(step, lineage)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Who should come: by the records, who called, and who was there a step before: records may be older."""
+        """Return the peers expected by their records, a call or the last round: a record may be late."""
         linked = self._services.peers.linked()
         others = {*self._assistants, *self._callers.get((step, lineage), ())}
         if self._last is not None and self._last.step == step - 1:
             others |= {member.id for member in self._last.members}
-        here = participants_of(self._records, step, lineage)
-        alive = (peer for peer in here if peer in linked or self._lost.get(peer) != self._records[peer])
-        return sorted((others & linked).union(alive))  # who is gone would be waited for
+        listed = participants_of(self._records, step, lineage)
+        alive = (peer for peer in listed if peer in linked or self._lost.get(peer) != self._records[peer])
+        return sorted((others & linked).union(alive))  # the round would wait for a lost peer
 
     def _on_lost(self, peer: PeerId) -> None:
         if record := self._records.get(peer):
@@ -292,7 +286,7 @@ class _Part:
         self._tally.mirrored_bytes += size_bytes
 
     async def _read(self) -> None:
-        """Read the trainers' records if they are not fresh; what is known must do if that takes too long."""
+        """Read the trainers' records if they are not fresh; after a timeout the old ones must do."""
         if _now() - self._read_at < FRESH_S:
             return
         try:
@@ -301,7 +295,7 @@ class _Part:
                 self._records, self._assistants = await asyncio.gather(
                     read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
                 )
-            self._lost = {peer: told for peer, told in self._lost.items() if peer in self._records}
+            self._lost = {peer: record for peer, record in self._lost.items() if peer in self._records}
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)
@@ -319,27 +313,27 @@ def _now() -> float:
 
 
 class Assistance:
-    """What `Swarm.assist` began; `stop` ends it."""
+    """The running help that `Swarm.serve_as_reducer` started; `stop` ends it."""
 
     def __init__(self, runtime: Runner, assistant: Assistant) -> None:
-        """Use `Swarm.assist`."""
+        """Use `Swarm.serve_as_reducer`."""
         self._runtime = runtime
         self._assistant = assistant
         self._stopped = False
         runtime.call(assistant.start())
 
     def snapshot(self) -> AssistantTally:
-        """What was done so far; safe from any thread."""
+        """Return the work done so far. Thread-safe."""
         return self._assistant.tally()
 
     def stop(self) -> None:
-        """Help no more. Idempotent."""
+        """Stop assisting. Idempotent."""
         if not self._stopped:
             self._stopped = True
             self._runtime.call(self._assistant.stop())
 
     def kill(self) -> None:
-        """End like a process that is killed, on the runtime's loop."""
+        """End like a killed process; call it on the runtime's event loop."""
         self._stopped = True
         self._assistant.kill()
 

@@ -1,9 +1,8 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Rank 0 speaks to the swarm. At each step the ranks' gradients are summed at rank 0, which counts them as one
-micro-batch; whenever that changed its parameters (the swarm stepped, or this peer had fallen behind and caught up) all
-ranks get them. The ranks stay in lockstep: each makes the same calls in the same order. What they tell each other
-besides tensors is small, goes through gloo, and stays on this host.
+Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one micro-batch. When that
+changed its parameters, because the swarm stepped or this peer caught up, all ranks get them. The ranks stay in
+lockstep: each makes the same calls in the same order. Their other messages are small, use gloo, and stay on this host.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +27,9 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 LEAD = 0
 
 
-class Trains(Protocol):
-    """What rank 0 wants of a swarm."""
-
-    def optimizer(
-        self, optimizer: Optimizer, *, target_batch_size: int, **settings: Any
-    ) -> SwarmOptimizer: ...
-
-
 @dataclass(frozen=True)
-class _Told:
-    """What rank 0 tells the others after it has talked with the swarm."""
+class _Update:
+    """Message of rank 0 to the others after each call."""
 
     step: int = 0
     lineage: bytes = b""
@@ -48,35 +39,35 @@ class _Told:
 
 
 def host_optimizer(
-    swarm: Trains | None,
+    swarm: Any,
     optimizer: Optimizer,
     *,
     target_batch_size: int,
     timeout_s: float = 1800.0,
     **settings: Any,
 ) -> HostOptimizer:
-    """Let all processes of a `torch.distributed` job be one peer. Every rank calls it, after ``init_process_group``.
+    """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 
     Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
     one rank alone: use bfloat16.
 
     Args:
-        swarm: this peer's on rank 0, None on the others.
+        swarm: this peer's `Swarm` on rank 0, None on the others.
         optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
         target_batch_size: samples of all peers together for one global step.
-        timeout_s: longest that one rank waits for another, whatever that does: a long evaluation, catching up.
-        settings: more for `Swarm.optimizer`; only those of rank 0 count.
+        timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
+        settings: further options of `Swarm.optimizer`; only those of rank 0 count.
 
     Raises:
         RuntimeError: there is no process group.
         ValueError: rank 0 has no swarm, or another rank has one.
         HostError: another rank failed.
-        StateError: on rank 0: a swarm trains this already, but nobody could give its state.
+        StateError: on rank 0: a swarm trains this already, but no peer could give its state.
     """
     if not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
     if (swarm is None) is (dist.get_rank() == LEAD):
-        raise ValueError("rank 0 speaks to the swarm: give it the swarm, and None to all other ranks")
+        raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
     begin = (
         None
         if swarm is None
@@ -86,18 +77,18 @@ def host_optimizer(
 
 
 class HostOptimizer:
-    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, at all ranks alike.
+    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks.
 
     Attributes:
         lead: the peer's `SwarmOptimizer`, on rank 0; None on the others.
         global_step: updates of the swarm that this rank's parameters have.
-        lineage: digest of the parameters' history.
+        lineage: digest chain that names the branch of the parameters.
     """
 
     def __init__(
         self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
     ) -> None:
-        """Use `host_optimizer`. ``begin`` enters the swarm, on rank 0."""
+        """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None
         self.global_step = 0
         self.lineage = b""
@@ -107,11 +98,11 @@ class HostOptimizer:
         if not self._parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
         numel = sum(parameter.numel() for parameter in self._parameters)
-        # The gradients' sum; samples; the losses' sum, and the samples that it is of.
+        # The sum of the gradients; the samples; the sum of the losses, and the samples with a loss.
         self._sum = torch.zeros(numel + 3, device=self._parameters[0].device)
-        self._seen: object = None  # the parameters' state when the others got them last
+        self._sent: object = None  # version of the parameters that the others have
         self._timeout = timedelta(seconds=timeout_s)
-        self._words = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
         self._tensors = dist.new_group(timeout=self._timeout)
 
         def enter() -> None:
@@ -131,9 +122,9 @@ class HostOptimizer:
             The averaging round's result if the global step advanced, else None; at all ranks.
 
         Raises:
-            HostError: another rank failed, or did not come within ``timeout_s``.
-            ValueError: no rank has samples. StateError: this peer fell behind and nobody could give it the state;
-                both on rank 0.
+            HostError: another rank failed, or did not respond within ``timeout_s``.
+            ValueError: no rank has samples. StateError: this peer fell behind and no peer could give it the state; both
+                on rank 0.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)
@@ -147,7 +138,7 @@ class HostOptimizer:
         return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
-        """Go on from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
+        """Continue from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
 
         def load() -> None:
             self._leading().load(source)
@@ -155,7 +146,7 @@ class HostOptimizer:
         self._follow_lead(load)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint: see `SwarmOptimizer.save`. Rank 0 writes; on the others nothing happens."""
+        """Write a checkpoint on rank 0: see `SwarmOptimizer.save`. Does nothing on the other ranks."""
         if self.lead is not None:
             self.lead.save(target)
 
@@ -165,7 +156,7 @@ class HostOptimizer:
             self.lead.close()
 
     def zero_grad(self) -> None:
-        """Forget this rank's gradients of the last ``backward()``."""
+        """Clear this rank's gradients of the last ``backward()``."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -178,12 +169,12 @@ class HostOptimizer:
             for parameter, part in zip(self._parameters, self._parts(), strict=True):
                 if parameter.grad is not None:
                     part.add_(parameter.grad, alpha=samples)
-            told = (0.0, 0.0) if loss is None else (loss * samples, samples)
-            total[-3:] = torch.tensor([samples, *told])
+            losses = (0.0, 0.0) if loss is None else (loss * samples, samples)
+            total[-3:] = torch.tensor([samples, *losses])
         self.zero_grad()
         try:
-            # It names who is missing, which a reduction would not, and NCCL's would end the process.
-            dist.monitored_barrier(self._words, timeout=self._timeout)
+            # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
+            dist.monitored_barrier(self._messages, timeout=self._timeout)
             dist.reduce(total, LEAD, group=self._tensors)
         except RuntimeError as error:
             raise self._lost("the ranks' gradients were not summed", error) from error
@@ -204,54 +195,50 @@ class HostOptimizer:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        """Rank 0 acts; all learn what came of it, and get its parameters if these changed."""
-        told = self._lead(act) if dist.get_rank() == LEAD else self._follow()
-        self.global_step, self.lineage = told.step, told.lineage
-        return told.result
+        """Let rank 0 act, and all ranks take its result, and its parameters if they changed."""
+        update = self._lead(act) if dist.get_rank() == LEAD else self._exchange(None)
+        if update.error:
+            raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
+        self.global_step, self.lineage = update.step, update.lineage
+        return update.result
 
-    def _lead(self, act: Callable[[], RoundResult | None]) -> _Told:
+    def _lead(self, act: Callable[[], RoundResult | None]) -> _Update:
         try:
             result = act()
-        except BaseException as error:  # an interrupt included: the others must not wait for this rank
-            self._exchange(_Told(error=f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # also an interrupt: the others must not wait for this rank
+            self._exchange(_Update(error=f"{type(error).__name__}: {error}"))
             raise
         lead = self._leading()
-        # Versions tell of updates that come late or between the swarm's steps, the lineage of the rest.
-        seen = (lead.lineage, [parameter._version for parameter in self._parameters])
-        told = _Told(lead.global_step, lead.lineage, result, changed=seen != self._seen)
-        self._exchange(told)
-        self._seen = seen
-        return told
-
-    def _follow(self) -> _Told:
-        told = self._exchange(None)
-        if told.error:
-            raise HostError(f"rank {LEAD}, which speaks to the swarm, failed: {told.error}")
-        return told
+        # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
+        version = (lead.lineage, [parameter._version for parameter in self._parameters])
+        update = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
+        self._exchange(update)
+        self._sent = version
+        return update
 
     @torch.no_grad()
-    def _exchange(self, told: _Told | None) -> _Told:
-        """Broadcast rank 0's word, then its parameters if they changed."""
-        box = [told]
+    def _exchange(self, own: _Update | None) -> _Update:
+        """Broadcast rank 0's update, then its parameters if they changed."""
+        box = [own]
         try:
-            dist.broadcast_object_list(box, LEAD, group=self._words)
-            word = box[0]
-            assert word is not None
-            for parameter in self._parameters if word.changed else ():
+            dist.broadcast_object_list(box, LEAD, group=self._messages)
+            update = box[0]
+            assert update is not None
+            for parameter in self._parameters if update.changed else ():
                 values = parameter.detach().contiguous()
                 dist.broadcast(values, LEAD, group=self._tensors)
-                if told is None:
+                if own is None:
                     parameter.copy_(values)
         except RuntimeError as error:
-            raise self._lost(f"rank {LEAD} could not tell the others what came of it", error) from error
-        return word
+            raise self._lost(f"rank {LEAD} could not send its result to the others", error) from error
+        return update
 
     def _lost(self, what: str, error: RuntimeError) -> HostError:
         where, longest = f"at rank {dist.get_rank()}", f"{self._timeout.total_seconds():g} s"
         reason = str(error).partition("\n")[0]
         return HostError(
-            f"{what}: {where} a rank was missed that has died, failed, or did not come within {longest}; its own "
-            f"output tells why. Start all ranks again. ({reason})"
+            f"{what}: {where} a rank is missing that has died, failed, or did not respond within {longest}; its own "
+            f"output shows why. Start all ranks again. ({reason})"
         )
 
     def __repr__(self) -> str:

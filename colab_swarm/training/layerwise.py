@@ -1,4 +1,4 @@
-"""LAMB, the optimizer for large batches that the swarm's ALBERT recipe uses."""
+"""LAMB and LARS, optimizers for large batches, which the recipes for ALBERT and SwAV use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,51 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+EPS = 1e-8
+"""Added to the gradient's norm in the ratio of LARS."""
 
-class Lamb(torch.optim.Optimizer):
+
+class _Layerwise(torch.optim.Optimizer):
+    """An optimizer that updates one tensor at a time: as fast as fused lists here, with memory for one tensor."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient; returns the closure's loss, if one is given.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (weight, group)
+            for group in self.param_groups
+            if group["lr"] or not self._frozen_at_lr_0
+            for weight in group["params"]
+            if weight.grad is not None
+        ]
+        if any(weight.grad.is_sparse for weight, _ in work):
+            name = type(self).__name__
+            raise RuntimeError(f"{name} does not support sparse gradients: use sparse=False in the embedding")
+        for weight, group in work:
+            self._step_tensor(weight, weight.grad, group)
+        return loss
+
+    _frozen_at_lr_0 = False
+
+    def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_Layerwise):
     """Adam whose step is scaled per tensor by the ratio of weight norm to step norm.
 
     With g the gradient and t the step from 1, for each parameter tensor w (You et al. 2020, Algorithm 2)::
@@ -50,34 +93,7 @@ class Lamb(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"clamp": clamp, "bias_correction": bias_correction})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient; returns the closure's loss, if one is given.
-
-        Raises:
-            RuntimeError: a gradient is sparse; nothing is changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        work = [
-            (w, w.grad, group) for group in self.param_groups for w in group["params"] if w.grad is not None
-        ]
-        if any(gradient.is_sparse for _, gradient, _ in work):
-            raise RuntimeError("Lamb does not support sparse gradients: use sparse=False in the embedding")
-        for weight, gradient, group in work:
-            self._step_tensor(weight, gradient, group)
-        return loss
-
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """One tensor at a time: as fast as fused lists here, and needs memory for the largest tensor only."""
         state = self.state[weight]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -93,7 +109,7 @@ class Lamb(torch.optim.Optimizer):
         update = mean.div(root).div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"])
         weight_norm = _norm(weight).clamp(max=group["clamp"])
         update_norm = _norm(update)
-        # On the device: reading the norms here would make the host wait for it at every tensor.
+        # Computed on the device: reading the norms here would make the host wait at every tensor.
         trust = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
         weight.sub_(update.mul_(trust * group["lr"]))
 
@@ -103,12 +119,7 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-EPS = 1e-8
-
-"""Added to the gradient's norm in the ratio."""
-
-
-class Lars(torch.optim.Optimizer):
+class Lars(_Layerwise):
     """SGD with momentum whose gradient is scaled per tensor by the ratio of weight norm to gradient norm.
 
     With g the gradient, for each parameter tensor w (You, Gitman and Ginsburg 2017; LARC as in NVIDIA's apex)::
@@ -117,8 +128,7 @@ class Lars(torch.optim.Optimizer):
         m <- momentum m + r (g + weight_decay w)             a zero norm: g itself, without decay
         w <- w - lr m
 
-    A group whose ``lr`` is 0 is frozen: nothing piles up in its momentum, so it begins calmly when the scheduler
-    lets it.
+    A group whose ``lr`` is 0 is frozen: its momentum does not grow until the scheduler raises ``lr``.
 
     Args:
         params: parameters or parameter groups.
@@ -131,6 +141,8 @@ class Lars(torch.optim.Optimizer):
     Raises:
         ValueError: an argument is out of its range.
     """
+
+    _frozen_at_lr_0 = True
 
     def __init__(
         self,
@@ -149,40 +161,10 @@ class Lars(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"trust": trust, "clip": clip})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient; returns the closure's loss, if one is given.
-
-        Raises:
-            RuntimeError: a gradient is sparse; nothing is changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        work = [
-            (w, w.grad, group)
-            for group in self.param_groups
-            if group["lr"]
-            for w in group["params"]
-            if w.grad is not None
-        ]
-        if any(gradient.is_sparse for _, gradient, _ in work):
-            raise RuntimeError("Lars does not support sparse gradients: use sparse=False in the embedding")
-        for weight, gradient, group in work:
-            self._step_tensor(weight, gradient, group)
-        return loss
-
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         lr, decay = group["lr"], group["weight_decay"]
         weight_norm, gradient_norm = _norm(weight), _norm(gradient)
-        # On the device: reading the norms here would make the host wait for it at every tensor.
+        # Computed on the device: reading the norms here would make the host wait at every tensor.
         adapts = (weight_norm > 0) & (gradient_norm > 0)
         ratio = group["trust"] * weight_norm / (gradient_norm + decay * weight_norm + EPS)
         if group["clip"]:

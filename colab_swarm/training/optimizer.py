@@ -1,18 +1,21 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-Whose turn an optimizer is: the trainer's, unless the peer is paused, or leaves because the session ends.
+Another thread may close an optimizer when the platform's session is about to end. It must not change the model while
+the trainer computes with it. So it requests the end (`OptimizerLock.end`); the trainer's next call then hands over its
+samples, closes, and raises the reason.
 
-Somebody else than the trainer may close an optimizer, on another thread: when the platform's session is about to end.
-It must not change the model while the trainer computes with it. So it asks (`OptimizerLock.end`), and the trainer's
-own next call hands over, closes, and raises why.
+A `ProgressSaver` saves checkpoints in the state folder, from a copy and on a thread of its own: every two minutes, or
+less often where that takes long, and once more after an interrupt and at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,48 +23,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import facts
 from colab_swarm.runtime import PauseGate, Runner
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
-from colab_swarm.training.catch_up import CaughtUp, Values
-from colab_swarm.training.checkpoint import CheckpointFolder, KeptSteps, load_checkpoint, save_checkpoint
+from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.replica import Gradients, LocalSteps, Replica, TorchFace, UpdateRule, uninterrupted
+from colab_swarm.training.replica import Gradients, LocalSteps, Replica, UpdateRule, uninterrupted
 from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.state import Snapshot
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 10.0
+"""How often a trainer that waits for the swarm's next step checks whether the session ends."""
+SAVE_S = 120.0
+MOST_OF_TIME = 0.05
+"""Largest part of the time that saving may take."""
 
 
 class OptimizerLock:
-    """One thread at a time, and none after the end.
-
-    Attributes:
-        closed: set at the end.
+    """Lets one thread at a time use an optimizer, and none after its end.
 
     Args:
         runtime: waits at the gate.
         gate: closed while the peer is paused.
-        close: hands over for so many seconds, and closes.
+        close: ``close(hand_over_s)`` hands over the accumulated samples and closes.
+
+    Attributes:
+        lock: hold it to close the optimizer.
+        closed: set at the end.
     """
 
     def __init__(self, runtime: Runner, gate: PauseGate, close: Callable[[float], None]) -> None:
         self._runtime, self._gate, self._close = runtime, gate, close
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._hand_over_s: float | None = None
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self.closed = threading.Event()
 
     @contextmanager
     def of_trainer(self) -> Iterator[None]:
-        """Around what the trainer calls.
+        """Hold the lock for a call of the trainer.
 
         Raises:
-            RuntimeError: it is closed, or was to be; or the trainer itself has paused the peer.
+            RuntimeError: the optimizer is closed or about to close, or the trainer itself has paused the peer.
         """
-        self._wait_open()
-        with self._lock:
+        if self._gate.closed_by_this_thread:
+            raise RuntimeError(
+                "this peer is paused by the `with` block around this line: train outside of it"
+            )
+        if self._gate.closed:
+            print(
+                "This peer is paused, and this cell waits. To continue: swarm.unpause(), or the panel's button; where "
+                "buttons do not react while a cell runs, interrupt it first (■)."
+            )
+            self._runtime.call(self._gate.wait_open())
+        with self.lock:
             if self.closed.is_set():
                 raise RuntimeError(self._why)
             yield
@@ -72,44 +96,85 @@ class OptimizerLock:
 
     @property
     def ending(self) -> bool:
-        """Whether the trainer is to come to an end of what it does, to hand over and close."""
+        """True if the trainer should finish its call, hand over and close."""
         return self._hand_over_s is not None
 
-    @contextmanager
-    def of_closer(self) -> Iterator[None]:
-        """Around what closes."""
-        with self._lock:
-            yield
-
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``. Who trains no more has to be closed."""
+        """Let the trainer's next call hand over, close and raise ``why``; an idle trainer must be closed instead."""
         self._why, self._hand_over_s = why, hand_over_s
 
-    def _wait_open(self) -> None:
-        if self._gate.closed_by_this_thread:
-            raise RuntimeError(
-                "this peer is paused by the `with` block around this line: train outside of it"
-            )
-        if self._gate.closed:
-            print(
-                "This peer is paused, and this cell waits. To go on: swarm.unpause(), or the panel's button; where "
-                "buttons do not react while a cell runs, interrupt it first (■)."
-            )
-            self._runtime.call(self._gate.wait_open())
+
+class ProgressSaver:
+    """Saves one optimizer's progress in the state folder.
+
+    Args:
+        folder: of the checkpoints.
+        events: gets a `Fault` when a checkpoint cannot be written; training continues without it.
+        clock: the time of events.
+    """
+
+    def __init__(self, folder: CheckpointFolder, events: EventLog, clock: Callable[[], float]) -> None:
+        self._folder, self._events, self._clock = folder, events, clock
+        self._saved_step = -1
+        self._lock = threading.Lock()
+
+    def load_into(self, replica: Replica, gathered: Gradients) -> bool:
+        """Load the newest checkpoint; returns False if there is none yet.
+
+        Raises:
+            StateError: it belongs to another model; nothing was changed.
+        """
+        state = self._folder.latest()
+        if state is None:
+            return False
+        try:
+            feedback = gathered.feedback_of(state)
+            replica.load(state)
+        except StateError as error:
+            where = f"it is saved in {self._folder.path}: to start again, move that folder away"
+            raise StateError(f"{error}; {where}") from error
+        gathered.feedback = feedback
+        return True
+
+    def save(self, optimizer: SwarmOptimizer) -> None:
+        """Save the optimizer's state if it is new."""
+        with self._lock:
+            step = optimizer.global_step
+            if step == self._saved_step:
+                return
+            try:
+                optimizer.save(self._folder)
+                for path in self._folder.paths():
+                    if path > self._folder.file_of(optimizer.global_step):
+                        path.unlink(missing_ok=True)  # of a branch that the swarm has left
+            except (StateError, OSError) as error:
+                logger.warning("progress was not saved: %s", error)
+                self._events.emit(Fault(self._clock(), "saving progress", str(error)))
+            else:
+                self._saved_step = step
+
+    async def keep_saving(self, optimizer: SwarmOptimizer) -> None:
+        """Save periodically, until cancelled."""
+        pause_s = SAVE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            began = time.monotonic()
+            await asyncio.to_thread(self.save, optimizer)
+            pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
 
 
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """How far the swarm is, as one peer's optimizer knows it.
+    """The progress of the swarm, as one peer's optimizer knows it.
 
     Attributes:
-        optimizer: what it steps.
+        optimizer: type of the wrapped optimizer.
         step: updates of the swarm that this peer's parameters have.
-        own_samples: accumulated here for the next one.
-        samples, target_batch_size: accumulated by all peers, and what the next step takes.
+        own_samples: accumulated here for the next step.
+        samples, target_batch_size: accumulated by all peers, and needed for the next step.
         samples_per_s: of all peers together.
-        peers: that train.
-        budget: what the budget led to, in words; empty without one.
+        peers: number of training peers.
+        budget: how this peer stays within its traffic budget, in words; empty without one.
     """
 
     optimizer: str
@@ -122,39 +187,25 @@ class OptimizerSnapshot:
     budget: str
 
     def _repr_html_(self) -> str:
-        told: dict[str, object] = {
+        rows: dict[str, object] = {
             "step of the swarm": f"{self.step:,}",
             "samples for the next step": f"{self.samples:,.0f} of {self.target_batch_size:,.0f}, "
             f"{self.own_samples:,.0f} of them here",
             "speed": f"{self.samples_per_s:,.1f} samples/s from {self.peers} peers",
         }
         return facts(
-            f"SwarmOptimizer({self.optimizer})", told | ({"budget": self.budget} if self.budget else {})
+            f"SwarmOptimizer({self.optimizer})", rows | ({"budget": self.budget} if self.budget else {})
         )
 
 
-LOOK_S = 10.0
-
-"""How often who waits for the swarm's next step looks whether the session ends."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A round that goes on while the trainer computes: with what it began, and what will come of it."""
-
-    task: asyncio.Task[RoundResult | None]
-    values: Values
-    weight: float
-
-    async def wait(self) -> None:
-        await asyncio.wait([self.task])
-
-
-class SwarmOptimizer(TorchFace):
+class SwarmOptimizer(Optimizer):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
-    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where
-    ``grad_i`` is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
+    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where ``grad_i``
+    is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
+
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped optimizer, to read. With
+    delayed updates, a change of ``param_groups`` has no effect.
     """
 
     def __init__(
@@ -164,9 +215,9 @@ class SwarmOptimizer(TorchFace):
         settings: TrainingSettings,
         rule: UpdateRule,
         name: str,
-        kept: CheckpointFolder | None = None,
+        folder: CheckpointFolder | None = None,
     ) -> None:
-        """Use `Swarm.optimizer`. ``name`` is this peer's, for people; ``kept``: where its progress is kept."""
+        """Use `Swarm.optimizer`. ``name`` is this peer's, for people; ``folder`` gets its progress."""
         self._runtime = runtime
         self._replica = Replica(rule)
         self._gathered = (
@@ -175,20 +226,21 @@ class SwarmOptimizer(TorchFace):
             else Gradients(self._replica, error_feedback=settings.error_feedback)
         )
         self._settings = settings
-        self._flight: _Flight | None = None
+        # A round that runs while the trainer computes: its task, contribution and weight.
+        self._flight: tuple[asyncio.Task[RoundResult | None], Floats, float] | None = None
         self.turn = OptimizerLock(
             runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s)
         )
-        self._kept = None if kept is None else KeptSteps(kept, services.events, runtime.time)
-        came_back = self._kept is not None and self._kept.load_into(self._replica, self._gathered)
-        self._collaboration = runtime.call(self._start(services, name, syncing=not came_back))
+        self._saver = None if folder is None else ProgressSaver(folder, services.events, runtime.time)
+        resumed = self._saver is not None and self._saver.load_into(self._replica, self._gathered)
+        self._collaboration = runtime.call(self._start(services, name, syncing=not resumed))
         try:
-            if not came_back or self._collaboration.progress.behind:
+            if not resumed or self._collaboration.progress.behind:
                 self._synchronize()
-        except BaseException:  # an interrupt included: its place in the swarm must be free for the next try
+        except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
-            except BaseException:  # a simulation that was stopped runs nothing for its peers any more
+            except BaseException:  # a stopped simulation runs nothing for its peers any more
                 self._collaboration.kill()
                 raise
             raise
@@ -201,7 +253,7 @@ class SwarmOptimizer(TorchFace):
             samples=0.0,
             samples_per_s=0.0,
             syncing=syncing,
-            reduces=False,  # told with the addresses, which may change
+            reduces=False,  # published with the addresses, which may change
             name=name,
             local_steps=1 if self._settings.local_steps == "auto" else self._settings.local_steps,
         )
@@ -215,13 +267,13 @@ class SwarmOptimizer(TorchFace):
         )
         try:
             await collaboration.start()
-        except BaseException:  # an interrupt included
+        except BaseException:  # also an interrupt
             collaboration.kill()
             raise
-        self._saving = None if self._kept is None else asyncio.create_task(self._kept.keep_saving(self))
+        self._saving = None if self._saver is None else asyncio.create_task(self._saver.keep_saving(self))
         return collaboration
 
-    # --- what a trainer uses --------------------------------------------------------------------------------------
+    # --- for the trainer ------------------------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
@@ -230,12 +282,12 @@ class SwarmOptimizer(TorchFace):
 
     @property
     def lineage(self) -> bytes:
-        """Digest of the parameters' history: equal lineages mean equal parameters."""
+        """Digest chain that names the branch of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
     @property
     def collaboration(self) -> Collaboration:
-        """The conversation behind this optimizer."""
+        """This optimizer's part in the swarm."""
         return self._collaboration
 
     @torch.no_grad()
@@ -252,15 +304,15 @@ class SwarmOptimizer(TorchFace):
             loss: that mean loss, for the charts.
 
         Returns:
-            The averaging round's result if the global step advanced, else None. With delayed updates the round goes
-            on while you compute: its result comes from the first call after its end, and the model has the new
-            parameters when the next round begins.
+            The averaging round's result if the global step advanced, else None. With delayed updates the round runs
+            while you compute: the first call after its end returns its result, and the model gets the new parameters
+            when the next round begins.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
-            StateError: this peer fell behind and nobody could give it the state.
-            RuntimeError: this peer has left: you closed it, or the platform's session is about to end, and what was
-                accumulated is handed over; the text says how to go on.
+            StateError: this peer fell behind and no peer could give it the state.
+            RuntimeError: this peer has left: you closed it, or the platform's session is about to end and the
+                accumulated samples are handed over; the text says how to continue.
         """
         if closure is not None:
             raise ValueError(
@@ -270,7 +322,7 @@ class SwarmOptimizer(TorchFace):
             raise ValueError(
                 f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
             )
-        with self._trainers_turn():
+        with self._trainer_call():
             landed = self._land()
             self._recover()
             dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
@@ -278,13 +330,12 @@ class SwarmOptimizer(TorchFace):
             return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """Wait until the swarm takes its next step, contributing what is accumulated.
+        """Wait until the swarm takes its next step, and contribute the accumulated samples.
 
-        For a peer that has no more data for now. The model has the newest parameters then. Returns None after
-        ``timeout_s``, or when the swarm went on without this peer: it has caught up then, and what it had accumulated
-        is gone.
+        For a peer that has no more data for now. The model has the newest parameters afterwards. Returns None after
+        ``timeout_s``, or if the swarm moved on without this peer: it has caught up then, and lost its samples.
         """
-        with self._trainers_turn():
+        with self._trainer_call():
             return self._wait_step(timeout_s)
 
     def _wait_step(self, timeout_s: float) -> RoundResult | None:
@@ -304,13 +355,14 @@ class SwarmOptimizer(TorchFace):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint (parameters, optimizer, scheduler, step, lineage, error feedback) to a file, or into a
-        folder that keeps the last few. Any thread may; a step that is due waits until the state is copied.
+        """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
+
+        It has parameters, optimizer, scheduler, step, lineage and error feedback. A step waits until they are copied.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
         """
-        with self._replica.still():
+        with self._replica.lock:
             state = copied({**self._replica.state(), **self._gathered.state()})
         if isinstance(target, CheckpointFolder):
             target.save(state["step"], state)
@@ -318,13 +370,14 @@ class SwarmOptimizer(TorchFace):
             save_checkpoint(target, state)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
-        """Go on from a checkpoint, of a folder the latest that can be read; if the swarm is further, its state is
-        fetched at the next step.
+        """Continue from a checkpoint, or from the latest readable one of a folder.
+
+        If the swarm is further, this peer fetches its state at the next step.
 
         Raises:
             StateError: there is none, it is damaged, or it belongs to another model; nothing was changed.
         """
-        with self._trainers_turn():
+        with self._trainer_call():
             self._land(wait=True)
             state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
             if state is None:
@@ -336,36 +389,65 @@ class SwarmOptimizer(TorchFace):
         self._replica.load(state)
         self._gathered.feedback = feedback
         self._gathered.forget()
-        self._runtime.call(self._level_with_replica(syncing=False))
-
-    async def _level_with_replica(self, *, syncing: bool) -> None:
-        self._collaboration.level_with(self._replica.step, self._replica.lineage, syncing=syncing)
+        self._runtime.call(self._collaboration.adopt(self._replica.step, self._replica.lineage))
 
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
 
         Args:
-            hand_over_s: how long to wait for a last round that takes what is accumulated; with 0 it is lost.
+            hand_over_s: how long to wait for a last round that takes the accumulated samples; with 0 they are lost.
         """
-        with self.turn.of_closer():
+        with self.turn.lock:
             if self.turn.closed.is_set():
                 return
             if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
                 self._wait_step(hand_over_s)
             self.turn.closed.set()
-            flight, self._flight = self._flight, None
-            self._runtime.call(self._stop(flight))
+            self._runtime.call(self._stop())
             self._replica.show()
-            if self._kept is not None:
-                self._kept.save(self)
+            if self._saver is not None:
+                self._saver.save(self)
 
-    async def _stop(self, flight: _Flight | None) -> None:
+    async def _stop(self) -> None:
+        flight, self._flight = self._flight, None
         if flight is not None:
-            flight.task.cancel()
-            await asyncio.wait([flight.task])
+            flight[0].cancel()
+            await asyncio.wait([flight[0]])
         if self._saving is not None:
             self._saving.cancel()
         await self._collaboration.stop()
+
+    # --- as any torch optimizer -----------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
+        self._replica.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._replica.groups()
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._replica.rule.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._replica.rule.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the wrapped optimizer; `save` writes everything."""
+        return self._replica.rule.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not supported: one peer's optimizer state must not differ from the others'."""
+        raise TypeError(
+            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported: the swarm has agreed on the parameters."""
+        raise TypeError("the swarm has agreed on the parameters: add groups before swarm.optimizer(…)")
 
     # --- accumulate, average, apply -------------------------------------------------------------------------------
 
@@ -373,110 +455,107 @@ class SwarmOptimizer(TorchFace):
         if due is Due.CATCH_UP:
             self._synchronize()
         elif due is Due.LOCAL_STEP:
-            uninterrupted(self._step_alone)
+            assert isinstance(self._gathered, LocalSteps)
+            uninterrupted(self._gathered.step)
         elif due is Due.ROUND and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due is Due.ROUND:
             return self._round()
         return None
 
-    def _step_alone(self) -> None:
-        assert isinstance(self._gathered, LocalSteps)
-        self._gathered.step()
-        self._collaboration.on_local_step()
-
-    def _contribution(self) -> Values:
+    def _contribution(self) -> Floats:
         return self._gathered.contribution(self._collaboration.services.averager.holds)
 
     def _round(self) -> RoundResult | None:
         values = uninterrupted(self._contribution)
-        average = self._collaboration.average(values, self._gathered.samples, self._gathered.sending())
+        average = self._collaboration.average(values, self._gathered.samples, self._gathered.encoding())
         result = self._runtime.call(average)
         if result is not None:
             uninterrupted(lambda: self._take(values, result))
         return result
 
-    def _take(self, values: Values, result: RoundResult) -> None:
-        """Apply the mean and say so, with no interrupt in between: parameters and record belong together."""
+    def _take(self, values: Floats, result: RoundResult) -> None:
+        """Apply the mean and publish it, without an interrupt in between: parameters and record must agree."""
         self._apply(self._gathered.samples, values)
         self._gathered.forget()
-        self._runtime.call(self._advance(result))
+        self._runtime.call(self._collaboration.advance(self._replica.lineage, result))
 
-    def _apply(self, weight: float, mean: Values) -> bytes:
-        """Take the step and settle what compression cut off: to a save in between both belong together."""
-        with self._replica.still():
+    def _apply(self, weight: float, mean: Floats) -> bytes:
+        """Take the step and settle the error feedback; a checkpoint must have both or neither."""
+        with self._replica.lock:
             lineage = self._replica.apply(mean)
             self._gathered.on_delivered(weight)
             return lineage
 
-    async def _advance(self, result: RoundResult) -> None:
-        self._collaboration.advance(self._replica.lineage, result)
-
     # --- delayed updates ------------------------------------------------------------------------------------------
 
     def _take_off(self) -> None:
-        """Begin a round with what is accumulated, show the model the last one's update, and go on."""
+        """Start a round with the accumulated gradients, and give the model the last round's update."""
         values, weight = self._contribution(), self._gathered.samples
-        self._flight = _Flight(self._runtime.call(self._begin(values, weight)), values, weight)
+        self._flight = self._runtime.call(self._begin(values, weight)), values, weight
         self._gathered.forget()
         self._replica.show()
 
-    async def _begin(self, values: Values, weight: float) -> asyncio.Task[RoundResult | None]:
-        sending, apply = self._gathered.sending(), partial(self._apply, weight)
-        aside = self._collaboration.average_aside(values, weight, sending, apply)
+    async def _begin(self, values: Floats, weight: float) -> asyncio.Task[RoundResult | None]:
+        encoding, apply = self._gathered.encoding(), partial(self._apply, weight)
+        aside = self._collaboration.average_aside(values, weight, encoding, apply)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
-        """The result of the round on its way if it has ended; what it could not deliver is accumulated again."""
-        flight = self._flight
-        if flight is None or not (wait or flight.task.done()):
+        """Return the result of the running round if it has ended; gradients that it could not deliver come back."""
+        if self._flight is None:
             return None
-        self._runtime.call(flight.wait())
+        task, values, weight = self._flight
+        if not (wait or task.done()):
+            return None
+        self._runtime.call(asyncio.wait([task]))
         self._flight = None
-        result = flight.task.result()
+        result = task.result()
         if result is None:
-            self._gathered.on_returned(flight.values, flight.weight)
+            self._gathered.on_returned(values, weight)
         return result
 
     def _synchronize(self) -> None:
         caught_up = self._runtime.call(self._collaboration.catch_up())
-        if caught_up.snapshot is not None:
-            uninterrupted(lambda: self._catch_up(caught_up))
+        if caught_up is not None:
+            uninterrupted(lambda: self._catch_up(*caught_up))
 
-    def _catch_up(self, caught_up: CaughtUp) -> None:
-        assert caught_up.snapshot is not None
+    def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
         try:
-            self._replica.load_snapshot(caught_up.snapshot)
-            for mean in caught_up.means:
+            self._replica.load_snapshot(snapshot)
+            for mean in means:
                 self._replica.apply(mean)
             self._gathered.forget()
         finally:
-            self._recover()  # at once: the swarm takes this peer for level already
+            self._recover()  # at once: by its record this peer has caught up already
 
     def _recover(self) -> None:
-        """If an interrupt or a bad state kept this peer from the step that its record tells, catch up anew."""
+        """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
         own = self._collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            self._runtime.call(self._level_with_replica(syncing=True))
+            adopt = self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
+            self._runtime.call(adopt)
 
     @contextmanager
-    def _trainers_turn(self) -> Iterator[None]:
-        """Around what the trainer calls; says what an interrupt leaves behind."""
+    def _trainer_call(self) -> Iterator[None]:
+        """Hold the lock for a call of the trainer, and explain an interrupt."""
         try:
             with self.turn.of_trainer():
                 yield
         except KeyboardInterrupt:
-            if self._kept is not None:
-                self._kept.save_soon(self)
+            if self._saver is not None:
+                save = threading.Thread(target=self._saver.save, args=(self,), name="colab-swarm-save")
+                save.daemon = True
+                save.start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
-                "accumulated here go into the next step: run the cell again to go on, or swarm.leave() to end."
+                "accumulated here go into the next step: run the cell again to continue, or swarm.leave() to end."
             )
             raise
 
     def snapshot(self) -> OptimizerSnapshot:
-        """How far the swarm is; safe from any thread."""
-        progress, choice = self._collaboration.progress, self._collaboration.choice
+        """Return the progress of the swarm. Thread-safe."""
+        progress, plan = self._collaboration.progress, self._collaboration.rounds.plan
         records = progress.records.values()
         return OptimizerSnapshot(
             optimizer=type(self._replica.rule.optimizer).__name__,
@@ -486,15 +565,15 @@ class SwarmOptimizer(TorchFace):
             target_batch_size=self._settings.target_batch_size,
             samples_per_s=progress.samples_per_s(),
             peers=len(records),
-            budget="" if choice is None else str(choice),
+            budget="" if plan is None else str(plan),
         )
 
     def __repr__(self) -> str:
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
         here = f"{self._gathered.samples:g} of {target:g} samples here"
-        choice = self._collaboration.choice
-        budget = "" if choice is None else f", {choice}"
+        plan = self._collaboration.rounds.plan
+        budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
 
     def _repr_html_(self) -> str:

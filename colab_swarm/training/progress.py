@@ -1,19 +1,18 @@
-"""How far the swarm is: who trains on which branch, how many samples are in, when the batch is full.
+"""The progress of the swarm: its branch, the samples accumulated for the next step, and when the batch is full.
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
-- Two peers hold equal parameters exactly when their *lineages* are equal: the lineage is a digest chained over the
-  initial parameters and every averaged gradient applied since.
-- The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that
-  step the lineage held by most of them (ties: that of the smallest peer id; digests depend on how a processor rounds,
-  and a simulation goes the same way on all). A peer that is not on the branch catches up by downloading the state; so
-  one liar, one clock or one lucky minority never moves the swarm. Peers that cannot be dialled have no vote while
-  others can: among themselves they could neither form a round nor give their state. Peers that could not give the
-  state of the step that they claim have no vote for `DISTRUST_S`. Peers that are paused have none either: they stay
-  where they are, which must not hold the others back.
-- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: accumulation
-  at one's own pace, one step per target batch). News of others is a moment old, so their count is carried on at
-  their speed, for a moment only: a peer that sleeps or is gone must not fill the batch.
+- A *lineage* is a chain of digests over the first parameters and every mean applied since. It names a branch of
+  parameters: two peers hold equal parameters exactly when their lineages are equal.
+- The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that step
+  the lineage that most of them hold (ties: that of the smallest peer id). A peer that is not on the branch catches up
+  by downloading the state. So one liar, one clock or one lucky minority never moves the swarm.
+- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves they could neither
+  form a round nor give their state. Peers that could not give the state that they claim have none for `DISTRUST_S`.
+  Paused and idle peers stay where they are, which must not hold back the others.
+- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: each peer
+  accumulates at its own pace, with one step per target batch). Records of other peers are a moment old, so their
+  counts are extrapolated at their speed, for `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
 """
 
 from __future__ import annotations
@@ -24,46 +23,48 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
+from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT, is_sound
 from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers
+from colab_swarm.tensors.codecs import Floats
+
+logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES = 16
-
 MAX_LOCAL_STEPS = 64
-
-CARRY_ON_S = 3.0
-
-"""For how long a peer's count is carried on after its last news."""
-
+MAX_ASSISTANTS = 16
+EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
-
-LAST_WORDS_S = 10.0
-
-"""A record that comes up so soon after its writer's link broke was written before."""
-
+LAST_RECORD_S = 10.0
+"""A record that appears this soon after its writer's link broke was written before."""
 READS_OF_GRACE = 5
+"""Number of reads for which the result of a round outweighs a peer's own, older record."""
 
-"""Reads of the records for which news from a round outweighs a peer's own, older record."""
+
+def next_lineage(lineage: bytes, mean: Floats) -> bytes:
+    """Return the lineage after applying ``mean``; equal on all peers that got the same mean."""
+    return blake3(lineage).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
 class ProgressRecord(Message, frozen=True):
-    """What a peer tells the swarm, signed, under its own subkey.
+    """A peer's progress, published in the DHT, signed, under its own subkey.
 
     Attributes:
         step: updates applied to its parameters.
-        lineage: digest of its parameters' history.
+        lineage: digest chain that names the branch of its parameters.
         samples: accumulated for the next step.
         samples_per_s: its own speed.
         syncing: it has no state yet; it takes part with weight 0 and reduces nothing.
-        reduces: others can reach it, and it takes a share of the averaging.
+        reduces: other peers can reach it, and it takes a share of the averaging.
         name: for people.
         addresses: where it can be dialled.
-        loss: mean loss of the samples, if told.
-        local_steps: that it wants to take between two rounds, at least.
+        loss: mean loss of the samples, if reported.
+        local_steps: least number of steps that it takes between two rounds.
         paused: it computes nothing for now; no round waits for it, but it gives its state.
-        upload_bps, download_bps: bits per second that its line was seen to carry, for people; None before that.
+        upload_bps, download_bps: measured bandwidth of its links, bits per second, for people; None: not measured yet.
+        idle: it is not paused, but has finished no micro-batch for much longer than one takes; counts like paused.
     """
 
     step: int
@@ -79,6 +80,7 @@ class ProgressRecord(Message, frozen=True):
     upload_bps: float | None = None
     download_bps: float | None = None
     paused: bool = False
+    idle: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
@@ -90,10 +92,15 @@ class ProgressRecord(Message, frozen=True):
         ):
             raise ValueError("progress record out of range")
 
+    @property
+    def absent(self) -> bool:
+        """True if the peer computes nothing now: it has no vote, and no round waits for it."""
+        return self.paused or self.idle
+
 
 @dataclass(frozen=True)
 class Branch:
-    """Where the swarm is; ``peers`` train there now."""
+    """The swarm's step and lineage; ``peers`` train there now."""
 
     step: int
     lineage: bytes
@@ -101,37 +108,40 @@ class Branch:
 
 
 class Progress:
-    """The swarm's progress as this peer knows it."""
+    """The swarm's progress as this peer knows it.
+
+    Args:
+        local: peers take steps of their own between two rounds.
+    """
 
     def __init__(
         self, me: PeerId, own: ProgressRecord, *, target_batch_size: float, local: bool = False
     ) -> None:
-        """``local``: peers take steps of their own between two rounds."""
         self.me, self._local = me, local
         self.own = own
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self.target_batch_size = target_batch_size
-        self._told: Mapping[PeerId, ProgressRecord] = {}  # the records read last
-        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, with what rounds taught since
+        self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
+        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
-        self._news_at: dict[PeerId, float] = {}
+        self._updated_at: dict[PeerId, float] = {}
         self._distrusted: dict[PeerId, float] = {}  # until when
         self._lost: dict[
             PeerId, tuple[ProgressRecord | None, float]
-        ] = {}  # what they told last, and when it broke
+        ] = {}  # last record, and when the link broke
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
-        """All live records, the own one included."""
+        """All live records, this peer's own included."""
         return {self.me: self.own, **self._others}
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
-        """This peer applied a mean: it is one step further, and has so many samples for the next."""
+        """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
         self._before = self.own.lineage
         self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """This peer goes on from another's state, or from a saved one."""
+        """Move this peer to another peer's state, or to a saved one."""
         self._before = None
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
@@ -140,18 +150,18 @@ class Progress:
     ) -> None:
         """Take the live records just read.
 
-        What a round taught us outlives a few reads of an older record. Who was lost counts again when it is
-        ``linked`` or, after `LAST_WORDS_S`, tells something new: its last record may live for a minute.
+        The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
+        or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
         """
         self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
         lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
         for peer, (last, since) in self._lost.items():
-            told = records.get(peer)
-            old_news = told is not None and told == last
-            if peer not in linked and (old_news or now - since < LAST_WORDS_S):
-                lost[peer] = told, since
+            record = records.get(peer)
+            unchanged = record is not None and record == last
+            if peer not in linked and (unchanged or now - since < LAST_RECORD_S):
+                lost[peer] = record, since
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in lost}
-        self._lost, self._told = lost, records
+        self._lost, self._read = lost, records
         for peer, (learnt, reads_left) in list(self._learnt.items()):
             if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
                 del self._learnt[peer]
@@ -160,43 +170,43 @@ class Progress:
                 fresh[peer] = learnt
         for peer, record in fresh.items():
             if record != self._others.get(peer):
-                self._news_at[peer] = now
+                self._updated_at[peer] = now
         self._others = fresh
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
-        """A round of ``members`` ended and took them to ``step``: no need to wait for their records."""
+        """Move ``members`` to ``step`` after a round, without waiting for their records."""
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
                 self._others[peer] = learnt
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
-                self._news_at[peer] = now
+                self._updated_at[peer] = now
 
     def on_lost(self, peer: PeerId, *, now: float) -> None:
-        """The link of the peer broke: it does not count until it is linked again or tells something new."""
+        """Ignore a peer whose link broke until it is linked again or publishes a new record."""
         self._learnt.pop(peer, None)
         self._others.pop(peer, None)
-        self._lost[peer] = self._told.get(peer), now
+        self._lost[peer] = self._read.get(peer), now
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
-        """These could not give the state of the step that they claim: they have no vote for a while."""
+        """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
         self._distrusted |= dict.fromkeys(peers, now + DISTRUST_S)
 
     def trust_all(self) -> None:
-        """Give everybody the vote back."""
+        """Give all peers their vote back."""
         self._distrusted.clear()
 
     def branch(self) -> Branch:
-        """The swarm's branch; the own one while nobody else trains."""
+        """Return the swarm's branch, or this peer's own while no other peer trains."""
         trusted = {peer: r for peer, r in self.records.items() if peer not in self._distrusted}
         return branch_of(trusted) or Branch(self.own.step, self.own.lineage, frozenset())
 
     @property
     def behind(self) -> bool:
-        """This peer is not on the branch, nor one step ahead of it because it ended a round first.
+        """True if this peer is neither on the branch nor one step ahead because it ended a round first.
 
-        Whoever is further ahead made steps without the branch: nobody would follow.
+        A peer that is further ahead took steps without the branch: no other peer would follow.
         """
         branch = self.branch()
         if self.own.step == branch.step:
@@ -205,40 +215,43 @@ class Progress:
         return not ahead
 
     def stands(self, step: int, lineage: bytes) -> bool:
-        """Whether the swarm follows the group that this peer had at a step, or may yet.
+        """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
 
-        It does not if this peer took that step and the branch is there yet: the group was this peer, or a few.
+        It does not if this peer took that step and the branch is still there: the group was this peer, or a few.
         """
         branch = self.branch()
         return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
 
     def samples(self, now: float) -> float:
-        """Samples accumulated by all peers on the own branch for the next step."""
-        mine = self.own.samples if not self.own.syncing else 0.0
-        others = list(self._others.items())  # panels ask from another thread, while somebody leaves
-        return mine + sum(self._carried_on(p, r, now) for p, r in others if self._on_own_branch(r))
+        """Return the samples accumulated for the next step by all peers on the own branch."""
+        total = self.own.samples if not self.own.syncing else 0.0
+        here = (self.own.step, self.own.lineage)
+        for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
+            if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
+                total += self._extrapolated(peer, r, now)
+        return total
 
-    def _carried_on(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
-        age_s = min(max(now - self._news_at.get(peer, now), 0.0), CARRY_ON_S)
+    def _extrapolated(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
+        age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
         return record.samples + age_s * record.samples_per_s
 
     def samples_per_s(self) -> float:
-        """Speed of all training peers together."""
-        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.paused))
+        """Return the speed of all training peers together."""
+        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
 
     def seconds_to_batch(self, now: float) -> float:
-        """Estimate of when the batch is full; infinite while no speed is known."""
+        """Estimate when the batch is full; infinite while no speed is known."""
         missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
         return 0.0 if missing == 0 else missing / speed if speed > 0 else float("inf")
 
     def batch_full(self, now: float) -> bool:
-        """The target batch is in, or as many as there are local steps: time for a round."""
+        """Return True if the samples suffice for a round."""
         return self.samples(now) >= self.round_samples
 
     @property
     def local_steps(self) -> int:
-        """Between two rounds: as many as the peer wants that wants most, where peers take any."""
+        """Steps between two rounds: the most that any peer's record requires."""
         return max(record.local_steps for record in self.records.values()) if self._local else 1
 
     @property
@@ -246,50 +259,37 @@ class Progress:
         """Samples of all peers together from one round to the next."""
         return self.target_batch_size * self.local_steps
 
-    def participants(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Who is expected at the round of ``step``: the branch's trainers and those about to get its state."""
-        return participants_of(self.records, step, lineage)
-
     @property
-    def paused(self) -> frozenset[PeerId]:
-        """Who stands still."""
-        return frozenset(peer for peer, record in self.records.items() if record.paused)
-
-    def _on_own_branch(self, record: ProgressRecord) -> bool:
-        absent = record.syncing or record.paused
-        return not absent and record.step == self.own.step and record.lineage == self.own.lineage
+    def absent(self) -> frozenset[PeerId]:
+        """Peers that are paused or idle."""
+        return frozenset(peer for peer, record in self.records.items() if record.absent)
 
 
 def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
-    """The branch that these records elect; None if nobody trains."""
+    """Return the branch that these records elect, or None if no peer trains."""
     trainers = {peer: record for peer, record in records.items() if not record.syncing}
     if not trainers:
         return None
     ordered = [trainers[peer] for peer in sorted(trainers)]
-    awake = [record for record in ordered if not record.paused] or ordered
-    voters = [record for record in awake if record.reduces] or awake
+    active = [record for record in ordered if not record.absent] or ordered
+    voters = [record for record in active if record.reduces] or active
     for step in sorted({record.step for record in voters}, reverse=True):
         if 2 * sum(record.step >= step for record in voters) >= len(voters):
             break
     votes = Counter(record.lineage for record in voters if record.step == step)
-    lineage = votes.most_common(1)[0][0]  # of equals the first
-    there = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
-    return Branch(step, lineage, frozenset(there))
+    lineage = votes.most_common(1)[0][0]  # the first of equals
+    on_it = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
+    return Branch(step, lineage, frozenset(on_it))
 
 
 def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage: bytes) -> list[PeerId]:
-    """Those at a step and lineage, and those that catch up; none that is paused."""
-    awake = ((peer, record) for peer, record in records.items() if not record.paused)
-    return sorted(p for p, r in awake if r.syncing or (r.step == step and r.lineage == lineage))
-
-
-logger = logging.getLogger(__name__)
-
-MAX_ASSISTANTS = 16
+    """Return the peers at a step and lineage, and those that catch up, without paused and idle ones."""
+    active = ((peer, record) for peer, record in records.items() if not record.absent)
+    return sorted(p for p, r in active if r.syncing or (r.step == step and r.lineage == lineage))
 
 
 class AssistantRecord(Message, frozen=True):
-    """A peer that reduces and hands on the state for a run's collaborations; signed, under its own subkey.
+    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey.
 
     Attributes:
         name: for people.
@@ -305,17 +305,16 @@ class AssistantRecord(Message, frozen=True):
 
 
 class Assistants:
-    """A collaboration's assistants as one peer knows them."""
+    """A collaboration's assistants as one peer knows them.
+
+    Attributes:
+        records: of the assistants believed alive.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._records: dict[PeerId, AssistantRecord] = {}
-        self._lost: dict[PeerId, float] = {}  # when it last told
-
-    @property
-    def records(self) -> Mapping[PeerId, AssistantRecord]:
-        """Those believed alive."""
-        return self._records
+        self.records: dict[PeerId, AssistantRecord] = {}
+        self._lost: dict[PeerId, float] = {}  # time of the last record
 
     def on_records(self, records: Mapping[PeerId, AssistantRecord]) -> None:
         """Take the live records just read; one from before its writer was lost does not count."""
@@ -326,37 +325,37 @@ class Assistants:
             and record.collaboration in ("", self._prefix)
             and record.told_at > self._lost.get(peer, float("-inf"))
         }
-        self._records = dict(list(alive.items())[:MAX_ASSISTANTS])
+        self.records = dict(list(alive.items())[:MAX_ASSISTANTS])
         self._lost = {peer: at for peer, at in self._lost.items() if peer in records and peer not in alive}
 
     def on_lost(self, peer: PeerId) -> None:
-        """Its link broke: it does not count until it tells again."""
-        if record := self._records.pop(peer, None):
+        """Ignore an assistant whose link broke until it publishes again."""
+        if record := self.records.pop(peer, None):
             self._lost[peer] = record.told_at
 
 
 def progress_key(prefix: str) -> str:
-    """Where the trainers of a collaboration tell their progress."""
+    """Return the DHT key of a collaboration's progress records."""
     return f"{prefix}/progress"
 
 
 def assistants_key(prefix: str) -> str:
-    """Where the assistants of a run tell that they are there; ``prefix``: of any of its collaborations."""
+    """Return the DHT key of a run's assistants; ``prefix`` is that of any of its collaborations."""
     return f"{prefix.partition('/')[0]}/assistants"
 
 
 async def read_progress(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, ProgressRecord]:
-    """The live progress records of a collaboration."""
+    """Return the live progress records of a collaboration."""
     return await _read(dht, peers, progress_key(prefix), ProgressRecord)
 
 
 async def read_assistants(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, AssistantRecord]:
-    """The live records of a run's assistants."""
+    """Return the live records of a run's assistants."""
     return await _read(dht, peers, assistants_key(prefix), AssistantRecord)
 
 
 async def _read(dht: DHT, peers: Peers, key: str, kind: type[M]) -> dict[PeerId, M]:
-    """The records that are sound, by peer; what they say of addresses is learnt."""
+    """Return the valid records by peer, and learn the addresses in them."""
     records: dict[PeerId, M] = {}
     for subkey, found in (await dht.get(key)).items():
         try:

@@ -1,7 +1,7 @@
-"""This peer's copy of what is trained: parameters, optimizer, scheduler, step and lineage. The torch side.
+"""This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The torch side.
 
-The user's thread applies updates, the runtime's thread pool copies snapshots for newcomers: one lock keeps a copy
-from seeing half an update. The lock is never held over the network.
+The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners. One lock keeps a
+copy from seeing half an update. It is never held during network calls.
 """
 
 from __future__ import annotations
@@ -10,44 +10,40 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.tensors.flat import FlatVector
 from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
-from colab_swarm.training.catch_up import Values, next_lineage
-from colab_swarm.training.progress import LINEAGE_BYTES
-from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room
+from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
+from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room, spans
 
 T = TypeVar("T")
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-
-"""Of the swarm's steps where peers take local ones (DiLoCo, section 3)."""
-
+"""Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
 MAX_SETTING = 1e6
-
-"""Bound on a learning rate and the like in a stranger's state."""
+"""Bound on a learning rate and the like in another peer's state."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
     """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps.
 
-    ``delayed``: the optimizer works on copies of the parameters in main memory, off the accelerator and off the
-    trainer's thread; the model gets them when it asks for them. ``local``: the optimizer takes this peer's own steps,
-    and what is averaged is where they led (DiLoCo); Nesterov's SGD takes the swarm's.
+    Attributes:
+        delayed: the optimizer works on copies of the parameters in main memory, off the trainer's thread;
+            `Replica.show` copies them to the model.
+        local: the optimizer takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo).
     """
 
     optimizer: Optimizer
@@ -62,8 +58,9 @@ class Replica:
 
     Attributes:
         model: the parameters that the trainer computes with.
-        parameters: those that the swarm's step updates: the same, or a copy; with delayed updates it is ahead of them,
+        parameters: those that the swarm's step updates: the same, or a copy. With delayed updates the copy is ahead,
             with local steps behind.
+        lock: held during updates and copies.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -81,23 +78,20 @@ class Replica:
         self.flat = FlatVector(self.model)
         self._updated = FlatVector(self.parameters)
         self.step = 0
-        self.lineage = self._initial_lineage()
-        self._lock = threading.RLock()
-
-    @property
-    def schema(self) -> bytes:
-        """Digest of what is averaged: peers of another model, or with and without local steps, do not mix."""
-        return hashlib.sha256(self.flat.schema + b"local" * self.rule.local).digest()[:16]
-
-    def _initial_lineage(self) -> bytes:
         digest = hashlib.sha256()
         for parameter in self.model:
             digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.digest()[:LINEAGE_BYTES]
+        self.lineage = digest.digest()[:LINEAGE_BYTES]
+        self.lock = threading.RLock()
 
-    def apply(self, mean: Values) -> bytes:
+    @property
+    def schema(self) -> bytes:
+        """Digest of the averaged vector's layout: peers with another model, or other local steps, do not mix."""
+        return hashlib.sha256(self.flat.schema + b"local" * self.rule.local).digest()[:16]
+
+    def apply(self, mean: Floats) -> bytes:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
-        with self._lock:
+        with self.lock:
             lineage = next_lineage(self.lineage, mean)
             self._updated.to_gradients(mean)
             self._update(self._optimizer, self.parameters, clip=not self.rule.local)
@@ -113,27 +107,27 @@ class Replica:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def step_alone(self, gradient: Values) -> None:
-        """Local steps: take one of this peer's own, with its mean gradient."""
-        with self._lock:
+    def step_alone(self, gradient: Floats) -> None:
+        """Take a local step with this peer's mean gradient."""
+        with self.lock:
             self.flat.to_gradients(gradient)
             self._update(self.rule.optimizer, self.model, clip=True)
 
-    def pseudo_gradient(self, out: Values) -> None:
-        """Local steps: the swarm's parameters less the model's."""
-        with self._lock:
+    def pseudo_gradient(self, out: Floats) -> None:
+        """Write the swarm's parameters minus the model's to ``out``, for local steps."""
+        with self.lock:
             self._updated.copy_to(out)
             self.flat.subtract_from(out)
 
     def show(self) -> None:
-        """Give the model the newest parameters."""
+        """Copy the newest parameters to the model."""
         if self.parameters is not self.model:
-            with self._lock, torch.no_grad():
+            with self.lock, torch.no_grad():
                 for mine, updated in zip(self.model, self.parameters, strict=True):
                     mine.copy_(updated)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the model's gradients."""
+        """Clear the model's gradients."""
         for parameter in self.model:
             if set_to_none:
                 parameter.grad = None
@@ -141,19 +135,15 @@ class Replica:
                 parameter.grad.detach_().zero_()
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups, with the model's parameters; copies if updates are delayed."""
+        """Return the optimizer's parameter groups with the model's parameters; copies if updates are delayed."""
         groups = self.rule.optimizer.param_groups
         if not self.rule.delayed:
             return groups
         shown = dict(zip(map(id, self.parameters), self.model, strict=True))
         return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
 
-    def still(self) -> AbstractContextManager[bool]:
-        """Enter it, and no other thread applies an update until you leave."""
-        return self._lock
-
     def state(self) -> dict[str, Any]:
-        """Everything that makes training go on the same, tensors shared with the live ones."""
+        """Return everything that is needed to continue training; tensors are shared with the live ones."""
         scheduler = self.rule.scheduler
         own = {"local": self.rule.optimizer.state_dict()} if self.rule.local else {}
         return {
@@ -166,7 +156,7 @@ class Replica:
         }
 
     def load(self, state: Any) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         Raises:
             StateError: it is the state of another model, optimizer or scheduler; nothing was changed.
@@ -174,7 +164,7 @@ class Replica:
         parameters = _checked_parameters(state, self.parameters)
         if ("local" in state) != self.rule.local:
             raise StateError("in this swarm either all peers take local_steps, or none does")
-        with self._lock:
+        with self.lock:
             before = self._optimizer.state_dict(), self.rule.optimizer.state_dict()
             try:
                 self._optimizer.load_state_dict(state["optimizer"])
@@ -182,8 +172,11 @@ class Replica:
                     self.rule.optimizer.load_state_dict(state["local"])
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
-                _require_options(self._optimizer, before[0])
-            except (ValueError, LookupError, TypeError, AttributeError) as error:  # it may be a stranger's
+                # Torch accepts the options of any optimizer, and would fail in the next step.
+                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
+                    if missing := own.keys() - given.keys():
+                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # it is not trusted
                 self._optimizer.load_state_dict(before[0])
                 self.rule.optimizer.load_state_dict(before[1])
                 raise StateError(f"the state belongs to another optimizer: {error}") from error
@@ -194,11 +187,18 @@ class Replica:
         self.show()
 
     def snapshot(self) -> Snapshot:
-        """A copy to give to newcomers; safe to take from another thread while training goes on."""
-        with self._lock:
+        """Return a copy for late joiners. Thread-safe; training continues."""
+        with self.lock:
             step, lineage = self.step, self.lineage
             tensors, skeleton = flatten(self.state())
-            blob = _joined(tensors.values())
+            blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors.values()), np.uint8)
+            at = 0
+            for tensor in tensors.values():
+                if tensor.nbytes:
+                    torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(
+                        tensor.reshape(-1).view(torch.uint8)
+                    )
+                at += room(tensor.nbytes)
         entries = tuple(
             TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
         )
@@ -206,28 +206,26 @@ class Replica:
         return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Go on from a donor's snapshot.
+        """Continue from a donor's snapshot.
 
         Raises:
             StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
         layout = decode_layout(snapshot.manifest.skeleton)
-        tensors = _parted(snapshot.blob, layout.tensors)
+        tensors: dict[str, torch.Tensor] = {}
+        for entry, span in zip(layout.tensors, spans(layout.tensors, snapshot.blob.nbytes), strict=True):
+            dtype, part = getattr(torch, entry.dtype), torch.from_numpy(snapshot.blob[span])
+            tensors[entry.name] = (
+                part.view(dtype).reshape(entry.shape) if len(part) else torch.empty(entry.shape, dtype=dtype)
+            )
         state = unflatten(tensors, decode_skeleton(layout.skeleton))
         _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
 
 
-def _require_options(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
-    """Torch takes the options of any optimizer, and would fail in the next step."""
-    for mine, loaded in zip(before["param_groups"], optimizer.param_groups, strict=True):
-        if missing := mine.keys() - loaded.keys():
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
-
-
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Let the optimizer update copies in main memory from now on; returns them."""
+    """Let the optimizer update copies in main memory from now on, and return them."""
     copies: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -266,7 +264,7 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _check_sane(state: Any) -> None:
-    """Refuse a stranger's state with parameters that are not finite or settings that nobody trains with."""
+    """Refuse a donor's state with values that are not finite, or with absurd settings."""
     if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in _tensors(state)):
         raise StateError("the donor's state holds NaN or infinite values")
     optimizer = state.get("optimizer") if isinstance(state, dict) else None
@@ -279,7 +277,7 @@ def _check_sane(state: Any) -> None:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a state; its depth was bounded when it was decoded."""
+    """Yield every tensor of a state; its depth was bounded when it was decoded."""
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):
@@ -287,38 +285,10 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _joined(tensors: Any) -> NDArray[np.uint8]:
-    tensors = list(tensors)
-    blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors), np.uint8)
-    at = 0
-    for tensor in tensors:
-        if tensor.nbytes:
-            torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(tensor.reshape(-1).view(torch.uint8))
-        at += room(tensor.nbytes)
-    return blob
-
-
-def _parted(blob: NDArray[np.uint8], entries: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
-    at, tensors = 0, {}
-    for entry in entries:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or any(side < 0 for side in entry.shape):
-            raise StateError(f"the donor's state has a tensor of unknown kind {entry.dtype!r}")
-        size_bytes = int(np.prod(entry.shape, dtype=object)) * dtype.itemsize
-        if size_bytes > blob.nbytes - at:
-            raise StateError("the donor's state is shorter than it says")
-        part = torch.from_numpy(blob[at : at + size_bytes])
-        tensors[entry.name] = (
-            part.view(dtype).reshape(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
-        )
-        at += room(size_bytes)
-    return tensors
-
-
 def uninterrupted(work: Callable[[], T]) -> T:
     """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
 
-    Python delivers an interrupt to the main thread only, so there the work is done by another thread.
+    Python delivers an interrupt to the main thread only, so there another thread does the work.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -346,63 +316,24 @@ def uninterrupted(work: Callable[[], T]) -> T:
     return done[0]
 
 
-class TorchFace(Optimizer):
-    """An optimizer whose state is the swarm's: it can be read as any other's, and changed by nobody alone."""
-
-    _replica: Replica
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the last ``backward()``; what is accumulated stays."""
-        self._replica.zero_grad(set_to_none)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, to read; with delayed updates a change of them has no effect."""
-        return self._replica.groups()
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer."""
-        return self._replica.rule.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the wrapped optimizer."""
-        return self._replica.rule.optimizer.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer; `save` writes everything."""
-        return self._replica.rule.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not offered: one peer's optimizer state must not differ from the others'."""
-        raise TypeError(
-            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered: the swarm has agreed on the parameters."""
-        raise TypeError("the swarm has agreed on the parameters: add groups before swarm.optimizer(…)")
-
-
 class Gradients:
     """A sum of gradients, each times its samples.
 
     Attributes:
-        samples: how many are in it: the weight of this peer's next contribution.
-        feedback: what compression cut off the last contribution, times its samples; None: that is not fed back.
+        samples: the weight of this peer's next contribution.
+        feedback: what compression cut off the last contribution, times its samples; None: no error feedback.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
         self._replica = replica
-        self._sum: Values = np.zeros(replica.flat.numel, np.float32)
+        self._sum: Floats = np.zeros(replica.flat.numel, np.float32)
         self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
         self.feedback = ErrorFeedback(replica.flat.numel) if error_feedback else None
         self.samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
 
     def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; returns why not if it had to be dropped."""
+        """Add the model's gradient, a mean over ``samples``; returns the reason if it had to be dropped."""
         finite = self._replica.flat.accumulate(self._sum, samples)
         self._replica.zero_grad()
         if not finite:
@@ -415,33 +346,33 @@ class Gradients:
 
     @property
     def mean_loss(self) -> float | None:
-        """Of the samples for which it was told."""
+        """Mean loss of the samples for which it was reported."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
-    def contribution(self, held: Callable[[Values], bool]) -> Values:
-        """What to average with the others; ``held(vector)``: whether the swarm may still want a vector of ours."""
+    def contribution(self, held: Callable[[Floats], bool]) -> Floats:
+        """Return the vector to average; ``held(vector)``: another peer may still recover chunks from it."""
         values = self._spare if held(self._values) else self._values
         self._contribute(values)
         return values
 
-    def _contribute(self, values: Values) -> None:
+    def _contribute(self, values: Floats) -> None:
         total = self._sum
         if self.feedback is not None:
             total = np.add(self._sum, self.feedback.residual, out=values)
         np.multiply(total, np.float32(1 / self.samples if self.samples else 0.0), out=values)
 
-    def sending(self) -> Sending:
-        """How the contribution travels."""
+    def encoding(self) -> UploadEncoding:
+        """Return the encoding of the contribution, and reset what it cuts off."""
         if self.feedback is not None:
             self.feedback.begin()
-        return Sending(fine=self._replica.flat.fine, feedback=self.feedback)
+        return UploadEncoding(fine=self._replica.flat.fine, feedback=self.feedback)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the replica's state."""
+        """Return what a checkpoint holds besides the replica's state."""
         return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
-        """As a checkpoint tells it; nothing is owed if it was written without.
+        """Return the error feedback of a checkpoint; it starts empty if the checkpoint has none.
 
         Raises:
             StateError: it belongs to another model.
@@ -449,28 +380,28 @@ class Gradients:
         return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
 
     def forget(self) -> None:
-        """Begin anew; what compression cut off is still owed."""
+        """Start a new sum; the error feedback stays."""
         self._sum.fill(0.0)
         self.samples = 0.0
         self._loss_sum, self._loss_samples = 0.0, 0.0
 
     def on_delivered(self, weight: float) -> None:
-        """A contribution of ``weight`` is in the swarm's mean: what compression cut off goes into the next."""
+        """Add what compression cut off a contribution in the swarm's mean to the next one."""
         if self.feedback is not None and weight:
             self.feedback.settle(weight)
 
-    def on_returned(self, values: Values, weight: float) -> None:
-        """A contribution found no round: it is part of the next."""
+    def on_returned(self, values: Floats, weight: float) -> None:
+        """Take back a contribution that found no round."""
         self._sum += np.float32(weight) * values
         if self.feedback is not None and weight:
-            self._sum -= self.feedback.residual  # which is added to the next as well
+            self._sum -= self.feedback.residual  # the next contribution adds it again
         self.samples += weight
 
 
 class LocalSteps(Gradients):
     """Steps that a peer takes alone between two rounds (DiLoCo, Douillard et al. 2023).
 
-    Its contribution is the *pseudo-gradient*: the parameters of the last round less those it has come to.
+    Its contribution is the *pseudo-gradient*: the parameters of the last round minus its present ones.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -483,14 +414,14 @@ class LocalSteps(Gradients):
         return dropped
 
     def step(self) -> None:
-        """Take a step with the own gradients since the last."""
+        """Take a step with the own gradients since the last one."""
         if self._since:
             self._sum *= np.float32(1 / self._since)
             self._replica.step_alone(self._sum)
             self._sum.fill(0.0)
             self._since = 0.0
 
-    def _contribute(self, values: Values) -> None:
+    def _contribute(self, values: Floats) -> None:
         self.step()
         self._replica.pseudo_gradient(values)
 

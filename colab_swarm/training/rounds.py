@@ -1,19 +1,20 @@
-"""A trainer's rounds: find the group, average, and keep within the traffic budget. Knows no torch."""
+"""A trainer's rounds: find the group, average, and stay within the traffic budget. Does not import torch."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
-from colab_swarm.averaging.exchange import RoundPing, Sending
+from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import PeerError, PeerTimeout
 from colab_swarm.events import BudgetChosen, Fault, PeerSilent
-from colab_swarm.net.peers import PeerId
-from colab_swarm.training.catch_up import Values
+from colab_swarm.net.peers import PeerId, Peers
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import Progress, ProgressRecord
 from colab_swarm.training.settings import (
     CommunicationPlan,
@@ -22,21 +23,20 @@ from colab_swarm.training.settings import (
     TrainingSettings,
 )
 
-SAYS_SOMETHING_BYTES = 1 << 18
-
-"""A round that moved less says nothing about a line."""
-
+MEASURABLE_BYTES = 1 << 18
+"""A round that moved less says nothing about bandwidth."""
 KEPT_PER_ROUND = 0.98
-
 ROUNDS = 4
-
-"""The best of so many is believed: a single round may have waited for anything."""
+"""Number of rounds before their best counts: a single round may have waited for anything."""
+LATE_S, ANSWER_S = 2.0, 2.0
+"""When to look for silent peers while a group forms, and how soon a healthy peer answers."""
 
 
 class Rate:
-    """What one direction carried, bits per second: rounds are often shorter than the second by which links measure.
+    """Bandwidth of one direction, bits per second, from links and from rounds.
 
-    A good round is believed for long, but not for ever: lines change.
+    Rounds are often shorter than the second over which links measure. The best round counts for long but decays,
+    because bandwidth changes.
     """
 
     def __init__(self) -> None:
@@ -44,47 +44,49 @@ class Rate:
         self._rounds = 0
 
     def on_round(self, size_bytes: int, seconds: float) -> None:
-        """A round moved so much."""
+        """Count the traffic of a round."""
         self._best_bps *= KEPT_PER_ROUND
-        if size_bytes >= SAYS_SOMETHING_BYTES and seconds > 0:
+        if size_bytes >= MEASURABLE_BYTES and seconds > 0:
             self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
             self._rounds += 1
 
     def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
-        """The best that was seen, by links or in rounds, as far as it may be used; None if nothing was."""
+        """Return the best rate of links and rounds, bounded by ``most_bps``; None if there is no measurement."""
         seen_bps = self._best_bps if self._rounds >= ROUNDS else 0.0
         best_bps = max(measured_bps or 0.0, seen_bps)
         return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 
 class LinkBandwidth:
-    """Both directions."""
+    """Measured bandwidth of a peer's links in both directions."""
 
-    def __init__(self) -> None:
-        self.upload, self.download = Rate(), Rate()
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._upload, self._download = Rate(), Rate()
 
     def on_round(self, result: RoundResult) -> None:
-        """A round ended."""
+        """Count the traffic of a round."""
         seconds = result.seconds["exchange"]
-        self.upload.on_round(result.sent_bytes, seconds)
-        self.download.on_round(result.received_bytes, seconds)
+        self._upload.on_round(result.sent_bytes, seconds)
+        self._download.on_round(result.received_bytes, seconds)
 
-
-LATE_S, ANSWER_S = 2.0, 2.0
-
-"""A group that is so long in forming makes people ask why; a peer that is well answers in so long."""
+    def known(self, most_bps: float | None = None) -> tuple[float | None, float | None]:
+        """Return upload and download, bits per second, bounded by ``most_bps``; None where not measured."""
+        links = self._peers.statistics()
+        upload_bps = self._upload.known(links.upload_bps, most_bps)
+        return upload_bps, self._download.known(links.download_bps, most_bps)
 
 
 class Rounds:
     """Takes part in a collaboration's rounds.
 
-    Attributes:
-        numel: length of what is averaged.
-        choice: how this peer keeps within its budget; None without one.
-
     Args:
-        schema: digest of what is averaged.
+        schema: digest of the averaged vector's layout.
         expected, on_called, stands: see `Matchmaker`.
+
+    Attributes:
+        numel: length of the averaged vector.
+        plan: how this peer stays within its budget; None without one.
     """
 
     def __init__(
@@ -99,24 +101,26 @@ class Rounds:
         stands: Callable[[int, bytes], bool],
     ) -> None:
         self.numel = numel
-        self.choice: CommunicationPlan | None = None
+        self.plan: CommunicationPlan | None = None
         self._services, self._settings, self._schema = services, settings, schema
         self._expected, self._on_called = expected, on_called
-        self._callers: dict[PeerId, tuple[int, bytes]] = {}  # for what they called us last
+        self._callers: dict[PeerId, tuple[int, bytes]] = {}  # and the round that each called last
         self._last: Group | None = None
-        self._told: set[str] = set()
-        self._line = LinkBandwidth()
+        self._reported: set[str] = set()
+        self._bandwidth = LinkBandwidth(services.peers)
         self._shares = AdaptiveShares()
-        self._thrift: TrafficBudgetPolicy | None = None
+        self._policy: TrafficBudgetPolicy | None = None
         if settings.budget is not None:
-            me, auto_steps = services.peers.id, settings.auto_steps
-            self._thrift = TrafficBudgetPolicy(
-                settings.budget, me, precision=settings.compression, auto_steps=auto_steps
+            self._policy = TrafficBudgetPolicy(
+                settings.budget,
+                services.peers.id,
+                precision=settings.compression,
+                auto_steps=settings.auto_steps,
             )
             if settings.budget.rate_bps is not None:
                 services.peers.limit(settings.budget.rate_bps)
-        self._matchmaker = Matchmaker(
-            services.rooms,
+        self.matchmaker = Matchmaker(
+            services.router,
             settings.prefix,
             expected=expected,
             on_called=self._on_call,
@@ -129,16 +133,8 @@ class Rounds:
             ),
         )
 
-    def close(self) -> None:
-        """Take part in nothing more."""
-        self._matchmaker.close()
-
-    def forget(self, step: int, lineage: bytes) -> None:
-        """This peer comes back to the step: it tells no more of the group that it had there."""
-        self._matchmaker.forget(step, lineage)
-
     def likely(self, step: int, lineage: bytes) -> frozenset[PeerId]:
-        """Who comes to the round of ``step``, whatever its record tells: it was in the one before, or has called us."""
+        """Return the peers that were in the round before, or called this peer: their records may be late."""
         last = self._last if self._last is not None and self._last.step == step - 1 else None
         members = [member.id for member in last.members] if last else []
         callers = (peer for peer, called in self._callers.items() if called == (step, lineage))
@@ -153,80 +149,71 @@ class Rounds:
     async def take_part(
         self,
         own: ProgressRecord,
-        values: Values,
+        values: Floats,
         weight: float,
-        sending: Sending | None,
+        encoding: UploadEncoding | None,
         *,
         formed: Callable[[], None],
     ) -> RoundResult:
-        """Average ``values`` in the round of the step that ``own`` tells; ``formed`` is called when it has its group.
+        """Average ``values`` in the round of the step in ``own``; ``formed`` is called when the group is complete.
 
         Raises:
-            PeerError: there is no round for us.
+            PeerError: this peer found no round.
         """
         clock = asyncio.get_running_loop().time
         started = clock()
-        deadline = started + self._settings.round_timeout_s
         candidates = await self._expected(own.step, own.lineage)
         watch = asyncio.create_task(self._watch(candidates))
         try:
-            group = await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+            deadline = started + self._settings.round_timeout_s
+            group = await self.matchmaker.join(self._ticket(own, weight), candidates, deadline)
         except RoundRefused as refused:
-            self._tell(refused, clock())
+            if (
+                refused.reason == "invalid" and str(refused) not in self._reported
+            ):  # it will not pass by itself
+                self._reported.add(str(refused))
+                fix = "all peers of a run take the same model, compression and mean_compression"
+                text = f"{refused}; {fix}"
+                self._services.events.emit(Fault(clock(), "rounds, which this peer is kept out of", text))
             raise
         finally:
             watch.cancel()
         formed()
         self._last = group
-        if sending is not None and self.choice is not None:
-            sending.precision = self.choice.precision
-        result = await self._services.averager.average(group, values, sending)
-        self._learn(group, result)
+        if encoding is not None and self.plan is not None:
+            encoding = replace(encoding, precision=self.plan.precision)
+        result = await self._services.averager.average(group, values, encoding)
+        self._bandwidth.on_round(result)
+        if not result.spans_lost and len(result.contributors) > 1:
+            shares = [member.share for member in group.members]
+            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
         self._services.events.emit(result.event(began_at=started, now=clock()))
         return result
 
-    def _tell(self, refused: RoundRefused, now: float) -> None:
-        """What will not pass by itself, such as another codec, is told once; the peer trains alone meanwhile."""
-        if refused.reason == "invalid" and str(refused) not in self._told:
-            self._told.add(str(refused))
-            fix = "all peers of a run take the same model, compression and mean_compression"
-            self._services.events.emit(
-                Fault(now, "rounds, which this peer is kept out of", f"{refused}; {fix}")
-            )
-
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
-        """If the group is long in forming, tell who of those it may be waiting for does not even answer."""
+        """If the group forms slowly, report the candidates that do not even answer."""
         await asyncio.sleep(LATE_S)
         linked = self._services.peers.linked()
         await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
 
     async def _ping(self, peer: PeerId) -> None:
-        peers, ping = self._services.peers, RoundPing(b"")
         try:
-            await peers.call(peer, ping, RoundPing, timeout_s=ANSWER_S)
+            await self._services.peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S)
         except PeerTimeout:
             now = asyncio.get_running_loop().time()
             self._services.events.emit(PeerSilent(now, peer.hex(), ANSWER_S))
-        except PeerError:  # a lost link tells of itself
+        except PeerError:  # a lost link has an event of its own
             pass
 
-    def _learn(self, group: Group, result: RoundResult) -> None:
-        self._line.on_round(result)
-        if not result.spans_lost and len(result.contributors) > 1:
-            shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
-
-    def line_bps(self) -> tuple[float | None, float | None]:
-        """What this peer's line carries up and down, bits per second, as far as it is known and may be used."""
-        links, budget = self._services.peers.statistics(), self._settings.budget
-        most = None if budget is None else budget.rate_bps
-        upload, download = self._line.upload, self._line.download
-        return upload.known(links.upload_bps, most), download.known(links.download_bps, most)
+    def bandwidth_bps(self) -> tuple[float | None, float | None]:
+        """Return this peer's upload and download, bits per second, as measured and within its budget."""
+        budget = self._settings.budget
+        return self._bandwidth.known(None if budget is None else budget.rate_bps)
 
     def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
-        peers, settings = self._services.peers, self._settings
-        willing = self.choice is None or self.choice.reduces
-        upload_bps, download_bps = self.line_bps()
+        settings = self._settings
+        willing = (self.plan is None or self.plan.reduces) and not own.syncing
+        upload_bps, download_bps = self.bandwidth_bps()
         return Ticket(
             prefix=settings.prefix,
             step=own.step,
@@ -234,7 +221,7 @@ class Rounds:
             weight=weight,
             numel=self.numel,
             schema=self._schema,
-            reduces=bool(peers.contact.addresses) and willing and not own.syncing,
+            reduces=bool(self._services.peers.contact.addresses) and willing,
             upload_bps=upload_bps,
             download_bps=download_bps,
             codec=settings.compression,
@@ -242,15 +229,15 @@ class Rounds:
             samples_per_s=own.samples_per_s,
         )
 
-    def choose(self, result: RoundResult, progress: Progress) -> CommunicationPlan | None:
-        """After a round: how to keep within the budget from now on; None without a budget."""
-        if self._thrift is None or self._last is None or len(self._last.members) < 2:
-            return self.choice
+    def update_plan(self, result: RoundResult, progress: Progress) -> CommunicationPlan | None:
+        """Return the plan after a round that keeps this peer within its budget; None without a budget."""
+        if self._policy is None or self._last is None or len(self._last.members) < 2:
+            return self.plan
         now = asyncio.get_running_loop().time()
-        self._thrift.on_round(result.sent_bytes, result.received_bytes, progress.local_steps, now=now)
+        self._policy.on_round(result.sent_bytes, result.received_bytes, progress.local_steps, now=now)
         speed = progress.samples_per_s()
-        choice = self._thrift.choose(self._last, progress.target_batch_size / speed) if speed else self.choice
-        if choice is not None and not choice.like(self.choice):
-            self._services.events.emit(BudgetChosen(now, str(choice), choice.within))
-        self.choice = choice
-        return choice
+        plan = self._policy.choose(self._last, progress.target_batch_size / speed) if speed else self.plan
+        if plan is not None and not plan.like(self.plan):
+            self._services.events.emit(BudgetChosen(now, str(plan), plan.within))
+        self.plan = plan
+        return plan

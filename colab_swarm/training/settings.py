@@ -1,10 +1,8 @@
-"""What a collaboration is given: the peer's services, and how to train.
+"""Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic budget.
 
-How a peer keeps within its traffic budget: what it can save, in the order of what that costs the swarm.
-
-Pure decisions, looked at after each round: first it reduces nothing for the others (if others do, and the volume is
-bounded; a bound on speed makes its share smaller, see `averaging.strategy`), then it sends 8 bits a value, then it asks
-for more local steps between two rounds.
+A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it stops reducing for
+others, if another peer reduces and the volume is bounded (a bound on speed makes its share smaller, see
+`averaging.strategy`). Then it sends 8 bits a value. Then it requests more local steps between two rounds.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Literal, TypedDict
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import PeerId, Peers
@@ -25,22 +24,16 @@ from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
-SECONDS_PER_HOUR = 3600
-
-KEPT = 0.95
-
-"""Part of the budget that rounds may use; the rest is for all that is not a round."""
-
+ROUNDS_PART = 0.95
+"""Part of the budget for rounds; the rest is for all other traffic."""
 ROUND_PART = 0.5
-
-"""Of the time in which the swarm computes; a round may take that long at the speed of the budget, for all wait."""
-
+"""Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
 SAVING = "int8"
 
 
 @dataclass(frozen=True)
 class TrafficBudget:
-    """What a peer's traffic may be.
+    """A limit on a peer's traffic.
 
     Attributes:
         gb_per_hour: 10^9 bytes an hour, both directions together.
@@ -57,17 +50,17 @@ class TrafficBudget:
 
     @property
     def rate_bps(self) -> float | None:
-        """The most that links may carry in each direction, bits a second."""
+        """Limit of the links in each direction, bits a second."""
         return None if self.mbit_s is None else self.mbit_s * 1e6
 
-    def times_over_volume(self, sent_bytes: float, received_bytes: float, seconds: float) -> float:
-        """How many times over ``gb_per_hour`` so much traffic in so much time is; up to 1 is within."""
+    def volume_ratio(self, total_bytes: float, seconds: float) -> float:
+        """Return the traffic in relation to ``gb_per_hour``; up to 1 is within the budget."""
         if self.gb_per_hour is None:
             return 0.0
-        return (sent_bytes + received_bytes) / (KEPT * self.gb_per_hour * 1e9 * seconds / SECONDS_PER_HOUR)
+        return total_bytes / (ROUNDS_PART * self.gb_per_hour * 1e9 * seconds / 3600)
 
-    def times_over_pace(self, sent_bytes: float, received_bytes: float, compute_s: float) -> float:
-        """How many times too long a round takes at ``mbit_s``, beside the time in which the swarm computes."""
+    def pace_ratio(self, sent_bytes: float, received_bytes: float, compute_s: float) -> float:
+        """Return a round's time at ``mbit_s`` in relation to its part of the time in which the swarm computes."""
         if self.mbit_s is None:
             return 0.0
         return max(sent_bytes, received_bytes) * 8 / (self.mbit_s * 1e6 * compute_s * ROUND_PART)
@@ -75,13 +68,13 @@ class TrafficBudget:
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """What a peer does to keep within its budget.
+    """How a peer stays within its budget.
 
     Attributes:
-        reduces: for the others.
+        reduces: for other peers.
         precision: of its contributions.
-        local_steps: that it asks for between two rounds.
-        mbit_s: that its rounds take then, in the busier direction.
+        local_steps: that it requests between two rounds.
+        mbit_s: resulting traffic of its rounds, in the busier direction.
         within: whether that is within the budget.
     """
 
@@ -92,7 +85,7 @@ class CommunicationPlan:
     within: bool
 
     def like(self, other: CommunicationPlan | None) -> bool:
-        """Whether it differs from another in its traffic at most."""
+        """Return True if the plans differ in their traffic at most."""
         return other is not None and replace(other, mbit_s=self.mbit_s) == self
 
     def __str__(self) -> str:
@@ -103,11 +96,11 @@ class CommunicationPlan:
 
 
 class TrafficBudgetPolicy:
-    """Chooses for one peer.
+    """Chooses one peer's `CommunicationPlan`.
 
     Args:
-        precision: that the group has agreed on.
-        auto_steps: whether it may ask for local steps.
+        precision: the group's codec.
+        auto_steps: whether the peer may request local steps.
     """
 
     def __init__(self, budget: TrafficBudget, me: PeerId, *, precision: str, auto_steps: bool) -> None:
@@ -115,87 +108,75 @@ class TrafficBudgetPolicy:
         self._precision, self._auto_steps = precision, auto_steps
         self._began_at: float | None = None
         self._ended_at = 0.0
-        self._sent = self._received = 0.0
+        self._total_bytes = 0.0
         self._step_s: float | None = None
 
     def on_round(self, sent_bytes: float, received_bytes: float, steps: int, *, now: float) -> None:
-        """A round ended that came after so many steps of the swarm."""
+        """Count a round that ended after ``steps`` steps of the swarm."""
         if self._began_at is None:
             self._began_at = self._ended_at = now
             return
-        self._sent += sent_bytes
-        self._received += received_bytes
+        self._total_bytes += sent_bytes + received_bytes
         step_s = (now - self._ended_at) / steps
         self._step_s = step_s if self._step_s is None else (step_s + self._step_s) / 2
         self._ended_at = now
 
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
-        """What to do after a round of ``group``; None while it is not known how long a step takes.
+        """Return the plan after a round of ``group``; None while the time of a step is unknown.
 
         Args:
-            compute_s: that the swarm needs to compute a target batch.
+            compute_s: time in which the swarm computes a target batch.
         """
         if self._step_s is None:
             return None
         reduces, precision, steps = True, self._precision, 1
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
-        if others_reduce and self._volume(group, reduces, precision) > 1:
-            reduces = False  # a slow line gets a smaller share by the strategy; volume is saved by none
-        narrow = self._bytes(SAVING, group) < self._bytes(self._precision, group)
-        if narrow and self._over(group, reduces, precision, compute_s) > 1:
+        if others_reduce and self._volume_ratio(self._traffic(group, reduces, precision)) > 1:
+            reduces = False  # a slow link gets a smaller share by the strategy, which does not save volume
+        over = self._ratio(self._traffic(group, reduces, precision), compute_s)
+        smaller = encoded_bytes(SAVING, group.numel) < encoded_bytes(self._precision, group.numel)
+        if smaller and over > 1:
             precision = SAVING
-        over = self._over(group, reduces, precision, compute_s)
+            over = self._ratio(self._traffic(group, reduces, precision), compute_s)
         if over > 1 and self._auto_steps:
             steps = min(math.ceil(over), MAX_LOCAL_STEPS)
-        sent, received = self._traffic(group, reduces=reduces, precision=precision)
-        mbit_s = max(sent, received) * 8e-6 / (steps * self._step_s)
+        mbit_s = max(self._traffic(group, reduces, precision)) * 8e-6 / (steps * self._step_s)
         return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
 
-    def _volume(self, group: Group, reduces: bool, precision: str) -> float:
-        sent, received = self._traffic(group, reduces=reduces, precision=precision)
-        step_s = max(self._step_s or 0.0, 1e-6)
-        return self._budget.times_over_volume(sent, received, step_s) * self._overdrawn()
+    def _ratio(self, traffic: tuple[float, float], compute_s: float) -> float:
+        return max(self._volume_ratio(traffic), self._budget.pace_ratio(*traffic, compute_s))
 
-    def _over(self, group: Group, reduces: bool, precision: str, compute_s: float) -> float:
-        traffic = self._traffic(group, reduces=reduces, precision=precision)
-        pace = self._budget.times_over_pace(*traffic, compute_s)
-        return max(self._volume(group, reduces, precision), pace)
-
-    def _overdrawn(self) -> float:
-        """How many times over the budget the traffic was until now; at least 1."""
+    def _volume_ratio(self, traffic: tuple[float, float]) -> float:
+        """Return a round's volume in relation to the budget, and more if the traffic so far was over it."""
         seconds = self._ended_at - (self._began_at or self._ended_at)
-        return (
-            max(1.0, self._budget.times_over_volume(self._sent, self._received, seconds)) if seconds else 1.0
-        )
+        overdrawn = self._budget.volume_ratio(self._total_bytes, seconds) if seconds else 0.0
+        step_s = max(self._step_s or 0.0, 1e-6)
+        return self._budget.volume_ratio(sum(traffic), step_s) * max(1.0, overdrawn)
 
-    def _traffic(self, group: Group, *, reduces: bool, precision: str) -> tuple[float, float]:
-        """Bytes that a round makes this peer send and receive."""
+    def _traffic(self, group: Group, reduces: bool, precision: str) -> tuple[float, float]:
+        """Return the bytes that this peer sends and receives in a round."""
         others = len(group.members) - 1
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
         share = (planned or 1 / len(group.members)) if reduces else 0.0
-        mine, mean = self._bytes(precision, group), self._bytes(group.mean_codec, group)
-        theirs = self._bytes(group.codec, group)
+        mine, mean = encoded_bytes(precision, group.numel), encoded_bytes(group.mean_codec, group.numel)
+        theirs = encoded_bytes(group.codec, group.numel)
         sent = (1 - share) * mine + share * others * mean
         received = (1 - share) * mean + share * others * theirs
         return sent, received
 
-    @staticmethod
-    def _bytes(precision: str, group: Group) -> int:
-        return Precision(precision, fine=0).at(0).encoded_bytes(group.numel)
-
 
 @dataclass(frozen=True)
 class PeerServices:
-    """What a peer's services share.
+    """The services that a peer's parts share.
 
     Attributes:
-        pace: ``pace(samples)`` is the compute time that a simulated peer takes, seconds.
-        gate: closed while this peer's background work is to stand still.
+        pace: ``pace(samples)`` is the compute time of a simulated peer, seconds.
+        gate: closed while this peer is paused.
     """
 
     peers: Peers
-    rooms: PrefixRouter
+    router: PrefixRouter
     dht: DHT
     averager: Averager
     events: EventLog
@@ -205,20 +186,20 @@ class PeerServices:
 
 
 class AveragingOptions(TypedDict, total=False):
-    """How peers average; what `Swarm.optimizer` takes besides.
+    """How peers average: further options of `Swarm.optimizer`.
 
     Attributes:
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors
             float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without
             ``error_feedback``, and train a worse model.
-        mean_compression: of averaged gradients; by default the same, but float16 with onebit and topk, because no
-            peer feeds back what they would cut off a mean.
-        error_feedback: what compression cut off a gradient is added to the next; costs two vectors of memory.
-        overlap: updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload): averaging and the optimizer's
-            step, on copies in main memory, run while this peer computes on.
-        local_steps: of ``target_batch_size`` samples each, that every peer takes alone before the swarm averages where
-            they led (DiLoCo): so many times less traffic; "auto": as many as the peers' budgets need.
-        matchmaking_timeout_s: how long a round waits for peers that are slow to come.
+        mean_compression: of averaged gradients; by default the same, but float16 with onebit and topk, because a mean
+            has no error feedback.
+        error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
+        overlap: average, and take the optimizer's step on copies in main memory, while this peer computes on. Updates
+            come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
+        local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
+            resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
+        matchmaking_timeout_s: how long a round waits for slow peers.
     """
 
     compression: str
@@ -231,21 +212,17 @@ class AveragingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a collaboration trains.
+    """How a collaboration trains; see `AveragingOptions` for the fields that are not listed.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
         target_batch_size: samples of all peers together for one global step.
-        compression, mean_compression: of gradients and their means (see `colab_swarm.tensors.codecs.Precision`).
-        local_steps: between two rounds, at least (DiLoCo); 1: every step is the swarm's; "auto": as the budget needs.
         budget: for this peer's traffic.
-        error_feedback: what compression cut off a gradient is added to the next.
-        matchmaking_timeout_s: how long a round waits for peers that do not answer at all.
-        max_matchmaking_s: how long it waits for peers that said they are finishing a batch.
+        max_matchmaking_s: how long a round waits for peers that announced to finish a batch.
         round_timeout_s: bound on matchmaking and averaging of one round together.
         max_report_s: longest time between two progress records of a peer; one that vanished without its links
             breaking is forgotten after four times as long.
-        max_replay_bytes: memory for the means a newcomer keeps while it downloads the state.
+        max_replay_bytes: memory for the means that a late joiner collects while it downloads the state.
     """
 
     prefix: str
@@ -265,10 +242,10 @@ class TrainingSettings:
     def of(
         cls, prefix: str, target_batch_size: float, budget: TrafficBudget | None, options: AveragingOptions
     ) -> TrainingSettings:
-        """From what a user gives.
+        """Return the settings for a user's options.
 
         Raises:
-            ValueError, TypeError: a setting is not usable, or is none.
+            ValueError, TypeError: an option is unknown or not usable.
         """
         given = {"mean_compression": mean_codec_for(options.get("compression", "float32")), **options}
         overlap = given.pop("overlap", False)
@@ -287,5 +264,5 @@ class TrainingSettings:
 
     @property
     def auto_steps(self) -> bool:
-        """Whether the number of local steps follows the budget."""
+        """True if the number of local steps follows the budget."""
         return self.local_steps == "auto"

@@ -1,16 +1,12 @@
-"""Giving a newcomer the training state: hashed chunks of a snapshot, fetched from several donors at once.
+"""Sharing the training state: a late joiner fetches hashed chunks of a snapshot from several donors at once.
 
-A lane of its own: the snapshot is a copy, so a donor trains on while it serves, and no lock is shared
-with averaging. Donors on one branch hold equal states, so their chunks are interchangeable and a chunk is accepted
-only by its digest: a donor that lies, stalls or vanishes costs the chunks in flight and nothing else.
+The snapshot is a copy, so a donor trains on while it serves, and shares no lock with averaging. Donors on one branch
+hold equal states, so their chunks are interchangeable. A chunk is accepted by its digest only: a donor that lies,
+stalls or vanishes costs the chunks in flight and nothing else.
 
-Handing on the training state of trainers that newcomers cannot reach.
-
-A newcomer that only dials out cannot ask trainers that only dial out. Both are linked to an assistant, which asks a
-trainer over the trainer's own link and passes manifest and chunks on. It keeps none of them and reads none of them:
-one chunk is in its memory at a time. Digests are checked, so that a donor that lies costs one chunk.
-
-An assistant that keeps checkpoints gives its own when no trainer is left.
+A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial out. Both are linked
+to an assistant, which forwards manifest and chunks over the trainer's own link. It stores none of them, and holds one
+chunk in memory at a time. A backbone's assistant gives a checkpoint of its own when no trainer is left.
 """
 
 from __future__ import annotations
@@ -48,30 +44,34 @@ from colab_swarm.tensors.statedict import KINDS, TensorBytes
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
-
 MAX_CHUNKS = 4096
-
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
-
 BATCH_CHUNKS = 8
-
 CALL_TIMEOUT_S = 30.0
-
 DONORS = 4
+PATIENCE_S = CALL_TIMEOUT_S / 3
+"""A mirror's timeout for a donor; the late joiner's own must be longer than two of them."""
+MIRROR_DONORS = 2
+REMEMBERED = 4
+ALIGNMENT_BYTES = 64
+MAX_PARTS = 1_000_000
+
+_NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+_BFLOAT16_EXPONENT = 0x7F80
 
 
 class DescribeState(Message, frozen=True):
-    """Ask a donor for its manifest; ``step`` asks for that step only, -1 for the current one."""
+    """Request a donor's manifest of one ``step``, or of the current one with -1."""
 
     prefix: str
     step: int = -1
 
 
 class StateManifest(Message, frozen=True):
-    """What a snapshot is made of.
+    """Description of a snapshot.
 
     Attributes:
-        step, lineage: whose state it is.
+        step, lineage: of the state.
         skeleton: everything that is not tensor bytes, encoded by the owner of the state.
         size_bytes: of all tensors together.
         chunk_bytes: of each chunk but the last.
@@ -102,7 +102,7 @@ class StateManifest(Message, frozen=True):
         return hashlib.sha256(self.digests + self.skeleton + self.lineage).digest()
 
     def span(self, chunk: int) -> slice:
-        """Where a chunk lies in the blob, bytes."""
+        """Return the byte range of a chunk in the blob."""
         return slice(chunk * self.chunk_bytes, min((chunk + 1) * self.chunk_bytes, self.size_bytes))
 
 
@@ -130,7 +130,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, *, step: int, lineage: bytes, skeleton: bytes, blob: NDArray[np.uint8]) -> Snapshot:
-        """Cut and hash a blob (SHA-256, about 1.5 GB/s: call it off the loop).
+        """Cut and hash a blob (SHA-256, about 1.5 GB/s: call it off the event loop).
 
         Raises:
             StateError: the state is too large to be shared.
@@ -147,35 +147,34 @@ class Snapshot:
         return cls(StateManifest(step, lineage, skeleton, blob.nbytes, chunk_bytes, digests), blob)
 
 
-Provide = Callable[[], Awaitable[Snapshot]]
-
-
 class StateSharing:
-    """Serves this peer's snapshots and downloads other peers'."""
+    """Serves this peer's snapshots and downloads other peers'.
 
-    def __init__(self, rooms: PrefixRouter, prefix: str, provide: Provide) -> None:
-        """``provide()`` takes a fresh snapshot of the current step, or raises `StateError` while there is none."""
-        self._rooms, self._peers = rooms, rooms.peers
+    Args:
+        provide: ``await provide()`` takes a fresh snapshot of the current step, or raises `StateError`.
+    """
+
+    def __init__(self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot]]) -> None:
+        self._router, self._peers = router, router.peers
         self._prefix = prefix
         self._provide = provide
         self._snapshot: Snapshot | None = None
         self._fresh = False
         self._taking = asyncio.Lock()
-        rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
-        rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
+        router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
+        router.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
 
     def close(self) -> None:
         """Stop serving."""
-        self._rooms.unserve(self._prefix, DescribeState)
-        self._rooms.unserve(self._prefix, FetchChunks)
+        self._router.unserve(self._prefix, DescribeState, FetchChunks)
         self._snapshot = None
 
     def outdate(self) -> None:
-        """The state moved on: the next newcomer gets a new snapshot. One still being fetched stays served."""
+        """Take a new snapshot for the next late joiner, as the state changed. Downloads in progress continue."""
         self._fresh = False
 
     async def _describe(self, _peer: PeerId, ask: DescribeState) -> StateManifest:
-        async with self._taking:  # newcomers that come together share one copy
+        async with self._taking:  # concurrent late joiners share one copy
             held = self._snapshot
             if held is None or (not self._fresh and ask.step != held.manifest.step):
                 try:
@@ -184,7 +183,7 @@ class StateSharing:
                     raise Refusal(str(error)) from error
                 self._fresh = True
         if ask.step not in (-1, held.manifest.step):
-            raise Refusal(f"the state of step {ask.step} is gone, step {held.manifest.step} is here")
+            raise Refusal(f"the state of step {ask.step} is gone, this peer is at step {held.manifest.step}")
         return held.manifest
 
     async def _send_chunks(self, ask: FetchChunks, stream: Stream) -> None:
@@ -199,7 +198,7 @@ class StateSharing:
 
 
 async def download_state(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> Snapshot:
-    """Fetch the state of the first donor that answers, from all donors that hold the same one.
+    """Fetch the state of the first donor that answers, from all donors that hold the same state.
 
     Raises:
         StateError: no donor had a state, or all were lost before it was complete.
@@ -211,7 +210,7 @@ async def download_state(peers: Peers, prefix: str, donors: Sequence[PeerId]) ->
     if manifest is None:
         raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
     fetch = _Fetch(peers, prefix, manifest)
-    while fetch.missing and holders:  # what a lost donor owed goes to those that are left
+    while fetch.missing and holders:  # the remaining donors send the chunks of a lost one
         alive = await asyncio.gather(*(fetch.work(donor) for donor in holders))
         holders = [donor for donor, kept in zip(holders, alive, strict=True) if kept]
     if fetch.missing:
@@ -220,7 +219,7 @@ async def download_state(peers: Peers, prefix: str, donors: Sequence[PeerId]) ->
 
 
 async def send_chunks(held: Snapshot, ask: FetchChunks, stream: Stream) -> None:
-    """Send the chunks that are asked for, and end the stream."""
+    """Send the requested chunks and end the stream."""
     for chunk in ask.chunks:
         if not 0 <= chunk < held.manifest.chunks:
             raise Refusal(f"there is no chunk {chunk}")
@@ -231,7 +230,7 @@ async def send_chunks(held: Snapshot, ask: FetchChunks, stream: Stream) -> None:
 async def agree_on_state(
     peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
 ) -> tuple[StateManifest | None, list[PeerId], list[str]]:
-    """The manifest of the first donor that answers, up to ``limit`` donors that hold it, and why others do not."""
+    """Return the first donor's manifest, up to ``limit`` donors that hold the same state, and all refusals."""
     manifest: StateManifest | None = None
     holders: list[PeerId] = []
     refusals: list[str] = []
@@ -251,14 +250,14 @@ async def agree_on_state(
 
 
 def check_chunk(manifest: StateManifest, chunk: int, payload: memoryview, pending: Sequence[int]) -> None:
-    """Raises `StateError` unless this is one of the ``pending`` chunks, and right."""
+    """Raise `StateError` unless this is one of the ``pending`` chunks with the right digest."""
     digest = manifest.digests[32 * chunk : 32 * chunk + 32]
     if chunk not in pending or hashlib.sha256(payload).digest() != digest:
         raise StateError(f"the donor sent a wrong chunk {chunk}")
 
 
 class _Fetch:
-    """Chunks still to fetch, shared by one worker per donor: a fast donor ends up giving more."""
+    """A queue of chunks to fetch, shared by one worker per donor: a fast donor sends more."""
 
     def __init__(self, peers: Peers, prefix: str, manifest: StateManifest) -> None:
         self._peers = peers
@@ -270,48 +269,38 @@ class _Fetch:
         self.used: set[PeerId] = set()
 
     async def work(self, donor: PeerId) -> bool:
-        """Fetch until nothing is left; False if the donor failed: what it did not deliver goes back to the queue."""
+        """Fetch until the queue is empty; returns False if the donor failed, and puts its chunks back."""
         while self._queue:
-            batch = [self._queue.pop() for _ in range(min(BATCH_CHUNKS, len(self._queue)))]
-            pending = list(batch)
+            pending = [self._queue.pop() for _ in range(min(BATCH_CHUNKS, len(self._queue)))]
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await self._fetch(donor, tuple(batch), pending)
+                    await self._fetch(donor, pending)
             except (PeerError, TimeoutError, StateError) as error:
                 logger.info("donor %s dropped: %s", short(donor), error)
                 self._queue.extend(pending)
                 return False
         return True
 
-    async def _fetch(self, donor: PeerId, batch: tuple[int, ...], pending: list[int]) -> None:
-        ask = FetchChunks(self._prefix, self._manifest.root, batch)
+    async def _fetch(self, donor: PeerId, pending: list[int]) -> None:
+        ask = FetchChunks(self._prefix, self._manifest.root, tuple(pending))
         async with await self._peers.stream(donor, ask, timeout_s=CALL_TIMEOUT_S) as stream:
             while pending:
                 try:
                     item, payload = await stream.receive(ChunkOf)
                 except StreamEnded as error:
                     raise StateError("the donor ended early") from error
-                self._accept(item.chunk, payload, pending)
+                check_chunk(self._manifest, item.chunk, payload, pending)
+                memoryview(self.blob.data)[self._manifest.span(item.chunk)] = payload
+                pending.remove(item.chunk)
+                self.missing -= 1
                 self.used.add(donor)
 
-    def _accept(self, chunk: int, payload: memoryview, pending: list[int]) -> None:
-        check_chunk(self._manifest, chunk, payload, pending)
-        memoryview(self.blob.data)[self._manifest.span(chunk)] = payload
-        pending.remove(chunk)
-        self.missing -= 1
 
-
-ALIGNMENT_BYTES = 64
-
-MAX_PARTS = 1_000_000
-
-_NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-
-_BFLOAT16_EXPONENT = 0x7F80
+# --- layout of a snapshot -------------------------------------------------------------------------------------------
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, type as torch calls it, and sides."""
+    """A tensor's name, type as torch calls it, and shape."""
 
     name: str
     dtype: str
@@ -319,18 +308,14 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """The skeleton of a snapshot: the plain part of the state, and where each tensor lies in the blob."""
+    """The skeleton of a snapshot: the plain part of the state, and the tensors in the order of the blob."""
 
     skeleton: bytes
     tensors: tuple[TensorEntry, ...]
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Read a snapshot's skeleton.
-
-    Raises:
-        StateError: it is none.
-    """
+    """Decode a snapshot's skeleton, or raise `StateError`."""
     try:
         return msgspec.msgpack.decode(data, type=Layout)
     except UNDECODABLE as error:
@@ -338,44 +323,40 @@ def decode_layout(data: bytes) -> Layout:
 
 
 def room(size_bytes: int) -> int:
-    """What a tensor of so many bytes takes in the blob."""
+    """Return the bytes that a tensor takes in the blob."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
-    """A stranger's snapshot as what `write_tensors` takes; the tensors are views of its blob.
+    """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
 
     Raises:
-        StateError: it does not add up, is not of the step that it claims, or holds values that are not finite: a
-            trainer would refuse it.
+        StateError: it does not add up, is not of the step that it claims, or holds values that are not finite.
     """
     layout = decode_layout(snapshot.manifest.skeleton)
     tensors: dict[str, TensorBytes] = {}
-    for entry, span in zip(layout.tensors, _spans(layout.tensors, snapshot.blob.nbytes), strict=True):
+    for entry, span in zip(layout.tensors, spans(layout.tensors, snapshot.blob.nbytes), strict=True):
         tensors[entry.name] = TensorBytes(entry.dtype, entry.shape, memoryview(snapshot.blob.data)[span])
     state = _checked_state(layout.skeleton, tensors, len(layout.tensors))
-    if (_step(state), _lineage(state)) != (snapshot.manifest.step, snapshot.manifest.lineage):
+    if _step_and_lineage(state) != (snapshot.manifest.step, snapshot.manifest.lineage):
         raise StateError("the donor's state is not of the step that it claims")
     return tensors, layout.skeleton.decode()
 
 
 def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
-    """The snapshot to give to others of a state that was read from a file.
-
-    Raises:
-        StateError: it is not the state of a collaboration.
-    """
+    """Return the snapshot of a state that was read from a file; raises `StateError` if it is not a training state."""
     entries = tuple(TensorEntry(name, tensor.kind, tensor.shape) for name, tensor in tensors.items())
     state = _checked_state(skeleton.encode(), tensors, len(entries))
     blob = np.zeros(sum(room(tensor.data.nbytes) for tensor in tensors.values()), np.uint8)
-    for span, tensor in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
+    for span, tensor in zip(spans(entries, blob.nbytes), tensors.values(), strict=True):
         memoryview(blob.data)[span] = tensor.data
     layout = msgspec.msgpack.encode(Layout(skeleton.encode(), entries))
-    return Snapshot.of(step=_step(state), lineage=_lineage(state), skeleton=layout, blob=blob)
+    step, lineage = _step_and_lineage(state)
+    return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
 
 
-def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
-    """Where the tensors lie in a blob, bytes."""
+def spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
+    """Yield the byte range of each tensor in a blob."""
     at = 0
     for entry in entries:
         if entry.dtype not in KINDS or any(side < 0 for side in entry.shape):
@@ -388,7 +369,7 @@ def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
 
 
 def _checked_state(skeleton: bytes, tensors: Mapping[str, TensorBytes], count: int) -> dict[str, Any]:
-    """The outermost entries of the state, if the skeleton names exactly these tensors and they are finite."""
+    """Return the top-level entries of the state, if the skeleton names exactly these tensors and they are finite."""
     try:
         decoded = msgspec.json.decode(skeleton)
         state = dict(decoded["dict"])
@@ -403,7 +384,7 @@ def _checked_state(skeleton: bytes, tensors: Mapping[str, TensorBytes], count: i
 
 
 def _named(skeleton: Any) -> set[str]:
-    """The tensors that a skeleton names."""
+    """Return the names of the tensors in a skeleton."""
     names: set[str] = set()
     parts = [skeleton]
     for _ in range(MAX_PARTS):
@@ -428,36 +409,18 @@ def _finite(tensor: TensorBytes) -> bool:
     return True
 
 
-def _step(state: Mapping[str, Any]) -> int:
-    match state.get("step"):
-        case int(step) if not isinstance(step, bool) and step >= 0:
-            return step
-    raise StateError("the state does not say its step")
-
-
-def _lineage(state: Mapping[str, Any]) -> bytes:
+def _step_and_lineage(state: Mapping[str, Any]) -> tuple[int, bytes]:
+    step = state.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError("the state does not say its step")
     try:
-        return base64.b64decode(state["lineage"]["bytes"], validate=True)
+        return step, base64.b64decode(state["lineage"]["bytes"], validate=True)
     except (LookupError, TypeError, ValueError) as error:
         raise StateError("the state does not say its lineage") from error
 
 
-PATIENCE_S = CALL_TIMEOUT_S / 3
-
-"""With a donor; the newcomer's own patience must outlast that with two of them."""
-
-MIRROR_DONORS = 2
-
-REMEMBERED = 4
-
-
-async def nothing_stored() -> Snapshot | None:
-    """Of an assistant without checkpoints."""
-    return None
-
-
 class Mirror:
-    """Gives newcomers a state that this peer does not have.
+    """Gives late joiners a state that this peer does not have itself.
 
     Args:
         prefix: of the collaboration.
@@ -468,32 +431,27 @@ class Mirror:
 
     def __init__(
         self,
-        rooms: PrefixRouter,
+        router: PrefixRouter,
         prefix: str,
         *,
         donors: Callable[[], Awaitable[list[PeerId]]],
         on_sent: Callable[[int], None],
-        stored: Callable[[], Awaitable[Snapshot | None]] = nothing_stored,
+        stored: Callable[[], Awaitable[Snapshot | None]] | None = None,
     ) -> None:
-        self._rooms, self._peers = rooms, rooms.peers
+        self._router, self._peers = router, router.peers
         self._prefix = prefix
-        self._donors = donors
-        self._on_sent = on_sent
-        self._stored = stored
-        self._given: Snapshot | None = None  # the checkpoint that newcomers are fetching
-        self._held: dict[
-            bytes, tuple[StateManifest, list[PeerId]]
-        ] = {}  # by root: the state, and who holds it
-        rooms.serve(prefix, DescribeState, self._describe, Role.VIEWER)
-        rooms.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
+        self._donors, self._on_sent, self._stored = donors, on_sent, stored
+        self._given: Snapshot | None = None  # the checkpoint that late joiners are fetching
+        self._held: dict[bytes, tuple[StateManifest, list[PeerId]]] = {}  # by root: the state and its donors
+        router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
+        router.serve_stream(prefix, FetchChunks, self._send_chunks, Role.VIEWER)
 
     def close(self) -> None:
-        """Hand nothing on any more."""
-        self._rooms.unserve(self._prefix, DescribeState)
-        self._rooms.unserve(self._prefix, FetchChunks)
+        """Stop serving."""
+        self._router.unserve(self._prefix, DescribeState, FetchChunks)
 
     async def _describe(self, peer: PeerId, ask: DescribeState) -> StateManifest:
-        self._given = await self._stored()
+        self._given = None if self._stored is None else await self._stored()
         if self._given is not None and ask.step in (-1, self._given.manifest.step):
             return self._given.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
@@ -518,14 +476,14 @@ class Mirror:
         pending = list(dict.fromkeys(ask.chunks))
         for holder in holders:
             try:
-                await self._pass_on(manifest, holder, pending, stream)
+                await self._forward(manifest, holder, pending, stream)
             except (PeerError, TimeoutError, StateError) as error:
-                logger.debug("donor %s is out: %s", short(holder), error)
+                logger.debug("donor %s failed: %s", short(holder), error)
         if pending:
-            raise Refusal(f"{len(pending)} chunks could not be had from any trainer")
+            raise Refusal(f"no trainer could give {len(pending)} of the chunks")
         await stream.end()
 
-    async def _pass_on(
+    async def _forward(
         self, manifest: StateManifest, holder: PeerId, pending: list[int], stream: Stream
     ) -> None:
         if not pending:

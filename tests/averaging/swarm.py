@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import Sending
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
@@ -81,7 +81,7 @@ def run_round(
     script: Callable[[SimNetwork], None] = lambda network: None,
     prepare: Callable[[dict[str, Floats]], None] = lambda contributions: None,
     delays: dict[str, float] | None = None,
-    sendings: dict[str, Sending] | None = None,
+    encodings: dict[str, UploadEncoding] | None = None,
     seed: int = 0,
 ) -> Outcome:
     """One round of ``count`` peers on a simulated LAN; crashed peers are left out of the outcome."""
@@ -107,7 +107,7 @@ def run_round(
                 outcome.results[name] = await averagers[name].reduce(group)
                 return
             values = contributions[name].copy()
-            result = await averagers[name].average(group, values, (sendings or {}).get(name))
+            result = await averagers[name].average(group, values, (encodings or {}).get(name))
             outcome.vectors[name], outcome.results[name] = values, result
             outcome.seconds[name] = asyncio.get_running_loop().time()
 

@@ -14,7 +14,7 @@ from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from colab_swarm.swarm.network import assemble, find_others
 
 
-def test_a_mean_has_the_shape_and_kind_of_what_was_given() -> None:
+def test_a_mean_has_the_shape_and_kind_of_its_input() -> None:
     for values in (torch.ones(2, 3, dtype=torch.float16), torch.ones(4, requires_grad=True)):
         flat, restore = flatten(values)
         mean = restore(flat * 2)
@@ -33,7 +33,7 @@ def test_numbers_and_lists_are_arrays_too() -> None:
 
 
 @pytest.mark.parametrize("values", ["text", [1j], None])
-def test_what_has_no_mean_is_refused(values: object) -> None:
+def test_values_without_a_mean_are_refused(values: object) -> None:
     with pytest.raises(ValueError, match="real numbers"):
         flatten(values)
 
@@ -50,7 +50,7 @@ def test_peers_average_several_arrays_at_once_by_name() -> None:
         peers = [network.peer(name) for name in ("alice", "bob")]
         services = [assemble(one, EventLog(), random.Random(one.name)) for one in peers]
         await find_others(services[1], [peers[0].contact])
-        averages = [ArrayAverages(one.rooms, one.dht, one.averager, "run") for one in services]
+        averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
         results = await asyncio.gather(
             *(
                 one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
@@ -70,7 +70,7 @@ def test_peers_average_several_arrays_at_once_by_name() -> None:
 def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
     async def main() -> None:
         alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
-        averages = ArrayAverages(alice.rooms, alice.dht, alice.averager, "run")
+        averages = ArrayAverages(alice.router, alice.dht, alice.averager, "run")
         average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
         await average(name="losses", compression="topk:0.5")
         with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
@@ -89,7 +89,7 @@ def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
             assemble(network.peer(name), EventLog(), random.Random(name)) for name in ("alice", "bob")
         ]
         await find_others(services[1], [services[0].peers.contact])
-        averages = [ArrayAverages(one.rooms, one.dht, one.averager, "run") for one in services]
+        averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
         values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
         results = await asyncio.gather(
             *(

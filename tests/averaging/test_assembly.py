@@ -104,7 +104,7 @@ def test_the_organizer_may_die_when_the_others_come() -> None:
     run_virtual(main())
 
 
-def test_who_comes_too_late_meets_again_by_itself() -> None:
+def test_a_late_caller_meets_again_on_its_own() -> None:
     async def main() -> None:
         place = await Place(3).open()
         two = asyncio.gather(place.meet(0), place.meet(1))
@@ -142,7 +142,7 @@ def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
 
 
 class Garbage:
-    """In place of a DHT: nobody takes anything, and what is read is this."""
+    """In place of a DHT: it stores nothing, and every read returns this."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -178,7 +178,7 @@ def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> N
     run_virtual(main())
 
 
-def test_a_stranger_who_tells_a_wild_number_does_not_move_the_meeting() -> None:
+def test_an_absurd_number_does_not_move_the_meeting() -> None:
     async def main() -> None:
         place = await Place(3).open()
         mallory = place.peers[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.exchange import AllReduce, Chunk, Sending
+from colab_swarm.averaging.exchange import AllReduce, Chunk, UploadEncoding
 from colab_swarm.averaging.group import Span
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Float16, Floats, Int8, Precision, mean_codec_for
@@ -17,8 +17,8 @@ NUMEL = 64 * BLOCK_VALUES
 
 
 def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
-    sendings = {name: Sending(fine=FINE) for name in NAMES[:4]}
-    outcome = run_round(numel=NUMEL, codec="adaptive", sendings=sendings)
+    encodings = {name: UploadEncoding(fine=FINE) for name in NAMES[:4]}
+    outcome = run_round(numel=NUMEL, codec="adaptive", encodings=encodings)
     got, wanted = outcome.assert_equal_vectors(), outcome.mean()
     np.testing.assert_allclose(got[:FINE], wanted[:FINE], atol=4e-3)
     assert 4e-3 < np.abs(got[FINE:] - wanted[FINE:]).max() < 0.05
@@ -28,22 +28,22 @@ def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
 
 
 def test_an_assistant_that_does_not_know_the_tensors_sends_their_means_as_float16() -> None:
-    sendings = {name: Sending(fine=FINE) for name in NAMES[:3]}
-    outcome = run_round(4, NUMEL, codec="adaptive", assistants=["dave"], sendings=sendings)
+    encodings = {name: UploadEncoding(fine=FINE) for name in NAMES[:3]}
+    outcome = run_round(4, NUMEL, codec="adaptive", assistants=["dave"], encodings=encodings)
     outcome.assert_equal_vectors()
     start, stop = outcome.spans["dave"]
     assert outcome.results["dave"].sent_bytes == 3 * 2 * (stop - start)
 
 
 def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
-    sendings = {"bob": Sending(precision="int8")}
-    outcome = run_round(codec="float16", sendings=sendings)
+    encodings = {"bob": UploadEncoding(precision="int8")}
+    outcome = run_round(codec="float16", encodings=encodings)
     np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=0.05)
     assert len(outcome.results["bob"].contributors) == 4
     assert outcome.results["bob"].sent_bytes < 0.8 * outcome.results["alice"].sent_bytes
 
 
-def test_a_codec_that_nobody_knows_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt, encoded = [], AllReduce._encoded
 
     def spoil(exchange: AllReduce, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
@@ -65,9 +65,9 @@ def test_the_error_of_compression_is_measured(codec: str, least: float, most: fl
         assert least <= result.compression_error <= most
 
 
-def test_the_residual_is_exactly_what_the_codec_cut_off() -> None:
+def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     feedback = ErrorFeedback(NUMEL)
-    outcome = run_round(numel=NUMEL, codec="int8", sendings={"alice": Sending(feedback=feedback)})
+    outcome = run_round(numel=NUMEL, codec="int8", encodings={"alice": UploadEncoding(feedback=feedback)})
     feedback.settle()
     residual = feedback.residual
     own, (start, stop) = vector(0, NUMEL), outcome.spans["alice"]
@@ -88,10 +88,10 @@ def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
-def test_feedback_makes_up_for_what_was_cut_off_over_the_rounds(codec: str) -> None:
+def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     """The same vectors in every round: the mean of what arrived comes near their mean."""
     feedbacks = {name: ErrorFeedback(NUMEL) for name in NAMES[:4]}
-    sendings = {name: Sending(feedback=feedback) for name, feedback in feedbacks.items()}
+    encodings = {name: UploadEncoding(feedback=feedback) for name, feedback in feedbacks.items()}
     total, wanted, errors = np.zeros(NUMEL), run_round(numel=NUMEL).mean(), []
 
     def add_owed(contributions: dict[str, Floats]) -> None:
@@ -100,7 +100,7 @@ def test_feedback_makes_up_for_what_was_cut_off_over_the_rounds(codec: str) -> N
             feedback.begin()
 
     for number in range(1, 13):
-        outcome = run_round(numel=NUMEL, codec=codec, sendings=sendings, prepare=add_owed)
+        outcome = run_round(numel=NUMEL, codec=codec, encodings=encodings, prepare=add_owed)
         total += outcome.assert_equal_vectors()
         for feedback in feedbacks.values():
             feedback.settle()
@@ -108,7 +108,7 @@ def test_feedback_makes_up_for_what_was_cut_off_over_the_rounds(codec: str) -> N
     assert errors[-1] < 0.5 * errors[0]
 
 
-def test_what_means_lose_is_little_where_contributions_lose_much() -> None:
+def test_means_lose_little_where_contributions_lose_much() -> None:
     assert [mean_codec_for(name) for name in ("float32", "int8", "adaptive")] == [
         "float32",
         "int8",
@@ -123,7 +123,7 @@ def test_an_unknown_precision_lists_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
-def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_nobody_time(codec: str) -> None:
+def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_no_time(codec: str) -> None:
     def spoil(contributions: dict[str, Floats]) -> None:
         contributions["alice"].fill(np.inf)
 

@@ -113,11 +113,11 @@ def test_peers_that_miss_rounds_are_mixed_in_by_the_next_and_no_weight_is_lost()
     assert spread[2] < 0.1 * spread[0] and spread[-1] < 1e-4 * spread[0]
 
 
-def test_the_seed_alone_decides_who_is_where() -> None:
+def test_the_seed_alone_decides_the_cells() -> None:
     peers = dict.fromkeys(crowd(16), True)
     assert MoshpitGrid(b"one", peers, 4).cells == MoshpitGrid(b"one", dict(reversed(peers.items())), 4).cells
     assert MoshpitGrid(b"one", peers, 4).cells != MoshpitGrid(b"two", peers, 4).cells
-    assert repr(MoshpitGrid(b"one", peers, 4)) == "Grid(16 peers on 4x4)"
+    assert repr(MoshpitGrid(b"one", peers, 4)) == "MoshpitGrid(16 peers on 4x4)"
 
 
 @pytest.mark.parametrize(

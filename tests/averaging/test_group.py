@@ -35,7 +35,7 @@ def contact(peer: PeerId) -> Contact:
     return Contact(peer, ("ws://somewhere",))
 
 
-def test_it_closes_when_all_who_are_coming_are_here() -> None:
+def test_a_group_closes_when_all_accepted_peers_have_joined() -> None:
     g = gathering()
     g.on_called(BOB, now=100.0)
     assert g.closes_at() == 103.0
@@ -45,7 +45,7 @@ def test_it_closes_when_all_who_are_coming_are_here() -> None:
     assert g.closes_at() == -math.inf
 
 
-def test_who_declined_is_not_waited_for_and_who_is_silent_has_the_window() -> None:
+def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_window() -> None:
     g = gathering()
     g.on_called(BOB, now=100.0)
     g.on_declined(BOB)
@@ -54,20 +54,20 @@ def test_who_declined_is_not_waited_for_and_who_is_silent_has_the_window() -> No
 
 
 @pytest.mark.parametrize("ready_in_s", [1e9, math.inf])
-def test_nobody_is_waited_for_beyond_the_longest_window(ready_in_s: float) -> None:
+def test_no_peer_is_waited_for_beyond_the_longest_window(ready_in_s: float) -> None:
     g = gathering()
     g.on_coming(BOB, ready_in_s, now=100.0)
     assert g.closes_at() == 130.0
 
 
 @pytest.mark.parametrize("ready_in_s", [-5.0, math.nan])
-def test_a_senseless_time_counts_as_now(ready_in_s: float) -> None:
+def test_an_invalid_time_counts_as_now(ready_in_s: float) -> None:
     g = gathering()
     g.on_coming(BOB, ready_in_s, now=100.0)
     assert g.closes_at() == 101.0
 
 
-def test_who_was_here_and_gave_up_is_no_member() -> None:
+def test_a_peer_that_joined_and_gave_up_is_no_member() -> None:
     g = gathering()
     for peer in (ALICE, BOB):
         g.on_join(TICKET, contact(peer))
@@ -76,7 +76,7 @@ def test_who_was_here_and_gave_up_is_no_member() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e9, 1e-300])
-def test_senseless_weights_are_refused(weight: float) -> None:
+def test_invalid_weights_are_refused(weight: float) -> None:
     refusal = gathering().on_join(msgspec.structs.replace(TICKET, weight=weight), contact(ALICE))
     assert refusal is not None and refusal[0] == "invalid" and str(weight) in refusal[1]
 
@@ -152,10 +152,10 @@ def test_a_ticket_out_of_range_cannot_be_decoded(change: dict[str, object]) -> N
         msgspec.msgpack.decode(wire, type=Ticket)
 
 
-def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> None:
+def test_an_assistant_reduces_for_several_trainers_but_not_for_one() -> None:
     g = gathering()
     g.on_join(msgspec.structs.replace(TICKET, weight=0.0, assists=True), contact(CAROL))
-    with pytest.raises(ValueError, match="nobody who trains"):
+    with pytest.raises(ValueError, match="no trainer has joined"):
         g.form(bytes(16), equal_shares)
     g.on_join(msgspec.structs.replace(TICKET, reduces=False), Contact(ALICE))
     assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
@@ -163,7 +163,7 @@ def test_an_assistant_reduces_for_several_but_who_trains_alone_needs_none() -> N
     assert [member.share for member in g.form(bytes(16), equal_shares).members] == [0, 0, 1]
 
 
-def test_a_group_carries_what_its_strategy_expects_and_why() -> None:
+def test_a_group_has_the_forecast_and_explanation_of_its_strategy() -> None:
     g = gathering()
     for peer, rate_bps in ((ALICE, 1e6), (BOB, 1e6), (CAROL, 1e7)):
         ticket = msgspec.structs.replace(TICKET, upload_bps=rate_bps, download_bps=rate_bps, numel=100)
@@ -174,7 +174,7 @@ def test_a_group_carries_what_its_strategy_expects_and_why() -> None:
 
 
 @given(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-(1 << 63), (1 << 64) - 1))
-def test_whatever_step_a_stranger_calls_it_is_ranked_or_refused(step: int, numel: int) -> None:
+def test_any_step_of_a_stranger_is_ranked_or_refused(step: int, numel: int) -> None:
     wire = msgspec.msgpack.encode([["run", step, b"lineage", 1.0, numel, b"schema"]])
     try:
         call = msgspec.msgpack.decode(wire, type=RoundCall)

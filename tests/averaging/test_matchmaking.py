@@ -114,7 +114,7 @@ def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -> None
     in_town(4, script)
 
 
-def test_who_comes_after_the_group_was_formed_is_told_so() -> None:
+def test_a_late_peer_learns_that_the_group_was_formed() -> None:
     async def script(town: Town) -> None:
         late = town.trainers[2]
         late.ready_in_s = None
@@ -126,17 +126,17 @@ def test_who_comes_after_the_group_was_formed_is_told_so() -> None:
     in_town(4, script)
 
 
-def test_a_run_that_comes_back_to_a_step_is_not_told_of_its_group_for_ever() -> None:
+def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
     async def script(town: Town) -> None:
-        asked, keeper, newcomer = town.trainers
+        asked, keeper, joiner = town.trainers
         await asyncio.gather(asked.join(), keeper.join())
         keeper.ready_in_s = None  # it has a group in mind, but does not come again
         town.network.now().crash(asked.peers.name)
-        newcomer.candidates = [keeper.peers.id]
-        outcome = await asyncio.gather(newcomer.join(), return_exceptions=True)
+        joiner.candidates = [keeper.peers.id]
+        outcome = await asyncio.gather(joiner.join(), return_exceptions=True)
         assert refused(outcome[0]) == "late"
-        group = await newcomer.join(after_s=REMEMBERED_S)
-        assert [member.id for member in group.members] == [newcomer.peers.id]
+        group = await joiner.join(after_s=REMEMBERED_S)
+        assert [member.id for member in group.members] == [joiner.peers.id]
 
     in_town(3, script)
 
@@ -151,13 +151,13 @@ async def go_on_alone(trainer: Trainer) -> Group:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_group_that_the_swarm_did_not_follow_stops_nobody_and_comes_back_to_nobody(first: int) -> None:
+def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_return(first: int) -> None:
     async def script(town: Town) -> None:
         alone = town.trainers[first]
         others = [trainer for trainer in town.trainers if trainer is not alone]
         old = await go_on_alone(alone)
         late = await asyncio.gather(*(other.join() for other in others), return_exceptions=True)
-        assert set(map(refused, late)) == {"late"}  # its round may go on
+        assert set(map(refused, late)) == {"late"}  # its round may continue
         alone.followed = False
         groups = await asyncio.gather(*(other.join() for other in others))
         assert len(set(groups)) == 1 and len(groups[0].members) == 2
@@ -169,7 +169,7 @@ def test_a_group_that_the_swarm_did_not_follow_stops_nobody_and_comes_back_to_no
     in_town(3, script)
 
 
-def test_nobody_tells_of_a_group_of_others() -> None:
+def test_no_peer_passes_on_a_group_of_others() -> None:
     async def script(town: Town) -> None:
         alone, *others = town.trainers
         await go_on_alone(alone)
@@ -182,7 +182,7 @@ def test_nobody_tells_of_a_group_of_others() -> None:
     in_town(3, script)
 
 
-def test_who_said_it_was_coming_and_died_is_not_waited_for() -> None:
+def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
     async def script(town: Town) -> None:
         dying = town.trainers[2]
         dying.ready_in_s = 50.0
@@ -214,7 +214,7 @@ def test_alone_a_peer_is_its_own_group() -> None:
     in_town(1, script, clients=1)
 
 
-def test_an_organizer_that_sends_a_group_that_is_none_is_passed_over() -> None:
+def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
     async def script(town: Town) -> None:
         liar, *honest = town.trainers
 
@@ -316,7 +316,7 @@ def test_alone_asking_again_gives_another_round() -> None:
     in_town(1, script)
 
 
-def test_who_gives_up_waiting_is_left_out() -> None:
+def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
     async def script(town: Town) -> None:
         first, second, third = town.trainers
         third.ready_in_s = 6.0
@@ -343,7 +343,7 @@ def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_pref
 
 
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
-def test_an_organizer_that_refuses_for_ever_is_passed_over(reason: RefusalReason) -> None:
+def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReason) -> None:
     async def script(town: Town) -> None:
         liar, *honest = town.trainers
 
@@ -360,7 +360,7 @@ def test_an_organizer_that_refuses_for_ever_is_passed_over(reason: RefusalReason
                 except RoundRefused as error:
                     refusals.append(error)
                     await asyncio.sleep(1.0)
-            raise AssertionError("refused for ever")
+            raise AssertionError("refused indefinitely")
 
         refusals: list[RoundRefused] = []
         groups = await asyncio.gather(*map(insist, honest))
@@ -384,7 +384,7 @@ def test_contributing_needs_the_role_of_a_worker() -> None:
     in_town(2, script)
 
 
-def test_a_client_whose_only_organizer_is_gone_goes_on_alone_after_a_while() -> None:
+def test_a_client_without_its_only_organizer_continues_alone_after_a_while() -> None:
     async def script(town: Town) -> None:
         client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
         town.network.now().crash(backbone.peers.name)

@@ -70,7 +70,7 @@ def test_alone_the_mean_is_the_own_vector() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_with_a_tenth_failing_in_every_round_the_error_shrinks_in_every_round_and_nobody_stalls(
+def test_with_a_tenth_failing_in_every_round_the_error_shrinks_and_no_peer_stalls(
     seed: int,
 ) -> None:
     story = play(Town(16, group_size=4, doomed=some(0.1, seed), seed=seed), passes=2)
@@ -148,7 +148,7 @@ async def few(*names: str) -> list[MoshpitAverager]:
     services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in names]
     for one in services:
         await find_others(one, [services[0].peers.contact] if one is not services[0] else [])
-    return [MoshpitAverager(one.rooms, one.dht, one.averager, "run/average") for one in services]
+    return [MoshpitAverager(one.router, one.dht, one.averager, "run/average") for one in services]
 
 
 async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tuple[Floats, MoshpitResult]:
@@ -156,34 +156,34 @@ async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tu
     return await averager.average(values)
 
 
-def test_the_first_waits_for_those_who_come_within_the_window() -> None:
+def test_the_first_caller_waits_for_others_within_the_window() -> None:
     async def main() -> None:
         alice, bob = await few("alice", "bob")
-        (mine, told), (theirs, _) = await asyncio.gather(
+        (mine, result), (theirs, _) = await asyncio.gather(
             after(0.0, alice, ONES), after(WINDOW_S - 1, bob, 3 * ONES)
         )
         np.testing.assert_array_equal(mine, 2 * ONES)
         np.testing.assert_array_equal(theirs, 2 * ONES)
-        assert told.seconds == pytest.approx(WINDOW_S, abs=0.5)
+        assert result.seconds == pytest.approx(WINDOW_S, abs=0.5)
 
     run_virtual(main())
 
 
-def test_who_comes_later_meets_nobody_and_is_back_in_the_next_pass() -> None:
+def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
     async def main() -> None:
         alice, bob, carol = await few("alice", "bob", "carol")
-        *_, (own, told) = await asyncio.gather(
+        *_, (own, result) = await asyncio.gather(
             after(0.0, alice, ONES), after(0.0, bob, ONES), after(WINDOW_S + 1, carol, 4 * ONES)
         )
         np.testing.assert_array_equal(own, 4 * ONES)
-        assert len(told.peers) == 1
-        again = await asyncio.gather(*(after(0.0, one, told.seconds * ONES) for one in (alice, bob, carol)))
+        assert len(result.peers) == 1
+        again = await asyncio.gather(*(after(0.0, one, result.seconds * ONES) for one in (alice, bob, carol)))
         assert {len(result.peers) for _, result in again} == {3}
 
     run_virtual(main())
 
 
-def test_those_who_met_before_wait_for_each_other_only() -> None:
+def test_peers_that_met_before_wait_for_each_other_only() -> None:
     async def main() -> None:
         averagers = await few("alice", "bob", "carol")
         await asyncio.gather(*(one.average(ONES) for one in averagers))
@@ -215,7 +215,7 @@ def test_vectors_of_different_lengths_do_not_meet() -> None:
         (ONES, {"group_size": 1}, "2 members"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(values: Floats, options: dict[str, float], text: str) -> None:
+def test_invalid_arguments_are_refused_at_once(values: Floats, options: dict[str, float], text: str) -> None:
     async def main() -> None:
         (alice,) = await few("alice")
         with pytest.raises(ValueError, match=text):
@@ -232,7 +232,7 @@ def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
         with pytest.raises(RuntimeError, match="already"):
             await alice.average(ONES)
         mean, result = await first
-        assert mean is not ONES and repr(result).startswith("GridResult(1 peers on 1, complete")
+        assert mean is not ONES and repr(result).startswith("MoshpitResult(1 peers on 1, complete")
         alice.close()
 
     run_virtual(main())

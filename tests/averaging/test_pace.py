@@ -35,7 +35,7 @@ def test_a_reducer_that_is_gone_is_not_waited_for() -> None:
     assert pace.may_send(1, now=0.0)
 
 
-def test_empty_spans_hold_up_nobody() -> None:
+def test_empty_spans_delay_no_stream() -> None:
     pace = Pace({1: 0, 2: 3}, now=0.0)
     for index in range(3):
         assert pace.may_send(2, now=0.0)
@@ -43,7 +43,7 @@ def test_empty_spans_hold_up_nobody() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 1 << 32))
-def test_somebody_may_always_send_and_nobody_runs_away(counts: list[int], seed: int) -> None:
+def test_one_stream_may_always_send_and_none_runs_ahead(counts: list[int], seed: int) -> None:
     rng, sent = random.Random(seed), dict.fromkeys(range(len(counts)), 0)
     pace = Pace(dict(enumerate(counts)), now=0.0)
     while unfinished := [reducer for reducer, index in sent.items() if index < counts[reducer]]:

@@ -49,7 +49,7 @@ def test_a_member_without_weight_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (1, 1)])
-def test_chunks_that_nobody_contributed_to_have_no_mean(weights: tuple[float, float]) -> None:
+def test_chunks_without_contributions_have_no_mean(weights: tuple[float, float]) -> None:
     r = reducer(*weights)
     finished = r.start() + r.drop(0) + r.drop(1)
     assert sorted(finished) == [0, 1, 2] and r.mean(1) is None
@@ -66,7 +66,7 @@ def test_chunks_that_nobody_contributed_to_have_no_mean(weights: tuple[float, fl
         (0, full(2, 1)),
     ],
 )
-def test_nonsense_is_refused_and_changes_nothing(chunk: int, values: Floats) -> None:
+def test_invalid_chunks_are_refused_and_change_nothing(chunk: int, values: Floats) -> None:
     r = reducer(1, 1)
     with pytest.raises(ValueError, match="chunk"):
         r.on_chunk(0, chunk, values)
@@ -90,7 +90,7 @@ def test_huge_values_and_weights_do_not_overflow() -> None:
 
 @given(st.integers(0, 10**6), st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_any_order_of_contributions_and_losses_finishes_with_the_mean_of_what_came(
+def test_any_order_of_contributions_and_losses_finishes_with_the_mean_of_the_arrived(
     seed: int, weights: list[float]
 ) -> None:
     rng, r = random.Random(seed), reducer(*weights)

@@ -106,7 +106,7 @@ def test_a_member_that_comes_late_is_waited_for() -> None:
     np.testing.assert_allclose(outcome.assert_equal_vectors(), outcome.mean(), atol=1e-6)
 
 
-def test_a_living_member_that_never_comes_is_given_up_after_the_patience() -> None:
+def test_a_live_member_that_never_joins_is_dropped_after_the_patience() -> None:
     outcome = run_round(delays={"carol": 55.0})
     np.testing.assert_allclose(outcome.vectors["alice"], outcome.mean(*others_than("carol")), atol=1e-6)
     assert outcome.seconds["alice"] < 3 * SETTINGS.patience_s
@@ -242,7 +242,7 @@ def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> None:
     run_virtual(main())
 
 
-def test_a_reducer_is_asked_again_if_only_the_stream_was_lost() -> None:
+def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
     async def main() -> None:
         network = SimNetwork(seed=1)
         alice, bob = network.peer("alice", listen=False), network.peer("bob")
@@ -266,7 +266,7 @@ def test_a_reducer_is_asked_again_if_only_the_stream_was_lost() -> None:
     run_virtual(main())
 
 
-def test_at_its_deadline_a_round_ends_with_what_is_there_and_is_not_repeated() -> None:
+def test_at_its_deadline_a_round_ends_with_the_arrived_means_and_is_not_repeated() -> None:
     async def main() -> None:
         network = SimNetwork(seed=1)
         alice, bob = network.peer("alice"), network.peer("bob")
@@ -299,7 +299,7 @@ def test_rounds_at_once_are_kept_apart() -> None:
     run_virtual(main())
 
 
-def test_a_stranger_gets_no_part_in_a_round_and_bad_arguments_raise() -> None:
+def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:
     async def main() -> None:
         network = SimNetwork(seed=1)
         alice, bob, mallory = (network.peer(name) for name in ("alice", "bob", "mallory"))

@@ -119,7 +119,7 @@ def test_a_peer_of_little_use_leaves_the_computing_to_others_where_averaging_is_
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_who_computes_is_nearly_as_good_as_the_best_of_all_subsets() -> None:
+def test_the_chosen_peers_are_nearly_as_good_as_the_best_of_all_subsets() -> None:
     reached: list[float] = []
     for seed in range(200):
         of = random_setup(random.Random(seed), most=7)
@@ -207,7 +207,7 @@ def test_a_slow_pair_of_peers_gets_around_its_limit() -> None:
     assert found.averaging_s < equal.averaging_s / 5 and max(found.shares[:2]) < 0.1
 
 
-def test_who_is_not_the_bottleneck_is_not_kept_waiting_by_who_is() -> None:
+def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
     found = plan(setup(peer(0.01), peer(1), peer(4), peer(4)))
     assert found.averaging_s == pytest.approx(100)
     assert found.shares[2] == found.shares[3] > 2 * found.shares[1]
@@ -273,7 +273,7 @@ def test_shares_stay_equal_where_little_can_be_saved() -> None:
     assert found.shares == pytest.approx([1 / 3] * 3) and found.predicted_s is not None
 
 
-def test_a_newcomer_counts_as_the_median_of_the_known() -> None:
+def test_an_unknown_bandwidth_counts_as_the_median_of_the_known() -> None:
     found = adaptive_shares([ticket(None), ticket(8e6), ticket(8e6), ticket(0.8e6)])
     assert found.shares[0] == found.shares[1] > found.shares[3]
 
@@ -283,7 +283,7 @@ def test_an_assistant_sends_no_contribution_and_wants_no_mean() -> None:
     assert found.shares == (0, 0, 0, 1) and found.predicted_s == pytest.approx(1.0)
 
 
-def test_an_assistant_that_was_never_asked_for_much_is_asked() -> None:
+def test_an_assistant_without_load_so_far_gets_load() -> None:
     found = adaptive_shares([ticket(8e6)] * 3 + [ticket(1e4, weight=0, assists=True)])
     assert found.shares[3] >= found.shares[0]
 
@@ -298,7 +298,7 @@ def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
 
 
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
-def test_whatever_strangers_claim_shares_come_of_it(claims: list[float | None]) -> None:
+def test_any_claims_give_valid_shares(claims: list[float | None]) -> None:
     found = adaptive_shares([ticket(claim) for claim in claims])
     assert len(found.shares) == len(claims) and 0 < sum(found.shares) < math.inf
     assert all(share >= 0 for share in found.shares)

@@ -1,4 +1,4 @@
-"""What a round tells of each member: who was slow, who was lost, and why."""
+"""The trace of a round: which members were slow or lost, and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seen_by(outcome: Outcome, name: str) -> dict[str, MemberTrace]:
     return dict(zip(by_place, outcome.results[name].members, strict=True))
 
 
-def test_everybody_has_sent_received_and_answered_in_that_order() -> None:
+def test_each_member_has_sent_received_and_answered_in_that_order() -> None:
     outcome = run_round()
     for name in NAMES[:4]:
         total_s = outcome.results[name].seconds["total"]
@@ -39,7 +39,7 @@ def test_everybody_has_sent_received_and_answered_in_that_order() -> None:
         assert sum(trace.share for trace in outcome.results[name].members) == 1
 
 
-def test_a_peer_on_a_slow_line_shows_late() -> None:
+def test_a_peer_with_low_bandwidth_shows_late() -> None:
     outcome = run_round(script=lambda network: network.now().slow("carol", 20.0))
     assert [fault.name for fault in outcome.fired] == ["slow"]
     ends = {name: trace.received for name, trace in seen_by(outcome, "alice").items() if trace.received}
@@ -56,7 +56,7 @@ def test_a_crashed_peer_shows_why_it_is_missing() -> None:
         assert [other for other in traces if traces[other].dropped] == ["bob"]
 
 
-def test_a_member_that_never_comes_is_told_as_silent_at_once_and_as_too_slow_in_the_end() -> None:
+def test_a_member_that_never_joins_is_reported_as_silent_first_and_as_too_slow_in_the_end() -> None:
     async def main() -> None:
         network = SimNetwork(LAN, seed=1)
         alice, bob = network.peer("alice"), network.peer("bob", listen=False)
@@ -78,7 +78,7 @@ def test_a_reducer_that_refuses_shows_as_that() -> None:
     assert bob.dropped == "refused: no such round here" and bob.means is None
 
 
-def test_who_is_missing_elsewhere_is_told_unless_the_reason_is_known_here() -> None:
+def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here() -> None:
     members = tuple(GroupMember(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
     trace = Trace(Group(bytes(16), 7, b"", members, 10), now=5.0)
     trace.on_missing((1, 2), where=0)
@@ -93,5 +93,5 @@ def test_who_is_missing_elsewhere_is_told_unless_the_reason_is_known_here() -> N
 
 def test_a_record_stays_small_whatever_the_length_of_the_vector() -> None:
     outcome = run_round(numel=1_400_000)
-    told = [dataclasses.asdict(trace) for trace in outcome.results["alice"].members]
-    assert len(json.dumps(told)) < 4 * 400
+    traces = [dataclasses.asdict(trace) for trace in outcome.results["alice"].members]
+    assert len(json.dumps(traces)) < 4 * 400

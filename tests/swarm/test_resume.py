@@ -151,7 +151,7 @@ def test_another_model_is_refused_with_the_place_of_the_kept_one(alice: Swarm, t
     alice.leave()
     with resume(tmp_path / "alice") as again:
         sgd = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
-        with pytest.raises(StateError, match=r"another model.*checkpoints/model: to begin anew"):
+        with pytest.raises(StateError, match=r"another model.*checkpoints/model: to start again"):
             again.optimizer(sgd, target_batch_size=8)
 
 

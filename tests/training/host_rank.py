@@ -100,15 +100,15 @@ def hang(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Rank 1 does not come to the second step, and lives."""
     optimizer = begin(swarm, net, timeout_s=6.0)
     optimizer.step(**backward(net, 0, slice(0, BATCH)))
-    told = folder / "error 0"
+    output = folder / "error 0"
     if dist.get_rank():
-        while not told.exists():
+        while not output.exists():
             time.sleep(0.05)
     else:
         try:
             optimizer.step(**backward(net, 1, slice(0, BATCH)))
         except HostError as error:
-            told.write_text(str(error))
+            output.write_text(str(error))
 
 
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]

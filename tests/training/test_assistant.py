@@ -1,4 +1,4 @@
-"""Trainers that only dial out, and an assistant that everybody can dial, in simulated swarms."""
+"""Trainers that only dial out, and an assistant that all peers can dial, in simulated swarms."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
 
 
 @pytest.mark.slow
-def test_a_newcomer_gets_the_state_of_peers_it_cannot_reach_through_the_assistant() -> None:
+def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant() -> None:
     with simulation("bob", "carol") as sim:
         sim.join("dave", at=6.0, listen=False)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
@@ -92,7 +92,7 @@ def test_a_newcomer_gets_the_state_of_peers_it_cannot_reach_through_the_assistan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [ReduceSpan, Chunk])
-def test_training_goes_on_when_the_assistant_crashes_in_a_round_and_comes_back(phase: type[Message]) -> None:
+def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(phase: type[Message]) -> None:
     role = {"receiver": "alice"} if phase is ReduceSpan else {"sender": "alice"}
     with simulation("bob", "carol") as sim:
         sim.network.when(lambda message: isinstance(message, phase), nth=5, **role).crash("alice")
@@ -106,7 +106,7 @@ def test_training_goes_on_when_the_assistant_crashes_in_a_round_and_comes_back(p
 
 
 @pytest.mark.slow
-def test_an_assistant_that_dies_for_good_leaves_everybody_to_train_alone() -> None:
+def test_after_the_assistant_dies_all_peers_train_alone() -> None:
     with simulation("bob", "carol") as sim:
         sim.network.at(4.0).crash("alice")
         results = sim.run(lambda swarm: train_or_assist(swarm, 15))
@@ -154,7 +154,7 @@ def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
 
 
 @pytest.mark.slow
-def test_an_assistant_helps_two_models_of_one_peer_or_only_the_one_it_is_told_to() -> None:
+def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> None:
     def train(swarm: Swarm, only: str | None) -> dict[str, int]:
         if swarm.name == "alice":
             swarm.serve_as_reducer(only)

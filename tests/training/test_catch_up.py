@@ -10,7 +10,8 @@ import pytest
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
-from colab_swarm.training.catch_up import CatchUp, Values
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.collaboration import CatchUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.state import Snapshot
 
@@ -30,26 +31,20 @@ class DeadTrainers:
     """Each of them died at a step of its own, but its record lives on; a backbone has a checkpoint of before."""
 
     def __init__(self, steps: list[int]) -> None:
-        newcomer = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=True, name="")
-        self.progress = Progress(ME, newcomer, target_batch_size=8)
-        told = {peer(number): record(step) for number, step in enumerate(steps, 2)}
-        self.progress.on_records({peer(1): record(CHECKPOINT, reduces=False)} | told, now=0.0)
-        self.asked: list[tuple[PeerId, ...]] = []
+        joiner = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=True, name="")
+        self.progress = Progress(ME, joiner, target_batch_size=8)
+        records = {peer(number): record(step) for number, step in enumerate(steps, 2)}
+        self.progress.on_records({peer(1): record(CHECKPOINT, reduces=False)} | records, now=0.0)
+        self.downloads: list[tuple[PeerId, ...]] = []
         self.level: tuple[int, bytes] | None = None
 
     async def refresh(self) -> Branch:
         return self.progress.branch()
 
-    def donors(self, branch: Branch) -> list[PeerId]:
-        return sorted(branch.peers)
-
-    def distrust(self, donors: list[PeerId]) -> None:
-        self.progress.distrust(donors, now=asyncio.get_running_loop().time())
-
     async def download(self, donors: list[PeerId]) -> Snapshot:
         """Through the backbone, as the donors are out of reach."""
-        self.asked.append(tuple(donors))
-        if len(self.asked) < 3:
+        self.downloads.append(tuple(donors))
+        if len(self.downloads) < 3:
             raise StateError("it does not stand in yet")
         blob = np.zeros(8, np.uint8)
         return Snapshot.of(step=CHECKPOINT, lineage=bytes([CHECKPOINT]), skeleton=b"", blob=blob)
@@ -58,22 +53,22 @@ class DeadTrainers:
         await asyncio.Event().wait()
 
     def take_call(self) -> tuple[int, bytes]:
-        raise AssertionError("nobody calls")
+        raise AssertionError("no organizer calls")
 
-    async def follow_round(self, step: int, lineage: bytes) -> Values | None:
-        raise AssertionError("nobody calls")
+    async def follow_round(self, step: int, lineage: bytes) -> Floats | None:
+        raise AssertionError("no organizer calls")
 
-    def level_with(self, step: int, lineage: bytes) -> None:
+    async def adopt(self, step: int, lineage: bytes) -> None:
         self.level = step, lineage
 
 
 @pytest.mark.parametrize("steps", [[11], [12, 13], [12, 13, 14]])
-def test_a_newcomer_gets_past_trainers_that_died_at_different_steps(steps: list[int]) -> None:
+def test_a_late_joiner_gets_past_trainers_that_died_at_different_steps(steps: list[int]) -> None:
     swarm = DeadTrainers(steps)
-    caught_up = run_virtual(CatchUp(swarm, room=4, level=False).run())
-    assert caught_up.snapshot is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
+    caught_up = run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
+    assert caught_up is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
-    assert set(swarm.asked[:-1]) == dead and swarm.asked[-1] == (peer(1),)
+    assert set(swarm.downloads[:-1]) == dead and swarm.downloads[-1] == (peer(1),)
 
 
 def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
@@ -81,4 +76,4 @@ def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
     with pytest.raises(
         StateError, match="could not catch up with the swarm: it does not stand in yet; the swarm"
     ):
-        run_virtual(CatchUp(swarm, room=4, level=False).run())
+        run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())

@@ -128,7 +128,7 @@ def test_a_checkpoint_with_any_byte_garbled_is_refused(tmp_path: Path) -> None:
             load_checkpoint(path)
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"w": torch.ones(2)}, tmp_path / "other")

@@ -79,7 +79,7 @@ def test_rounds_hide_behind_computing() -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_costs_the_others_nothing_and_newcomers_get_level_delayed_or_not() -> None:
+def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up_delayed_or_not() -> None:
     with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
         sim.network.at(8.0).crash("carol")
         sim.join("erin", at=10.0)

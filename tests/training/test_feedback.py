@@ -1,4 +1,4 @@
-"""Error feedback in training: what compression cut off is owed until it has travelled, however rounds end."""
+"""Error feedback in training: the part that compression cut off is added to a later gradient, even if rounds fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Sending
-from colab_swarm.averaging.group import Span
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
@@ -32,45 +31,45 @@ def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: 
     return gradients.contribution(lambda values: False)
 
 
-def lose(sending: Sending, sent: Floats, arrived: list[float]) -> None:
-    sending.measure(Span(0, 2), sent, np.array(arrived, np.float32))
+def lose(encoding: UploadEncoding, sent: Floats, arrived: list[float]) -> None:
+    encoding.feedback.cut_off(0, sent, np.array(arrived, np.float32))
 
 
-def test_what_was_cut_off_counts_as_many_samples_as_it_had() -> None:
+def test_error_feedback_is_weighted_by_its_samples() -> None:
     net, gradients = gathered()
     sent = add(net, gradients, [1.0, 2.0], samples=4)
-    lose(gradients.sending(), sent, [1.0, 0.0])
+    lose(gradients.encoding(), sent, [1.0, 0.0])
     gradients.on_delivered(gradients.samples)
     gradients.forget()
     np.testing.assert_array_equal(add(net, gradients, [3.0, 3.0], samples=2), [3.0, 3.0 + 4 * 2.0 / 2])
 
 
-def test_a_contribution_that_found_no_round_is_sent_again_and_owes_as_before() -> None:
+def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() -> None:
     net, gradients = gathered()
-    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
     gradients.on_delivered(1)
     gradients.forget()
     sent = add(net, gradients, [1.0, 1.0], samples=1)
-    lose(gradients.sending(), sent, [0.0, 3.0])
+    lose(gradients.encoding(), sent, [0.0, 3.0])
     gradients.forget()
     gradients.on_returned(sent, 1)
     np.testing.assert_array_equal(gradients.contribution(lambda values: False), [1.0, 3.0])
 
 
-def test_who_has_nothing_to_contribute_still_owes() -> None:
+def test_a_peer_without_samples_keeps_its_error_feedback() -> None:
     net, gradients = gathered()
-    lose(gradients.sending(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
+    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
     gradients.on_delivered(1)
     gradients.forget()
     nothing = gradients.contribution(lambda values: False)
-    gradients.sending()
+    gradients.encoding()
     gradients.on_delivered(gradients.samples)
     assert not nothing.any()
     np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1), [0.0, 2.0])
 
 
 def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floats:
-    """One step of the swarm; returns what this peer owes then."""
+    """One step of the swarm; returns this peer's error feedback."""
     before = optimizer.global_step
     while optimizer.global_step == before:
         loss_of(net, before).backward()
@@ -82,20 +81,20 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_checkpoint_keeps_what_a_peer_owes(codec: str, delayed: bool, tmp_path: Path) -> None:
-    def owes(swarm: Swarm) -> float:
+def test_a_checkpoint_holds_the_error_feedback(codec: str, delayed: bool, tmp_path: Path) -> None:
+    def feedback_of(swarm: Swarm) -> float:
         options = {"compression": codec, "error_feedback": True, "overlap": delayed}
         optimizer = join_training(swarm, net := model(), **options)
-        owed = train(swarm, optimizer, net).copy()
+        residual = train(swarm, optimizer, net).copy()
         optimizer.save(path := tmp_path / swarm.name)
         optimizer = join_training(swarm, model(), **options)
         assert optimizer._gathered.feedback is not None and not optimizer._gathered.feedback.residual.any()
         optimizer.load(path)
-        np.testing.assert_array_equal(optimizer._gathered.feedback.residual, owed)
-        return float(np.abs(owed).sum())
+        np.testing.assert_array_equal(optimizer._gathered.feedback.residual, residual)
+        return float(np.abs(residual).sum())
 
     with cs.simulate(2, network="lan", seed=1) as sim:
-        assert all(owed > 0 for owed in sim.run(owes).values())
+        assert all(residual > 0 for residual in sim.run(feedback_of).values())
 
 
 def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
         sim.run(load)
 
 
-def test_means_travel_finer_than_what_needs_feedback() -> None:
+def test_means_have_a_finer_codec_than_contributions_with_feedback() -> None:
     settings = TrainingSettings.of("run/model", 10.0, None, {"compression": "topk:0.01"})
     assert (settings.compression, settings.mean_compression) == ("topk:0.01", "float16")
     chosen = TrainingSettings.of(

@@ -88,7 +88,7 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
     assert (
         (tmp_path / "error 1")
         .read_text()
-        .startswith("HostError: rank 0, which speaks to the swarm, failed: Val")
+        .startswith("HostError: rank 0, which talks to the swarm, failed: Val")
     )
 
 
@@ -101,20 +101,20 @@ def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tm
 
 @pytest.mark.ordeal
 @pytest.mark.parametrize("victim", range(RANKS))
-def test_a_rank_that_dies_is_told_to_the_other_at_once(tmp_path: Path, victim: int) -> None:
+def test_the_other_rank_fails_at_once_when_a_rank_dies(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / f"victim {victim}"
     folder.mkdir()
     statuses = run_ranks("die", folder)
     assert statuses[victim] == 7 and statuses[1 - victim] == 0
-    told = (folder / f"error {1 - victim}").read_text()
-    assert f"at rank {1 - victim} a rank was missed that has died" in told
+    output = (folder / f"error {1 - victim}").read_text()
+    assert f"at rank {1 - victim} a rank is missing that has died" in output
 
 
 @pytest.mark.ordeal
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     assert run_ranks("hang", tmp_path) == [0, 0]
-    told = (tmp_path / "error 0").read_text()
-    assert "did not come within 6 s" in told and "Rank 1 failed" in told
+    output = (tmp_path / "error 0").read_text()
+    assert "did not respond within 6 s" in output and "Rank 1 failed" in output
 
 
 def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do(

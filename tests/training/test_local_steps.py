@@ -58,7 +58,7 @@ def test_a_peer_alone_takes_diloco_steps() -> None:
 
 
 @pytest.mark.slow
-def test_peers_agree_after_each_round_and_newcomers_get_the_swarms_state() -> None:
+def test_peers_agree_after_each_round_and_late_joiners_get_the_swarms_state() -> None:
     with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
         sim.join("erin", at=12.0)
         results = sim.run(lambda swarm: train_freely(swarm, 6, target_batch_size=20, local_steps=STEPS))
@@ -111,38 +111,38 @@ def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16"
     return Group(bytes(16), 0, b"", members, NUMEL, codec, codec)
 
 
-def thrift(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
+def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
     return TrafficBudgetPolicy(TrafficBudget(**budget), ME, precision="float16", auto_steps=auto)
 
 
-def choose(thrift: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
+def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
     for now in (0.0, step_s):
-        thrift.on_round(0, 0, 1, now=now)
-    choice = thrift.choose(group, step_s)
+        policy.on_round(0, 0, 1, now=now)
+    choice = policy.choose(group, step_s)
     assert choice is not None
     return choice
 
 
 def test_within_its_budget_a_peer_changes_nothing() -> None:
-    choice = choose(thrift(mbit_s=100), group_of(), 10.0)
+    choice = choose(policy(mbit_s=100), group_of(), 10.0)
     assert (choice.reduces, choice.precision, choice.local_steps, choice.within) == (True, "float16", 1, True)
 
 
 def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     # a round moves 2 MB each way: in 10 s, of which it may take 5, 3.2 Mbit/s and with all 1.44 GB an hour
-    assert choose(thrift(gb_per_hour=1.7), group_of(), 10.0).reduces is False
-    slow = choose(thrift(mbit_s=3.0), group_of(codec="float32"), 10.0)
+    assert choose(policy(gb_per_hour=1.7), group_of(), 10.0).reduces is False
+    slow = choose(policy(mbit_s=3.0), group_of(codec="float32"), 10.0)
     assert slow.reduces and slow.precision == "int8"
-    narrow = choose(thrift(gb_per_hour=1.2), group_of(), 10.0)
+    narrow = choose(policy(gb_per_hour=1.2), group_of(), 10.0)
     assert (narrow.reduces, narrow.precision, narrow.within) == (False, "int8", True)
-    over = choose(thrift(mbit_s=0.5), group_of(), 10.0)
+    over = choose(policy(mbit_s=0.5), group_of(), 10.0)
     assert not over.within and "OVER" in str(over)
-    steps = choose(thrift(mbit_s=0.5, auto=True), group_of(), 10.0)
+    steps = choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0)
     assert steps.local_steps == 9 and steps.within and steps.mbit_s <= 0.5
 
 
-def test_the_only_reducer_goes_on_reducing() -> None:
-    assert choose(thrift(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces
+def test_the_only_reducer_continues_to_reduce() -> None:
+    assert choose(policy(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces
 
 
 @pytest.mark.parametrize("limits", [{}, {"mbit_s": 0.0}, {"gb_per_hour": -1.0}, {"mbit_s": float("nan")}])
@@ -193,7 +193,7 @@ def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[
             swarm, net, target_batch_size=60, budget=budget if swarm.name == "bob" else None
         )
         if swarm.name == "bob" and not reduces:
-            optimizer.collaboration._rounds.choice = CommunicationPlan(False, "float32", 1, 0.0, True)
+            optimizer.collaboration.rounds.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
             swarm.services.peers.limit(BUDGET.rate_bps)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()

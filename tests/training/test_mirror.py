@@ -1,4 +1,4 @@
-"""Handing on the state of a trainer that newcomers cannot reach."""
+"""Passing on the state of a trainer that late joiners cannot reach."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.training.test_state import BLOB, snapshot
 
 
 class Scene:
-    """A mirror that everybody can dial, donors and a newcomer that only dial out."""
+    """A mirror that all peers can dial, donors and a late joiner that only dial out."""
 
     def __init__(self, donors: dict[str, Snapshot]) -> None:
         self.network = SimNetwork(HOME, seed=1)
         self.backbone = self.network.peer("backbone")
         self.donors = {name: self.client(name) for name in donors}
-        self.newcomer = self.client("newcomer")
+        self.joiner = self.client("joiner")
         self.network.introduce()
         self.sent_bytes = 0
         self.mirror = Mirror(PrefixRouter(self.backbone), "run", donors=self.trainers, on_sent=self.on_sent)
@@ -43,7 +43,7 @@ class Scene:
     async def download(self) -> Snapshot:
         for peers in self.donors.values():  # a trainer's own link is how it is called back
             (await peers.stream(self.backbone.id, ChunkOf(0), timeout_s=5)).reset()
-        sharing = StateSharing(PrefixRouter(self.newcomer), "run", lambda: self.give(snapshot()))
+        sharing = StateSharing(PrefixRouter(self.joiner), "run", lambda: self.give(snapshot()))
         return await sharing.download([self.backbone.id])
 
 
@@ -52,7 +52,7 @@ def test_a_state_passes_through_whole() -> None:
         scene = Scene({"alice": snapshot()})
         got = await scene.download()
         assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
-        assert scene.sent_bytes == BLOB.nbytes and scene.newcomer.linked() == {scene.backbone.id}
+        assert scene.sent_bytes == BLOB.nbytes and scene.joiner.linked() == {scene.backbone.id}
 
     run_virtual(scenario())
 
@@ -78,7 +78,7 @@ def test_a_donor_that_lies_is_passed_over() -> None:
 def test_without_a_donor_in_reach_it_says_so() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
-        sharing = StateSharing(PrefixRouter(scene.newcomer), "run", lambda: scene.give(snapshot()))
+        sharing = StateSharing(PrefixRouter(scene.joiner), "run", lambda: scene.give(snapshot()))
         with pytest.raises(StateError, match="no trainer linked to this assistant"):
             await sharing.download([scene.backbone.id])
 

@@ -72,7 +72,7 @@ def test_a_peer_alone_trains_like_plain_torch() -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_costs_the_others_nothing_and_a_newcomer_gets_level() -> None:
+def test_a_crash_costs_the_others_nothing_and_a_late_joiner_catches_up() -> None:
     with simulation(4, "home") as sim:
         sim.network.at(8.0).crash("carol")
         sim.join("erin", at=10.0)
@@ -95,7 +95,7 @@ def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
         assert results.keys() == {"carol", "dave"} and len(lineages(results)) == 1
 
 
-def test_a_nan_gradient_is_dropped_and_told() -> None:
+def test_a_nan_gradient_is_dropped_and_reported() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped]]:
         net = model()
         optimizer = join_training(swarm, net)
@@ -195,7 +195,7 @@ def test_five_minutes_of_clock_skew_do_not_matter() -> None:
         assert max(e.group_size for e in rounds) == 4
 
 
-def test_a_peer_with_another_model_is_told() -> None:
+def test_a_peer_with_another_model_gets_an_event() -> None:
     def train(swarm: Swarm) -> str:
         if swarm.name == "alice":
             train_freely(swarm, 3)
@@ -231,7 +231,7 @@ def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens(seed: int)
     assert len(results) == 5 and len(lineages(results)) == 1
 
 
-def test_a_state_that_cannot_be_loaded_is_told_and_leaves_a_peer_that_catches_up(
+def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load, refused = Replica.load_snapshot, []
@@ -277,7 +277,7 @@ def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytes
         torch.testing.assert_close(sim.run(train)["alice"], joint_reference(3))
 
 
-def test_a_saved_run_goes_on_the_same(tmp_path: Path) -> None:
+def test_a_saved_run_continues_identically(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         net = model()
         optimizer = join_training(swarm, net)
@@ -358,7 +358,7 @@ def test_after_leaving_every_call_says_so() -> None:
 
 
 async def lie(services: PeerServices, step: int) -> None:
-    """Tell, after a while, that this peer is at ``step``; it has no state to give."""
+    """Publish, after a while, that this peer is at ``step``; it has no state to give."""
     await asyncio.sleep(5)
     record = ProgressRecord(step, b"liar", 0.0, 0.0, syncing=False, reduces=True, name="liar")
     key = progress_key("simulation-0/model")
@@ -366,7 +366,7 @@ async def lie(services: PeerServices, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_newcomers() -> None:
+def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_late_joiners() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, bytes] | None:
         if swarm.name == "bob":
             swarm.runtime.call(lie(swarm.services, 10**9))
@@ -382,17 +382,17 @@ def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_newcomers() -> No
     assert results["alice"] and results["carol"] and results["alice"][1] == results["carol"][1]
 
 
-def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
+def test_a_record_has_the_peers_present_addresses() -> None:
     def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
-        optimizer, told = join_training(swarm, net := model()), []
+        optimizer, published = join_training(swarm, net := model()), []
         for listen in (True, False, True):
             sim.network._names[swarm.name].listen = listen
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=10)
             swarm.runtime.call(optimizer.collaboration._exchange())
             own = optimizer.collaboration.progress.own
-            told.append((own.reduces, own.addresses))
-        return told
+            published.append((own.reduces, own.addresses))
+        return published
 
     with simulation(1) as sim:
         there = (True, ("sim://alice",))
@@ -401,7 +401,7 @@ def test_what_a_peer_tells_of_its_addresses_is_what_they_are_now() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_trainer_that_leaves_hands_over_what_it_has(delayed: bool) -> None:
+def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     def train(swarm: Swarm) -> float:
         net = model()
         optimizer = join_training(swarm, net, target_batch_size=40, overlap=delayed)
@@ -423,7 +423,7 @@ def test_a_trainer_that_leaves_hands_over_what_it_has(delayed: bool) -> None:
     assert isinstance(first, RoundFinished) and len(first.contributors) == 3
 
 
-def test_whoever_leaves_serves_its_last_round_to_the_end() -> None:
+def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
     async def main() -> tuple[float, float]:
         averager = Averager(SimNetwork().peer("alice"))
         exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()

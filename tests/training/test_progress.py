@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.progress import DISTRUST_S, LAST_WORDS_S, Progress, ProgressRecord
+from colab_swarm.training.collaboration import ThroughputEstimator
+from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord, participants_of
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -34,7 +35,7 @@ def test_a_minority_ahead_does_not_move_the_swarm() -> None:
     assert swarm.branch().step == 5 and not swarm.behind
 
 
-def test_a_group_stands_while_its_round_goes_on_and_if_the_swarm_followed() -> None:
+def test_a_group_stands_during_its_round_and_if_the_swarm_followed() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(5)})
     assert swarm.stands(5, b"same")  # this peer may be in the round
     swarm.advance(b"alone")
@@ -70,7 +71,7 @@ def test_one_step_ahead_on_the_same_path_waits_for_the_branch_to_follow() -> Non
     assert client.behind  # that branch cannot follow
 
 
-def test_whoever_made_steps_without_the_branch_is_behind_though_its_step_is_higher() -> None:
+def test_a_peer_that_took_steps_without_the_branch_is_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
     client.advance(b"one")
     client.advance(b"two")
@@ -79,13 +80,13 @@ def test_whoever_made_steps_without_the_branch_is_behind_though_its_step_is_high
     assert not client.behind
 
 
-def test_what_was_before_a_leap_tells_nothing() -> None:
+def test_the_lineage_before_a_leap_is_forgotten() -> None:
     client = progress(record(5, b"mine", reduces=False), {BOB: record(19, b"bobs")})
     client.leap(20, b"bobs new", syncing=False)
     assert not client.behind
 
 
-def test_samples_of_another_step_or_of_a_newcomer_do_not_count() -> None:
+def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
     others = {
         BOB: record(0, samples=40),
         CAROL: record(1, samples=1000),
@@ -114,32 +115,32 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     assert swarm.samples(1000.0) == 50 + 10 + 12
 
 
-def test_a_lost_peer_counts_again_when_it_is_linked_or_tells_something_new() -> None:
-    told = {BOB: record(samples=10)}
-    swarm = progress(record(), told)
+def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() -> None:
+    records = {BOB: record(samples=10)}
+    swarm = progress(record(), records)
     swarm.on_lost(BOB, now=0.0)
-    swarm.on_records(told, now=60.0)
+    swarm.on_records(records, now=60.0)
     assert BOB not in swarm.records  # its last record may live for a minute
-    swarm.on_records(told, linked={BOB}, now=60.0)
+    swarm.on_records(records, linked={BOB}, now=60.0)
     assert swarm.samples(60.0) == 10
     swarm.on_lost(BOB, now=60.0)
-    swarm.on_records(told, now=60.0)
-    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_WORDS_S)
-    assert swarm.samples(61.0 + LAST_WORDS_S) == 11
+    swarm.on_records(records, now=60.0)
+    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_RECORD_S)
+    assert swarm.samples(61.0 + LAST_RECORD_S) == 11
 
 
-def test_what_a_lost_peer_published_just_before_does_not_bring_it_back() -> None:
+def test_a_record_published_just_before_the_loss_does_not_count() -> None:
     swarm = progress(record(), {BOB: record(samples=10)})
     swarm.on_lost(BOB, now=0.0)
     last_words = {BOB: record(samples=20)}
     swarm.on_records(last_words, now=2.0)
-    swarm.on_records(last_words, now=1.0 + LAST_WORDS_S)
+    swarm.on_records(last_words, now=1.0 + LAST_RECORD_S)
     assert BOB not in swarm.records
 
 
-def test_newcomers_take_part_but_lagging_peers_do_not() -> None:
+def test_syncing_peers_take_part_but_lagging_peers_do_not() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(4), DAVE: record(0, b"", syncing=True)})
-    assert swarm.participants(5, b"same") == [ALICE, BOB, DAVE]
+    assert participants_of(swarm.records, 5, b"same") == [ALICE, BOB, DAVE]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_record_out_of_range_is_refused(bad: dict[str, float]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b"])), min_size=1, max_size=8))
-def test_whatever_the_records_somebody_is_on_the_branch(states: list[tuple[int, bytes]]) -> None:
+def test_every_set_of_records_has_a_branch_with_a_peer(states: list[tuple[int, bytes]]) -> None:
     others = {PeerId(bytes([n]) * 32): record(*state) for n, state in enumerate(states)}
     branch = progress(record(*states[0]), others).branch()
     assert branch.peers and all(
@@ -172,25 +173,46 @@ def test_peers_that_cannot_be_dialled_follow_those_that_can() -> None:
 
 def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while() -> None:
     others = {BOB: record(10**9, b"liar"), CAROL: record(5)}
-    newcomer = progress(record(0, b"", syncing=True), others)
-    assert newcomer.branch().step == 10**9
-    newcomer.distrust([BOB], now=0.0)
-    newcomer.on_records(others, now=DISTRUST_S - 1)
-    assert newcomer.branch().peers == {CAROL}
-    newcomer.on_records(others, now=DISTRUST_S)
-    assert newcomer.branch().step == 10**9
-    newcomer.distrust([BOB, CAROL], now=0.0)
-    assert newcomer.branch().peers == frozenset()
-    newcomer.trust_all()
-    assert newcomer.branch().step == 10**9
+    joiner = progress(record(0, b"", syncing=True), others)
+    assert joiner.branch().step == 10**9
+    joiner.distrust([BOB], now=0.0)
+    joiner.on_records(others, now=DISTRUST_S - 1)
+    assert joiner.branch().peers == {CAROL}
+    joiner.on_records(others, now=DISTRUST_S)
+    assert joiner.branch().step == 10**9
+    joiner.distrust([BOB, CAROL], now=0.0)
+    assert joiner.branch().peers == frozenset()
+    joiner.trust_all()
+    assert joiner.branch().step == 10**9
 
 
 def test_samples_are_counted_while_a_peer_is_lost_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = progress(record(samples=1.0), {BOB: record(samples=2.0), CAROL: record(samples=4.0)})
 
-    def carried_on(peer: PeerId, told: ProgressRecord, now: float) -> float:
+    def extrapolated(peer: PeerId, record: ProgressRecord, now: float) -> float:
         swarm.on_lost(peer, now=now)  # what the runtime's thread may do between any two looks
-        return told.samples
+        return record.samples
 
-    monkeypatch.setattr(swarm, "_carried_on", carried_on)
+    monkeypatch.setattr(swarm, "_extrapolated", extrapolated)
     assert swarm.samples(0.0) == 7.0
+
+
+def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
+    trainer = ThroughputEstimator(0.0)
+    assert not trainer.idle(599.0, report_s=60.0) and trainer.idle(
+        601.0, report_s=60.0
+    )  # its speed is unknown
+    trainer.work(0.0)
+    trainer.on_batch(1, 100.0)
+    assert not trainer.idle(1000.0, report_s=60.0) and trainer.idle(1101.0, report_s=60.0)
+    trainer.wait()
+    assert not trainer.idle(1e6, report_s=60.0)
+
+
+def test_idle_peers_have_no_vote_and_no_round_waits_for_them() -> None:
+    idle = msgspec.structs.replace(record(3, b"old"), idle=True)
+    swarm = progress(record(7, b"new"), {BOB: idle, CAROL: idle})
+    assert (swarm.branch().step, swarm.branch().lineage) == (7, b"new") and not swarm.behind
+    assert participants_of(swarm.records, 3, b"old") == [] and swarm.absent == {BOB, CAROL}
+    resumed = progress(idle, {BOB: record(7, b"new"), CAROL: idle})
+    assert resumed.behind

@@ -49,18 +49,18 @@ def setting(name: str, value: object) -> Callable[[Replica], None]:
     ],
 )
 def test_a_state_that_would_ruin_the_model_is_refused(poison: Callable[[Replica], Any]) -> None:
-    donor, newcomer = adam(model(seed=1)), adam(net := model(seed=2))
+    donor, joiner = adam(model(seed=1)), adam(net := model(seed=2))
     before = parameters_of(net)
     poison(donor)
     with pytest.raises(StateError, match="the donor's state h"):
-        newcomer.load_snapshot(donor.snapshot())
-    assert torch.equal(parameters_of(net), before) and newcomer.step == 0
+        joiner.load_snapshot(donor.snapshot())
+    assert torch.equal(parameters_of(net), before) and joiner.step == 0
 
 
 def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
-    donor, newcomer = adam(model(seed=1)), adam(net := model(seed=2))
+    donor, joiner = adam(model(seed=1)), adam(net := model(seed=2))
     setting("lr", torch.tensor(0.01))(donor)
-    newcomer.load_snapshot(donor.snapshot())
+    joiner.load_snapshot(donor.snapshot())
     assert torch.equal(parameters_of(net), torch.cat([p.detach().flatten() for p in donor.parameters]))
 
 

@@ -24,7 +24,7 @@ def train(swarm: Swarm, rounding: float) -> bytes:
     return optimizer.lineage
 
 
-def told(event: Event) -> tuple[float, str, object]:
+def summary(event: Event) -> tuple[float, str, object]:
     """All but its values."""
     who = event.donors if isinstance(event, StateReceived) else None
     return event.at, type(event).__name__, event.contributors if isinstance(event, RoundFinished) else who
@@ -37,13 +37,13 @@ def test_peers_cut_off_from_each_other_agree_on_the_same_one_however_values_are_
         with cs.simulate(1, network="home", seed=1, samples_per_s=10.0) as sim:
             for name in ("bob", "carol", "dave"):
                 sim.join(name, listen=False)
-            sim.network.at(5.0).crash("alice")  # nobody can reach another one
+            sim.network.at(5.0).crash("alice")  # no peer can reach another one
             sim.join("alice", at=25.0)
             results = sim.run(lambda swarm, rounding=rounding: train(swarm, rounding))
             assert [fault.name for fault in sim.network.fired] == ["crash"]
             logs = {name: swarm.events.recent() for name, swarm in sim.swarms.items()}
         ends.add(results["bob"])
         assert any(isinstance(event, StateReceived) for log in logs.values() for event in log)
-        stories.append({name: [told(event) for event in log] for name, log in logs.items()})
+        stories.append({name: [summary(event) for event in log] for name, log in logs.items()})
     assert len(ends) == 3, "the values did not differ"
     assert all(story == stories[0] for story in stories)

@@ -1,8 +1,9 @@
-"""A trainer that is kept out of the rounds is told why, and none is for long."""
+"""A trainer that cannot join the rounds gets the reason, and no peer stops the others for long."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.training.toy import join_training, loss_of, model, wait_for_peers
 
 
 @pytest.mark.slow
-def test_whoever_takes_another_codec_than_the_others_is_told_once() -> None:
+def test_a_peer_with_another_codec_gets_one_event() -> None:
     def train(swarm: Swarm) -> list[str]:
         net = model()
         codec = "float16" if swarm.name == "alice" else "float32"
@@ -25,8 +26,8 @@ def test_whoever_takes_another_codec_than_the_others_is_told_once() -> None:
         return [fault.text for fault in swarm.events.recent(Fault)]
 
     with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as simulation:
-        told = simulation.run(train, seconds=300)
-    texts = [text for texts in told.values() for text in texts if "compression" in text]
+        faults = simulation.run(train, seconds=300)
+    texts = [text for texts in faults.values() for text in texts if "compression" in text]
     assert texts and len(texts) == len(set(texts))
     assert all(
         "all peers of a run take the same model, compression and mean_compression" in text for text in texts
@@ -37,7 +38,7 @@ WAKE_AT_S, COMMON_STEPS, END = 60.0, 3, 12
 
 
 def train_idle_and_train(swarm: Swarm, eager: str) -> bytes:
-    """All stop after `COMMON_STEPS`, but one goes on for one; a minute later all train to the same step."""
+    """All stop after `COMMON_STEPS`, but one takes another step; a minute later all train to the same step."""
     optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
     wait_for_peers(swarm, optimizer, 3)
 
@@ -55,10 +56,41 @@ def train_idle_and_train(swarm: Swarm, eager: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("eager", ["alice", "bob", "carol"])
-def test_a_step_that_one_takes_alone_while_the_others_idle_stops_nobody(eager: str, seed: int) -> None:
+def test_a_step_that_one_peer_takes_alone_while_the_others_idle_stops_no_peer(eager: str, seed: int) -> None:
     with cs.simulate(3, network="lan", seed=seed, samples_per_s=40.0) as sim:
         lineages = sim.run(lambda swarm: train_idle_and_train(swarm, eager), seconds=600)
         alone = [e for e in sim.swarms[eager].events.recent(RoundFinished) if e.group_size == 1]
         assert [e.step for e in alone] == [COMMON_STEPS]
-        assert sim.time < WAKE_AT_S + 5.0  # what a round that waits for somebody in vain would take
+        assert sim.time < WAKE_AT_S + 5.0  # a round that waits for a peer in vain would take longer
     assert len(lineages) == 3 and len(set(lineages.values())) == 1
+
+
+IDLE_UNTIL_S, LAST = 300.0, 90
+
+
+def train_beside_idle_peers(swarm: Swarm, active: str) -> tuple[int, bytes]:
+    """All stop after `COMMON_STEPS` but the active one; at `IDLE_UNTIL_S` all train on, to the same step."""
+    optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
+    wait_for_peers(swarm, optimizer, 3)
+
+    def train_while(more: Callable[[], bool]) -> None:
+        while more():
+            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+
+    train_while(lambda: optimizer.global_step < COMMON_STEPS)
+    if swarm.name == active:
+        train_while(lambda: swarm.runtime.time() < IDLE_UNTIL_S)
+    reached = optimizer.global_step
+    swarm.runtime.call(asyncio.sleep(max(0.0, IDLE_UNTIL_S - swarm.runtime.time())))
+    train_while(lambda: optimizer.global_step < LAST)
+    return reached, optimizer.lineage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("active", ["alice", "carol"])
+def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_again(active: str) -> None:
+    with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
+        ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active), seconds=900)
+    assert len({lineage for _, lineage in ended.values()}) == 1
+    assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for

@@ -28,7 +28,7 @@ def snapshot(step: int = 7, blob: np.ndarray = BLOB) -> Snapshot:
 
 
 class Scene:
-    """A newcomer and donors that share ``provided``."""
+    """A late joiner and donors that share ``provided``."""
 
     def __init__(self, donors: dict[str, Snapshot], profile: NetworkProfile = LAN) -> None:
         self.network = SimNetwork(profile, seed=1)
@@ -38,9 +38,9 @@ class Scene:
             name: StateSharing(PrefixRouter(peers), "run", self.provider(donors[name]))
             for name, peers in self.donors.items()
         }
-        self.newcomer: SimPeers = self.network.peer("newcomer")
+        self.joiner: SimPeers = self.network.peer("joiner")
         self.network.introduce()
-        self.sharing = StateSharing(PrefixRouter(self.newcomer), "run", self.provider(None))
+        self.sharing = StateSharing(PrefixRouter(self.joiner), "run", self.provider(None))
 
     def provider(self, made: Snapshot | None) -> Callable[[], Awaitable[Snapshot]]:
         async def provide() -> Snapshot:
@@ -107,7 +107,7 @@ def test_a_donor_on_another_step_is_left_out() -> None:
     run_virtual(scenario())
 
 
-def test_newcomers_share_one_copy_until_the_state_moves_on() -> None:
+def test_late_joiners_share_one_copy_until_the_state_changes() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
         await scene.download()
@@ -124,7 +124,7 @@ def test_a_donor_without_a_state_says_so() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
         with pytest.raises(StateError, match="nothing here yet"):
-            await scene.shares["alice"].download([scene.newcomer.id])
+            await scene.shares["alice"].download([scene.joiner.id])
 
     run_virtual(scenario())
 
@@ -133,7 +133,7 @@ def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
     async def scenario() -> None:
         scene = Scene({"alice": snapshot()})
         root = (await scene.download()).manifest.root
-        stream = await scene.newcomer.stream(
+        stream = await scene.joiner.stream(
             scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5
         )
         with pytest.raises(ConnectionError, match="no chunk"):

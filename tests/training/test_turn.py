@@ -1,4 +1,4 @@
-"""Whose turn an optimizer is: pauses, interrupts, and the end that somebody else has asked for."""
+"""Whose turn an optimizer is: pauses, interrupts, and the end that another thread requested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def interrupted_soon() -> Iterator[None]:
         timer.join()
 
 
-def test_the_trainer_itself_closes_when_somebody_asks_and_hears_why() -> None:
+def test_the_trainer_closes_on_request_and_raises_the_reason() -> None:
     closed_by: list[tuple[float, int]] = []
 
     def close(hand_over_s: float) -> None:
@@ -44,13 +44,13 @@ def test_the_trainer_itself_closes_when_somebody_asks_and_hears_why() -> None:
     assert worked == [True] and closed_by == [(9.0, threading.get_ident())]
 
 
-def test_whoever_closes_waits_for_the_trainers_call_to_end() -> None:
+def test_closing_waits_for_the_trainers_call_to_end() -> None:
     turn = OptimizerLock(Runtime.shared(), PauseGate(), lambda hand_over_s: None)
     inside, order = threading.Event(), []
 
     def close() -> None:
         inside.wait()
-        with turn.of_closer():
+        with turn.lock:
             order.append("closed")
 
     closer = threading.Thread(target=close)
@@ -63,7 +63,7 @@ def test_whoever_closes_waits_for_the_trainers_call_to_end() -> None:
     assert order == ["trained", "closed"]
 
 
-def test_an_interrupt_is_explained_and_what_was_accumulated_counts_once(
+def test_an_interrupt_is_explained_and_accumulated_samples_count_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with cs.create("test-run") as swarm:
@@ -72,8 +72,8 @@ def test_an_interrupt_is_explained_and_what_was_accumulated_counts_once(
         assert optimizer.step(samples=4) is None
         with interrupted_soon(), pytest.raises(KeyboardInterrupt):
             optimizer.wait_step()
-        told = capsys.readouterr().out
-        assert told.count("Interrupted at step 0") == 1 and "4 samples" in told
+        output = capsys.readouterr().out
+        assert output.count("Interrupted at step 0") == 1 and "4 samples" in output
         loss_of(net, 0, slice(4, 10)).backward()
         result = optimizer.step(samples=6)
         assert result is not None and [member.weight for member in result.group.members] == [10.0]

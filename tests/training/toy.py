@@ -17,7 +17,7 @@ BATCH = 10
 
 def model(seed: int = 0) -> torch.nn.Module:
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-    generator = torch.Generator().manual_seed(seed)  # peers are threads here: the global one is everybody's
+    generator = torch.Generator().manual_seed(seed)  # peers are threads here: they share the global one
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -64,7 +64,7 @@ def train_own_rows(
     net = model()
     optimizer = join_training(
         swarm, net, matchmaking_timeout_s=20.0
-    )  # everybody's rows are needed, however busy the machine
+    )  # all rows are needed, however busy the machine
     wait_for_peers(swarm, optimizer, len(ROWS))
     meet()
     rows = ROWS[swarm.name]

@@ -10,7 +10,8 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.training.checkpoint import CheckpointFolder, KeptSteps
+from colab_swarm.training.checkpoint import CheckpointFolder
+from colab_swarm.training.optimizer import ProgressSaver
 from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 
 
@@ -27,15 +28,15 @@ class Optimizer:
         target.save(self.global_step, {"step": self.global_step})
 
 
-def kept_in(folder: Path, events: EventLog | None = None) -> KeptSteps:
-    return KeptSteps(CheckpointFolder(folder, keep=2), events or EventLog(), lambda: 7.0)
+def kept_in(folder: Path, events: EventLog | None = None) -> ProgressSaver:
+    return ProgressSaver(CheckpointFolder(folder, keep=2), events or EventLog(), lambda: 7.0)
 
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("-")[2]) for path in folder.iterdir())
 
 
-def test_only_what_is_new_is_written_and_the_last_two_stay(tmp_path: Path) -> None:
+def test_only_new_steps_are_written_and_the_last_two_stay(tmp_path: Path) -> None:
     kept, optimizer = kept_in(tmp_path), Optimizer()
     for step in (1, 1, 2, 3):
         optimizer.global_step = step
@@ -51,11 +52,11 @@ def test_steps_of_a_branch_that_the_swarm_left_are_deleted(tmp_path: Path) -> No
     assert steps_in(tmp_path) == [5]
 
 
-def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_saving_is_tried_again(tmp_path: Path) -> None:
     events, optimizer = EventLog(), Optimizer(full_disk=True)
     kept = kept_in(tmp_path, events)
     kept.save(optimizer)
-    assert events.recent() == [Fault(7.0, "keeping what was trained", "no room")]
+    assert events.recent() == [Fault(7.0, "saving progress", "no room")]
     optimizer.full_disk = False
     kept.save(optimizer)
     assert steps_in(tmp_path) == [0]
@@ -66,7 +67,7 @@ def sgd_over(net: torch.nn.Module) -> tuple[Replica, Gradients]:
     return replica, Gradients(replica)
 
 
-def test_what_was_kept_is_loaded_unless_it_is_another_models(tmp_path: Path) -> None:
+def test_saved_progress_is_loaded_unless_it_is_of_another_model(tmp_path: Path) -> None:
     kept = kept_in(tmp_path)
     replica, gathered = sgd_over(net := torch.nn.Linear(3, 1))
     assert not kept.load_into(replica, gathered)

@@ -1,4 +1,4 @@
-"""What rounds teach a peer of its own line."""
+"""The bandwidth that a peer learns from rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from colab_swarm.training.rounds import KEPT_PER_ROUND, ROUNDS, Rate
 MB = 1_000_000
 
 
-def test_a_round_shorter_than_a_second_tells_what_a_line_carries() -> None:
+def test_a_round_shorter_than_a_second_shows_the_bandwidth() -> None:
     rate = Rate()
     assert rate.known(None) is None and rate.known(5e6) == 5e6
     for _ in range(ROUNDS - 1):
@@ -21,7 +21,7 @@ def test_a_round_shorter_than_a_second_tells_what_a_line_carries() -> None:
     assert rate.known(None) == pytest.approx(160e6 * KEPT_PER_ROUND)
 
 
-def test_a_line_that_got_slower_is_believed_slower_in_the_end() -> None:
+def test_a_lower_bandwidth_is_believed_in_the_end() -> None:
     rate = Rate()
     rate.on_round(2 * MB, 0.1)
     for _ in range(500):
@@ -29,7 +29,7 @@ def test_a_line_that_got_slower_is_believed_slower_in_the_end() -> None:
     assert rate.known(None) == 16e6
 
 
-def test_a_budget_bounds_what_is_told() -> None:
+def test_a_budget_bounds_the_reported_bandwidth() -> None:
     rate = Rate()
     assert rate.known(None, 10e6) == 10e6
     for _ in range(ROUNDS):
