@@ -13,17 +13,12 @@ from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
 
-PARAMETER_BYTES = 16
-"""Training memory per parameter: value, gradient and two moments, in float32."""
-STATE_BYTES = 12
-"""What a late joiner downloads per parameter: value and two moments, in float32."""
-USABLE = 0.8
-"""Share of free memory to plan with; the rest is for temporaries and fragments."""
-ROUND_TRIPS = 2
-"""Round trips to form and start a round."""
+PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
+STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
+USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
+ROUND_TRIPS = 2  # round trips to form and start a round
 MAX_MICRO_BATCH = 512
-MIN_BPS = 1.0
-"""Lowest bandwidth in the arithmetic."""
+MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
 GB = 1e9
 MIN_FREE_RAM = 1 * GB
 MIN_FREE_DISK = 2 * GB

@@ -45,8 +45,7 @@ FORMAT, VERSION = "colab-swarm recording", 1
 MAX_BYTES = 200_000_000
 MAX_LINE_BYTES = 1 << 20
 CLOSE_S = 10.0
-MAX_LOSSES = 8
-"""Losses in the text of a replay."""
+MAX_LOSSES = 8  # losses in the text of a replay
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,15 @@ from colab_swarm.markup import aligned, bandwidth, count, milliseconds, plain, t
 from colab_swarm.notebook import theme
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 
-MAX_PEERS = 32
-"""The first page of the panel counts all peers."""
+MAX_PEERS = 32  # the panel's first page counts all peers
 WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
-WAY_CHARS = 17
-"""Length of ``via peer-01234567``."""
-ABOVE, BELOW = 25, 45
-"""Distance between a relayed link and this peer's mark and name, which it only passes."""
+WAY_CHARS = 17  # length of ``via peer-01234567``
+ABOVE, BELOW = 25, 45  # distance between a relayed link and this peer's mark and name, which it only passes
 KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 
-State = tuple[str, str, str]
-"""Hue, symbol and word."""
+State = tuple[str, str, str]  # hue, symbol and word
 Place = tuple[float, float]
 
 
