@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from xml.etree import ElementTree
+
+import pytest
 
 from colab_swarm.notebook.coordinator_view import MAX_ROWS, figures, render_html, render_text
 from colab_swarm.workunits.overview import MAX_MARKS, UnitMark
@@ -72,3 +76,8 @@ def test_a_finished_job_shows_its_reason_and_no_units() -> None:
     done = status(finished="accuracy reached", marks=MARKS, fault="disk <full>")
     assert "finished: accuracy reached" in render_text(done) and "#=>" not in render_text(done)
     assert "disk &lt;full&gt;" in render_html(done) and "unit 0" not in render_html(done)
+
+
+@pytest.mark.parametrize("module", ["coordinator_view", "volunteer_view"])
+def test_a_view_can_be_imported_first(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import colab_swarm.notebook.{module}"], check=True)
