@@ -43,14 +43,14 @@ def test_units_of_the_epoch_have_a_character_each_and_a_square_with_words() -> N
     shown = status(marks=MARKS)
     assert "  #=>!x." in render_text(shown).splitlines()
     tree = ElementTree.fromstring(render_html(shown))
-    told = [title.text for title in tree.iter("title")][: len(MARKS)]
-    assert told[:4] == [
+    titles = [title.text for title in tree.iter("title")][: len(MARKS)]
+    assert titles[:4] == [
         "unit 0: done by alice, 2 updates stale",
         "unit 1: to assimilate by alice",
         "unit 2: training by bob",
         "unit 3: late by carol",
     ]
-    assert told[5] == "unit 5: waits"
+    assert titles[5] == "unit 5: waits"
 
 
 def test_figures_have_only_known_values() -> None:
