@@ -168,6 +168,12 @@ def milliseconds(seconds: float | None) -> str:
     return "<1 ms" if seconds < 0.001 else f"{1000 * seconds:,.0f} ms"
 
 
+def bandwidth(bps: float) -> str:
+    """Return bits per second in the unit that fits."""
+    unit, factor = next(((u, f) for u, f in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bps >= f), ("kbit/s", 1e3))
+    return "too fast to measure" if math.isinf(bps) else f"{bps / factor:.3g} {unit}"
+
+
 def size(size_bytes: float) -> str:
     """Return a size in the unit that fits; 1 kB has 1000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):

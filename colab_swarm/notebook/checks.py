@@ -8,22 +8,17 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from colab_swarm.markup import count, plain, text
+from colab_swarm.markup import bandwidth, count, duration, plain, text
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
 
-PARAMETER_BYTES = 16
-"""Training memory per parameter: value, gradient and two moments, in float32."""
-STATE_BYTES = 12
-"""What a late joiner downloads per parameter: value and two moments, in float32."""
-USABLE = 0.8
-"""Share of free memory to plan with; the rest is for temporaries and fragments."""
-ROUND_TRIPS = 2
-"""Round trips to form and start a round."""
+PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
+STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
+USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
+ROUND_TRIPS = 2  # round trips to form and start a round
 MAX_MICRO_BATCH = 512
-MIN_BPS = 1.0
-"""Lowest bandwidth in the arithmetic."""
+MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
 GB = 1e9
 MIN_FREE_RAM = 1 * GB
 MIN_FREE_DISK = 2 * GB
@@ -473,17 +468,12 @@ def _clock(skew_s: float) -> Check:
 def _bandwidth(uplink: UplinkFacts | None) -> Check:
     if uplink is None:
         return Check("bandwidth", YELLOW, "no peer was free for a speed test", "run the doctor again in 10 s")
-    words = f"{_rate(uplink.upload_bps)} up, {_rate(uplink.download_bps)} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
+    up, down = bandwidth(uplink.upload_bps), bandwidth(uplink.download_bps)
+    words = f"{up} up, {down} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
     if min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS:
         fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')"
         return Check("bandwidth", YELLOW, f"{words}: slow", fix)
     return Check("bandwidth", GREEN, words)
-
-
-def _rate(bps: float) -> str:
-    if math.isinf(bps):
-        return "too fast to measure"
-    return f"{bps / 1e6:,.3g} Mbit/s" if bps < 1e9 else f"{bps / 1e9:,.1f} Gbit/s"
 
 
 def _prediction(work: Workload, found: Prediction) -> Check:
@@ -504,8 +494,4 @@ def _prediction(work: Workload, found: Prediction) -> Check:
 
 
 def _time(seconds: float) -> str:
-    if math.isinf(seconds):
-        return "never"
-    if seconds < 100:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return f"{seconds:.2g} s" if seconds < 100 else duration(seconds)

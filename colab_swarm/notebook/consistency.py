@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from colab_swarm.elastic.optimizer import ElasticOptimizer
 
 WIDTH = 760
-RECENT = 20
-"""Steps in the means of waiting and missing."""
+RECENT = 20  # steps in the means of waiting and missing
 
 
 def summary(snapshot: ElasticSnapshot) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from colab_swarm.markup import aligned, count, duration, plain, text
 from colab_swarm.notebook import svg, theme
-from colab_swarm.workunits.overview import JobStatus, UnitMark, VolunteerRow
-from colab_swarm.workunits.page import accuracy_svg, reliability
+
+if TYPE_CHECKING:
+    from colab_swarm.workunits.overview import JobStatus, UnitMark, VolunteerRow
 
 MAX_ROWS = 20
 SQUARE, ACROSS = 15, 50
@@ -157,6 +159,8 @@ def _tip(number: int, mark: UnitMark) -> str:
 
 
 def _accuracy(status: JobStatus) -> str:
+    from colab_swarm.workunits.page import accuracy_svg  # at the top, it would import this module again
+
     chart = accuracy_svg(status.overview.epochs, status.target_accuracy)
     if not chart:
         return '<p class="soft">The accuracy is known after the first epoch.</p>'
@@ -165,6 +169,8 @@ def _accuracy(status: JobStatus) -> str:
 
 
 def _cells(row: VolunteerRow, now: float) -> tuple[str, ...]:
+    from colab_swarm.workunits.page import reliability
+
     counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
     return (plain(row.name or row.volunteer[:8], 40), reliability(row, now), *counts)
 

@@ -26,8 +26,7 @@ MAX_CHARS = 1000
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
-Advice: TypeAlias = tuple[str, str]
-"""Cause and fix."""
+Advice: TypeAlias = tuple[str, str]  # cause and fix
 NETWORK_FIX = "try again; if it keeps failing, run cs.doctor() to check this machine's network"
 MEMORY: Advice = (
     "the batch, the model and the optimizer state do not fit into the memory of this machine or its GPU",

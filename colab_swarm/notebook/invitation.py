@@ -11,16 +11,14 @@ from colab_swarm.markup import text
 from colab_swarm.net.lan import LanSwarm
 from colab_swarm.notebook import theme
 
-PROJECT = "OWNER/colab_swarm"
-"""On GitHub; replace OWNER in your own copy."""
+PROJECT = "OWNER/colab_swarm"  # on GitHub; replace OWNER in your own copy
 COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
 KAGGLE_URL = (
     f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
 )
 NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
 """For Colab and for Kaggle, by the purpose of the invitation."""
-MAX_QR_CHARACTERS = 1500
-"""Cameras cannot read the code of a longer text from a screen."""
+MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
 QR_WIDTH = 200
 BOX = "border:1px solid var(--line);border-radius:4px"
 BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"

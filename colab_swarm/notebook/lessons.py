@@ -20,8 +20,7 @@ from colab_swarm.snapshot import SwarmSnapshot
 
 MAX_PEERS = 32
 MAX_LINES = 12
-OVER = ("finished", "stopped", "failed")
-"""Final states of a run."""
+OVER = ("finished", "stopped", "failed")  # final states of a run
 COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
 SYMBOLS = {
     "training": ("green", "▶"),

@@ -24,12 +24,9 @@ from colab_swarm.snapshot import SwarmSnapshot
 logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.25
-TEXT_EVERY_S = 10.0
-"""Interval between printed lines where there is no front-end."""
-RETRY_S = 60.0
-"""Pause in a training loop after a view that could not be drawn."""
-CONFIRM_S = 5.0
-"""How long the leave button waits for the second click."""
+TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
+RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
+CONFIRM_S = 5.0  # how long the leave button waits for the second click
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""

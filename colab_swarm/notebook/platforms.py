@@ -130,10 +130,8 @@ def require_terms(agreed: bool) -> None:
         )
 
 
-LEAVE_BEFORE_S = 600.0
-"""Time between leaving and the end of the session; less if the session ends soon."""
-WARN_BEFORE_S = 600.0
-"""Time between the warning and leaving."""
+LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
+WARN_BEFORE_S = 600.0  # time between the warning and leaving
 
 
 @dataclass(frozen=True)

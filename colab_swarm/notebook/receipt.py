@@ -37,7 +37,7 @@ from colab_swarm.trust.contributions import (
 
 MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
-CAVEAT = "Members that credit each other cannot be told from members that worked."
+CAVEAT = "Members that credit each other look like members that worked."
 CARD = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{height}" viewBox="0 0 600 {height}" role="img" '
     'font-family="system-ui,sans-serif" font-size="15" fill="#1b1f24"><title>{title}</title>'
@@ -142,8 +142,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Check every signature and every sum, without a network.
 
         Args:
-            authority: public key of the run's authority, if you know it. Without it, a receipt of a run that
-                somebody invented passes too.
+            authority: public key of the run's authority, if you know it. Without it, a receipt of an
+                invented run passes too.
 
         Raises:
             ValueError: something is wrong; the text says what.

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -45,13 +45,7 @@ FORMAT, VERSION = "colab-swarm recording", 1
 MAX_BYTES = 200_000_000
 MAX_LINE_BYTES = 1 << 20
 CLOSE_S = 10.0
-MAX_LOSSES = 8
-"""Losses in the text of a replay."""
-KINDS: dict[str, type[Event]] = {
-    name: kind for name, kind in vars(_events).items() if isinstance(kind, type) and issubclass(kind, Event)
-}
-
-T = TypeVar("T")
+MAX_LOSSES = 8  # losses in the text of a replay
 
 
 @dataclass(frozen=True)
@@ -91,6 +85,17 @@ class Named:
 
     peer: str
     name: str
+
+
+KINDS: dict[str, type[Named | Event]] = {
+    "Named": Named,
+    **{
+        name: kind
+        for name, kind in vars(_events).items()
+        if isinstance(kind, type) and issubclass(kind, Event)
+    },
+}
+"""The kinds of lines after the header."""
 
 
 class _Line(msgspec.Struct):
@@ -212,11 +217,13 @@ def _is_torn(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         try:
-            _header(_decoded_as(_Line, file.readline(MAX_LINE_BYTES)))
+            first = _decoded(file.readline(MAX_LINE_BYTES))
         except ValueError as error:
             raise ValueError(
                 f"{path} exists and is not a recording ({error}): choose another file"
             ) from error
+        if not isinstance(first, Header):
+            raise ValueError(f"{path} exists and does not start with a header: choose another file")
         file.seek(-1, 2)
         return file.read() != b"\n"
 
@@ -255,9 +262,6 @@ class Replay:
         steps = (event for event in self.events if isinstance(event, StepFinished))
         by_step = {one.step: one.loss for one in steps if one.loss is not None and math.isfinite(one.loss)}
         return tuple(sorted(by_step.items()))
-
-    def __len__(self) -> int:
-        return len(self.events)
 
     def html(self, chosen: int = -1) -> str:
         """Draw the run, with the round at index ``chosen`` in full."""
@@ -382,39 +386,27 @@ def _decoded(line: bytes) -> Header | Named | Event | None:
     """Return the content of a line; None for an unknown kind. Raises ValueError for anything else."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
-    found = _decoded_as(_Line, line)
-    if found.kind == "Header":
-        return _header(found)
-    if found.kind == "Named":
-        return _converted(Named, found.data)
-    kind = KINDS.get(found.kind)
+    try:
+        return _item(msgspec.json.decode(line, type=_Line))
+    except UNDECODABLE as error:
+        raise ValueError(str(error)) from error
+
+
+def _item(line: _Line) -> Header | Named | Event | None:
+    if line.kind == "Header" and line.data.get("format") == FORMAT:
+        header: Header = msgspec.convert(line.data, Header)
+        if header.version > VERSION:
+            raise ValueError(
+                f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it"
+            )
+        return header
+    kind = KINDS.get(line.kind)
     if kind is None:
         return None
+    item: Named | Event
     try:
-        return _converted(kind, found.data)
-    except ValueError:  # JSON writes NaN as null
-        nan = {key: math.nan if value is None else value for key, value in found.data.items()}
-        return _converted(kind, nan)
-
-
-def _header(line: _Line) -> Header:
-    if line.kind != "Header" or line.data.get("format") != FORMAT:
-        raise ValueError("it is not the header of a recording")
-    header = _converted(Header, line.data)
-    if header.version > VERSION:
-        raise ValueError(f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it")
-    return header
-
-
-def _decoded_as(kind: type[T], line: bytes) -> T:
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except UNDECODABLE as error:
-        raise ValueError(str(error)) from error
-
-
-def _converted(kind: type[T], data: Any) -> T:
-    try:
-        return msgspec.convert(data, kind)
-    except UNDECODABLE as error:
-        raise ValueError(str(error)) from error
+        item = msgspec.convert(line.data, kind)
+    except msgspec.ValidationError:  # JSON writes NaN as null
+        data = {key: math.nan if value is None else value for key, value in line.data.items()}
+        item = msgspec.convert(data, kind)
+    return item

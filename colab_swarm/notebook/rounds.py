@@ -15,8 +15,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.snapshot import SwarmSnapshot
 
-RECENT = 20
-"""Rounds in the strip."""
+RECENT = 20  # rounds in the strip
 MAX_LANES = 40
 MIN_S, MAX_S = 1e-6, 1e6
 ID_CHARS = 8

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-History = Sequence[tuple[float, float]]
-"""(step, value), oldest first."""
+History = Sequence[tuple[float, float]]  # (step, value), oldest first
 MAX_POINTS = 400
-MAX_VALUE = 1e6
-"""Larger values, and NaN, are not drawn."""
+MAX_VALUE = 1e6  # larger values, and NaN, are not drawn
 LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
-LINE = "var(--blue,#2a78d6)"
-"""The theme's blue; on a page without the theme, a blue for light and dark paper."""
+LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
 
 
 def curve(

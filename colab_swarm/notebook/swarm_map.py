@@ -8,23 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from colab_swarm.markup import aligned, count, milliseconds, plain, text
+from colab_swarm.markup import aligned, bandwidth, count, milliseconds, plain, text
 from colab_swarm.notebook import theme
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 
-MAX_PEERS = 32
-"""The first page of the panel counts all peers."""
+MAX_PEERS = 32  # the panel's first page counts all peers
 WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
-WAY_CHARS = 17
-"""Length of ``via peer-01234567``."""
-ABOVE, BELOW = 25, 45
-"""Distance between a relayed link and this peer's mark and name, which it only passes."""
+WAY_CHARS = 17  # length of ``via peer-01234567``
+ABOVE, BELOW = 25, 45  # distance between a relayed link and this peer's mark and name, which it only passes
 KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 
-State = tuple[str, str, str]
-"""Hue, symbol and word."""
+State = tuple[str, str, str]  # hue, symbol and word
 Place = tuple[float, float]
 
 
@@ -102,12 +98,12 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
     """Return round-trip time, way and speed of a link; empty where unknown."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
-    bps, speed = _bandwidth_bps(peer), ""
-    if bps is not None:
-        units = (("Gbit/s", 1e9), ("Mbit/s", 1e6))
-        unit, factor = next((one for one in units if bps >= one[1]), ("kbit/s", 1e3))
-        speed = f"{bps / factor:.3g} {unit}"
-    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", speed
+    bps = _bandwidth_bps(peer)
+    return (
+        milliseconds(peer.rtt_s),
+        plain(way, WAY_CHARS) or "no link",
+        "" if bps is None else bandwidth(bps),
+    )
 
 
 def _bandwidth_bps(peer: PeerRow) -> float | None:

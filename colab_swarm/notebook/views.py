@@ -16,8 +16,7 @@ MAX_CONTRIBUTIONS = 8
 MAX_NAME_CHARS = 40
 LOSS_WIDTH = 420
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
-SOON_S = 1800.0
-"""The view warns this long before a session's end."""
+SOON_S = 1800.0  # the view warns this long before a session's end
 PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
 CONTRIBUTIONS = "contributions, as seen by the other peers"
 

@@ -44,19 +44,13 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.simulation import Simulation
     from colab_swarm.swarm.swarm import Swarm
 
-SLICE_S = 0.5
-"""Virtual time between two looks at the injected actions."""
-STEP_S = 1.0
-"""Virtual time that the step button advances."""
-MIN_SPEED = 0.01
-"""Virtual seconds per second, even if `InteractiveRun.speed` is lower."""
-LOOK_S = 0.25
-"""Real time between two snapshots."""
-MAX_LINES = 1000
-"""Lines of the story; the oldest are dropped."""
+SLICE_S = 0.5  # virtual time between two looks at the injected actions
+STEP_S = 1.0  # virtual time that the step button advances
+MIN_SPEED = 0.01  # virtual seconds per second, even if `InteractiveRun.speed` is lower
+LOOK_S = 0.25  # real time between two snapshots
+MAX_LINES = 1000  # lines of the story; the oldest are dropped
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
-SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Slider values of slower connections and of the playback."""
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
 LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 SLIDER_PEERS = min(16, MAX_PEERS)
 SLIDER = {

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from xml.etree import ElementTree
+
+import pytest
 
 from colab_swarm.notebook.coordinator_view import MAX_ROWS, figures, render_html, render_text
 from colab_swarm.workunits.overview import MAX_MARKS, UnitMark
@@ -39,14 +43,14 @@ def test_units_of_the_epoch_have_a_character_each_and_a_square_with_words() -> N
     shown = status(marks=MARKS)
     assert "  #=>!x." in render_text(shown).splitlines()
     tree = ElementTree.fromstring(render_html(shown))
-    told = [title.text for title in tree.iter("title")][: len(MARKS)]
-    assert told[:4] == [
+    titles = [title.text for title in tree.iter("title")][: len(MARKS)]
+    assert titles[:4] == [
         "unit 0: done by alice, 2 updates stale",
         "unit 1: to assimilate by alice",
         "unit 2: training by bob",
         "unit 3: late by carol",
     ]
-    assert told[5] == "unit 5: waits"
+    assert titles[5] == "unit 5: waits"
 
 
 def test_figures_have_only_known_values() -> None:
@@ -72,3 +76,8 @@ def test_a_finished_job_shows_its_reason_and_no_units() -> None:
     done = status(finished="accuracy reached", marks=MARKS, fault="disk <full>")
     assert "finished: accuracy reached" in render_text(done) and "#=>" not in render_text(done)
     assert "disk &lt;full&gt;" in render_html(done) and "unit 0" not in render_html(done)
+
+
+@pytest.mark.parametrize("module", ["coordinator_view", "volunteer_view"])
+def test_a_view_can_be_imported_first(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import colab_swarm.notebook.{module}"], check=True)

@@ -68,7 +68,7 @@ def test_a_simulated_step_takes_as_long_as_predicted(peers: int, parameters: int
 
 @contextmanager
 def bob_trains(invite: str) -> Iterator[IO[str]]:
-    """A trainer in a process of its own, as in the demo; what it tells as JSON lines."""
+    """A trainer in a process of its own, as in the demo; its output as JSON lines."""
     command = [
         sys.executable,
         "-m",
@@ -108,14 +108,14 @@ class Trial:
     @property
     def near(self) -> bool:
         """Whether it went as predicted."""
-        told, happened = self.before, (self.step_s, self.samples_per_s)
-        return (told.step_s, told.samples_per_s) == pytest.approx(happened, rel=NEAR)
+        predicted, happened = self.before, (self.step_s, self.samples_per_s)
+        return (predicted.step_s, predicted.samples_per_s) == pytest.approx(happened, rel=NEAR)
 
 
 def trial() -> Trial:
     """Alice asks while bob trains, trains with him, and asks again."""
-    with cs.create("prediction", peer_name="alice") as swarm, bob_trains(swarm.invite()) as told:
-        steps = (line for line in told if json.loads(line)["event"] == "step")
+    with cs.create("prediction", peer_name="alice") as swarm, bob_trains(swarm.invite()) as output:
+        steps = (line for line in output if json.loads(line)["event"] == "step")
         assert len(list(itertools.islice(steps, 5))) == 5  # his speed has settled
         model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
 

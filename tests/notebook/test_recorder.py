@@ -250,7 +250,7 @@ def test_names_of_peers_are_escaped(tmp_path: Path) -> None:
 def test_a_replay_shows_the_run_in_one_line_and_in_full(tmp_path: Path) -> None:
     shown = replay(record(tmp_path / "run.jsonl", *EVENTS))
     assert repr(shown) == "Replay(run.jsonl: mnist, recorded by alice, 5 rounds, 9 s, loss 2.000 to 1.250)"
-    assert len(shown) == len(EVENTS) and len(shown.rounds) == 5
+    assert len(shown.events) == len(EVENTS) and len(shown.rounds) == 5
     assert shown.losses == ((1, 2.0), (2, 1.75), (3, 1.5), (4, 1.25))
     for drawn in (shown.html(), str(shown)):
         assert "round 4" in drawn and "bob" in drawn and "is lost" in drawn

@@ -153,5 +153,5 @@ def test_any_round_can_be_drawn(
     parsed(f"<div>{drawn}</div>")
     geometry = " ".join(re.findall(r' (?:d|x|y|width|height)="([^"]*)"', drawn))
     assert "nan" not in geometry and "inf" not in geometry
-    told = waterfall_text([odd, GOOD], back, names)
-    assert len(told.split("\n")) <= len(members) + 6 and "\x1b" not in told
+    shown = waterfall_text([odd, GOOD], back, names)
+    assert len(shown.split("\n")) <= len(members) + 6 and "\x1b" not in shown

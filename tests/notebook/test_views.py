@@ -73,7 +73,7 @@ def test_html_shows_the_same_facts_without_script_or_outside_resource() -> None:
 
 def test_speed_share_and_links_are_shown_in_both() -> None:
     bob = dataclasses.replace(BOB, rtt_s=0.0234, connected="relayed by a11ce000")
-    told = dataclasses.replace(
+    trained = dataclasses.replace(
         SNAPSHOT,
         peers=(ALICE, bob),
         own_samples_per_s=20.5,
@@ -92,9 +92,9 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
         "contributions, as seen by the other peers",
         "2 MB",
     )
-    assert [fact for fact in facts if fact not in words(told)] == []
-    assert [fact for fact in facts if fact not in " ".join(render_text(told).split())] == []
-    assert "bob: 1,024 samples, 2 MB averaged for others" in render_text(told)
+    assert [fact for fact in facts if fact not in words(trained)] == []
+    assert [fact for fact in facts if fact not in " ".join(render_text(trained).split())] == []
+    assert "bob: 1,024 samples, 2 MB averaged for others" in render_text(trained)
 
 
 @pytest.mark.parametrize(("hours", "soon"), [(3, False), (11.5, True)])
