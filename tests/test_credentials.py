@@ -109,7 +109,7 @@ def test_elsewhere_the_environment_variable_is_named() -> None:
         require_secret(NAME, help=HELP)
 
 
-def test_somebody_at_a_terminal_or_a_notebook_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_at_a_terminal_or_a_notebook_can_type_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(getpass, "getpass", lambda prompt: asked.append(prompt) or " typed ")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
@@ -121,7 +121,7 @@ def test_somebody_at_a_terminal_or_a_notebook_is_asked(monkeypatch: pytest.Monke
     assert require_secret(NAME, help=HELP) == "typed"
 
 
-def test_a_notebook_executed_with_nobody_before_it_is_told_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_executed_without_a_user_gets_an_error_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(prompt: str) -> str:
         raise NotImplementedError("getpass was called, but this frontend does not support input requests.")
 

@@ -42,7 +42,7 @@ def test_a_protocol_has_a_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", PAGES, ids=lambda path: path.name)
-def test_modules_that_a_page_names_are_there(package: Path) -> None:
+def test_modules_named_on_a_page_exist(package: Path) -> None:
     for named in re.findall(r"`colab_swarm\.([a-z_.]+)", page(package)):
         path = ROOT / "colab_swarm" / named.rstrip(".").replace(".", "/")
         there = path.is_dir() or path.with_suffix(".py").exists()
@@ -54,7 +54,7 @@ def test_the_readme_stays_within_two_screens() -> None:
     assert len(README.splitlines()) <= 130
 
 
-def test_what_the_readme_links_to_is_there() -> None:
+def test_links_of_the_readme_exist() -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", README) + re.findall(
         r"(?:/blob/main/|labpath=|src=\")([^\s\"]+)", README
     )
@@ -69,7 +69,7 @@ def test_badges_of_the_readme_have_addresses() -> None:
     assert used == defined and used
 
 
-def test_commands_of_the_readme_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+) ", README.replace("`", " "))) <= targets
     with pytest.raises(SystemExit):
@@ -78,7 +78,7 @@ def test_commands_of_the_readme_are_there(capsys: pytest.CaptureFixture[str]) ->
     assert all(command in told for command in re.findall(r"colab-swarm ([a-z]+)", README))
 
 
-def test_ci_runs_what_the_readme_tells() -> None:
+def test_ci_runs_the_commands_of_the_readme() -> None:
     assert {"make check", "make test"} <= set((ROOT / ".ci/run").read_text().splitlines())
     assert "`make test`" in README and "`make check`" in README
 

@@ -50,7 +50,7 @@ def test_an_invitation_survives_the_trip_and_names_the_run(invite: Invite) -> No
     assert len(str(invite)) < 700
 
 
-def test_what_stands_before_the_hash_is_for_people_and_web_servers() -> None:
+def test_the_part_before_the_hash_is_for_people_and_web_servers() -> None:
     payload = str(INVITE).rpartition("#")[2]
     for text in (f"swarm://my-run#{payload}", f"http://localhost/#{payload}", payload):
         assert Invite.parse(text, now=0.0) == INVITE
@@ -86,7 +86,7 @@ def test_an_invitation_of_another_version_says_what_to_do() -> None:
             Invite.parse(f"#{text}", now=0.0)
 
 
-def test_a_newcomer_admits_itself_with_it_and_others_believe_it() -> None:
+def test_a_new_peer_signs_its_membership_and_others_accept_it() -> None:
     grant = Invite.parse(str(INVITE), now=0.0).grant
     assert grant is not None
     shown = Member.by_invitation(grant, INVITE.key, key=ALICE.public_key, now=0.0).encode()
@@ -94,12 +94,12 @@ def test_a_newcomer_admits_itself_with_it_and_others_believe_it() -> None:
     assert door.admit(ALICE.public_key, shown, now=0.0) is Role.WORKER
 
 
-def test_only_the_authority_admits_by_an_invitation_that_counts_or_asks_for_names() -> None:
+def test_only_the_authority_admits_with_counted_invitations_and_allowlists() -> None:
     for invite in (make(uses=1), make("allowlist")):
         assert invite.grant is not None and not invite.grant.offline
 
 
-def test_whoever_was_invited_passes_it_on_with_other_entries() -> None:
+def test_an_invited_peer_passes_the_invitation_on_with_other_entries() -> None:
     passed_on = Invite.parse(str(INVITE.with_entries([OTHER])), now=0.0)
     assert passed_on.entries == (OTHER,) and passed_on.grant == INVITE.grant
     assert Invite.parse(str(OPEN.with_entries([OTHER])), now=0.0).entries == (OTHER,)
@@ -124,7 +124,7 @@ RIGHTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", RIGHTS)
-def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> None:
+def test_only_the_authoritys_key_changes_the_rights(field: str) -> None:
     changed = msgspec.structs.replace(INVITE, **{field: RIGHTS[field]})
     with pytest.raises(InviteError, match="tampered with: ask for a new one"):
         Invite.parse(str(changed.signed(changed.key.sign)), now=0.0)
@@ -133,7 +133,7 @@ def test_nobody_without_the_authoritys_key_changes_the_rights(field: str) -> Non
 @pytest.mark.parametrize(
     "settings", [{"text": "x" * 65}, {"n" * 33: 1}, dict.fromkeys("abcdefghijklmnopq", 1), {"lr": [1]}]
 )
-def test_settings_that_nobody_could_read_are_refused_at_once(settings: dict[str, Any]) -> None:
+def test_settings_that_cannot_be_read_are_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at most 16 settings"):
         INVITE.with_settings(settings)
 
@@ -141,7 +141,7 @@ def test_settings_that_nobody_could_read_are_refused_at_once(settings: dict[str,
 @pytest.mark.parametrize(
     "change", [{"entries": (OTHER,)}, {"settings": {"lr": 1}}, {"signature": b""}, {"access": "open"}]
 )
-def test_nobody_without_the_invitation_changes_the_rest(change: dict[str, Any]) -> None:
+def test_only_the_invitations_key_changes_the_rest(change: dict[str, Any]) -> None:
     with pytest.raises(InviteError, match="tampered"):
         Invite.parse(repacked(INVITE, **change), now=0.0)
 

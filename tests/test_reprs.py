@@ -127,7 +127,7 @@ def test_functions_are_called_by_their_names() -> None:
     assert name_of(torch.nn.ReLU()) == "ReLU"
 
 
-def test_what_a_swarm_hands_out_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_returned_by_a_swarm_have_reprs(capsys: pytest.CaptureFixture[str]) -> None:
     with cs.create("reprs", options=cs.NetworkOptions(lan=False)) as swarm:
         model = torch.nn.Linear(2, 2)
         optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), 0.1), target_batch_size=64)

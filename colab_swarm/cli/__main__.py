@@ -298,9 +298,11 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from colab_swarm.swarm.doctor import run_doctor
+    from colab_swarm.swarm.doctor import doctor
 
-    if not run_doctor(options.invite, size=options.size, target_batch_size=options.target_batch_size):
+    found = doctor(options.invite, model=options.size, target_batch_size=options.target_batch_size)
+    print(found)
+    if not found.ready:
         sys.exit(1)
 
 

@@ -30,6 +30,7 @@ from colab_swarm.swarm import joining
 
 if TYPE_CHECKING:
     from colab_swarm.notebook.panel import Panel
+    from colab_swarm.snapshot import PeerRow
     from colab_swarm.swarm.swarm import Swarm
 
 PORT = 8421
@@ -54,28 +55,11 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Pupil:
-    """A row of the roster.
-
-    Attributes:
-        name: the animal.
-        here: whether a peer of this name trains now.
-        step: its global step.
-        samples_per_s: its speed.
-    """
-
-    name: str
-    here: bool
-    step: int
-    samples_per_s: float
-
-
-@dataclass(frozen=True)
 class BoardSnapshot:
-    """What the board shows: the address to write down, and the roster in order of arrival."""
+    """What the board shows: the address to write down, and pupils in order of arrival; None if one does not train."""
 
     address: str
-    pupils: tuple[Pupil, ...]
+    pupils: tuple[tuple[str, PeerRow | None], ...]
     closed: bool
 
 
@@ -117,13 +101,7 @@ class Board:
         with self._lock:
             names = list(self._names.values())
         training = {row.name: row for row in self.swarm.snapshot().peers}
-        pupils = []
-        for name in names:
-            row = training.get(name)
-            pupils.append(
-                Pupil(name, row is not None, row.step if row else 0, row.samples_per_s if row else 0.0)
-            )
-        return BoardSnapshot(self.address, tuple(pupils), self.closed)
+        return BoardSnapshot(self.address, tuple((name, training.get(name)) for name in names), self.closed)
 
     def panel(self) -> Panel[BoardSnapshot]:
         """Return a live view of the board."""
@@ -247,24 +225,24 @@ def _listen(board: Board, port: int) -> ThreadingHTTPServer:
 
 def summary(snapshot: BoardSnapshot) -> str:
     """Return the board in one line."""
-    here = sum(pupil.here for pupil in snapshot.pupils)
+    here = sum(row is not None for _, row in snapshot.pupils)
     state = "closed" if snapshot.closed else f"join at {snapshot.address}"
     return f"{state}; {here} of {markup.count(len(snapshot.pupils), 'animal')} training"
 
 
-def _doing(pupil: Pupil) -> str:
-    return f"step {pupil.step}, {pupil.samples_per_s:.1f} samples/s" if pupil.here else "not here"
+def _doing(row: PeerRow | None) -> str:
+    return "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
 
 
 def render_text(snapshot: BoardSnapshot) -> str:
     """Return the board as text."""
-    rows = [f"  {pupil.name:<12}{_doing(pupil)}" for pupil in snapshot.pupils]
+    rows = [f"  {name:<12}{_doing(row)}" for name, row in snapshot.pupils]
     return "\n".join([summary(snapshot), *rows])
 
 
 def render_html(snapshot: BoardSnapshot) -> str:
     """Return the board as HTML, large enough for the last row of the room."""
-    rows = ((markup.text(pupil.name), _doing(pupil)) for pupil in snapshot.pupils)
+    rows = ((markup.text(name), _doing(row)) for name, row in snapshot.pupils)
     address = f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.address)}</p>'
     roster = theme.table(("animal", "does"), rows, label="roster")
     return theme.wrap(

@@ -205,13 +205,6 @@ def _needs_of(name: str, size: AlbertSize) -> Needs:
     )
 
 
-def run_doctor(invite: str | None, *, size: str | None, target_batch_size: int | None) -> bool:
-    """``colab-swarm doctor``: print the diagnosis; return True if no light is red."""
-    diagnosis = doctor(invite, model=size, target_batch_size=target_batch_size)
-    print(diagnosis)
-    return diagnosis.ready
-
-
 @dataclass(frozen=True)
 class Trainers:
     """The other trainers' speeds, samples/s, and their settings as far as they are known."""

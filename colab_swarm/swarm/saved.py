@@ -180,10 +180,6 @@ class SavedPeer(msgspec.Struct, frozen=True):
         return f"SavedPeer({self.name} of {self.run})"  # and no secret
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
 def read_saved(folder: Path) -> SavedPeer | None:
     """Read the peer that a folder saves; None if there is none.
 
@@ -193,14 +189,15 @@ def read_saved(folder: Path) -> SavedPeer | None:
     path = folder / "peer.json"
     try:
         data = path.read_bytes()
-        if msgspec.json.decode(data, type=_Version).version > VERSION:
+        header = msgspec.json.decode(data)
+        if isinstance(header, dict) and header.get("version", 0) > VERSION:
             raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
         saved = msgspec.json.decode(data, type=SavedPeer)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(folder, error) from error
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise damaged(folder) from error
     if not (folder / "identity.key").exists():
         raise StateError(

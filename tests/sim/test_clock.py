@@ -67,7 +67,7 @@ def test_a_function_in_an_executor_takes_no_virtual_time_and_runs_at_once() -> N
     assert run_virtual(main()) == (threading.get_ident(), 0.0)
 
 
-def test_the_error_of_a_function_in_an_executor_reaches_who_awaits_it() -> None:
+def test_the_error_of_a_function_in_an_executor_reaches_the_awaiting_task() -> None:
     async def main() -> None:
         await asyncio.to_thread(int, "x")
 

@@ -12,7 +12,7 @@ from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, run_virt
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
 
-def test_a_crash_breaks_calls_in_flight_and_tells_the_listeners() -> None:
+def test_a_crash_breaks_calls_in_flight_and_calls_the_listeners() -> None:
     async def main() -> tuple[list[PeerId], PeerId, list[ScriptedFault]]:
         network, alice, bob = pair()
         bob.serve(Ask, forever)
@@ -145,7 +145,7 @@ def test_a_fault_that_waits_for_a_reply_leaves_the_caller_without_it() -> None:
     assert run_virtual(main()) == 1
 
 
-def test_who_runs_a_peer_is_told_of_its_crash_but_not_of_its_leaving() -> None:
+def test_down_callbacks_run_on_a_crash_but_not_on_leaving() -> None:
     async def main() -> list[str]:
         network, alice, bob = pair()
         told: list[str] = []
@@ -193,7 +193,7 @@ def test_latency_and_bandwidth_of_all_change_by_a_factor() -> None:
     assert all_s - latency_s == pytest.approx(2 * 100 * 8 / 800, rel=0.1)  # about 100 bytes, there and back
 
 
-def test_what_is_scripted_for_a_time_is_told_before_it_happens() -> None:
+def test_a_scheduled_fault_is_listed_before_it_happens() -> None:
     async def main() -> None:
         network, *_ = pair()
         network.at(3.0).crash("bob")

@@ -48,7 +48,7 @@ def test_a_refused_call_says_why(message: Message, code: str) -> None:
     assert run_virtual(main()) == code
 
 
-def test_a_role_is_refused_what_it_may_not() -> None:
+def test_calls_above_a_peers_role_are_refused() -> None:
     async def main() -> None:
         network = SimNetwork(seed=1)
         alice, bob = network.peer("alice", role=Role.VIEWER), network.peer("bob")
@@ -66,7 +66,7 @@ def test_a_role_is_refused_what_it_may_not() -> None:
     run_virtual(main())
 
 
-def test_a_peer_may_ask_all_of_itself_and_workers_may_ask_workers() -> None:
+def test_a_peer_may_call_itself_and_workers_may_call_workers() -> None:
     async def main() -> None:
         _, alice, bob = pair()
         bob.serve(Ask, double, role=Role.AUTHORITY)
@@ -170,7 +170,7 @@ def test_a_stranger_without_address_is_unreachable() -> None:
         run_virtual(main())
 
 
-def test_somebody_else_at_the_address_is_the_wrong_peer() -> None:
+def test_another_peer_at_the_address_is_the_wrong_peer() -> None:
     async def main() -> None:
         _, alice, bob = pair()
         nobody = PeerId(bytes(32))

@@ -178,7 +178,7 @@ def test_a_stream_to_oneself_works() -> None:
     assert run_virtual(main()) == Tell(4)
 
 
-def test_who_leaves_a_stream_unread_does_not_hold_its_sender_up() -> None:
+def test_an_unread_stream_that_is_left_does_not_block_its_sender() -> None:
     async def look_away(opening: Ask, stream: Stream) -> None:
         pass
 

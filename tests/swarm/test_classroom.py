@@ -1,4 +1,4 @@
-"""The board of a class: who asks gets the run and an animal, and the roster tells who is there."""
+"""The board of a class: a pupil gets the run and an animal, and the roster shows who trains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import JoinError
+from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm import classroom
 
 ALONE = cs.NetworkOptions(lan=False)
@@ -23,20 +24,20 @@ def board() -> Iterator[classroom.Board]:
         board.close()
 
 
-def test_no_two_pupils_have_the_same_animal() -> None:
+def test_every_pupil_has_another_animal() -> None:
     names = [classroom.animal(place) for place in range(classroom.MAX_PUPILS)]
     assert len(set(names)) == classroom.MAX_PUPILS
     assert names[0] == "otter" and names[len(classroom.ANIMALS)] == "otter-2"
 
 
-def test_who_asks_again_keeps_the_animal(board: classroom.Board) -> None:
+def test_the_same_process_keeps_its_animal(board: classroom.Board) -> None:
     first, second = board.welcome("one"), board.welcome("two")
     assert first is not None and second is not None
     assert (first.name, second.name) == ("otter", "fox")
     assert board.welcome("one") == first
 
 
-def test_a_full_room_lets_nobody_in(board: classroom.Board) -> None:
+def test_a_full_room_admits_no_more_pupils(board: classroom.Board) -> None:
     for number in range(classroom.MAX_PUPILS):
         assert board.welcome(str(number)) is not None
     assert board.welcome("late") is None and board.welcome("0") is not None
@@ -44,7 +45,7 @@ def test_a_full_room_lets_nobody_in(board: classroom.Board) -> None:
         urlopen(f"http://{board.address}/late", timeout=5)
 
 
-def test_the_line_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
+def test_the_address_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
     assert len(board.address) <= len("255.255.255.255:65535")
     pupil = classroom.join(board.address)
     assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
@@ -52,7 +53,7 @@ def test_the_line_on_the_board_leads_into_the_run(board: classroom.Board) -> Non
     pupil.leave()
 
 
-def test_the_cell_that_opens_the_board_may_be_run_again(board: classroom.Board) -> None:
+def test_the_cell_that_opens_the_board_can_be_run_again(board: classroom.Board) -> None:
     assert classroom.open_board(board.swarm, port=0) is board
     board.close()
     again = classroom.open_board(board.swarm, port=0)
@@ -60,13 +61,13 @@ def test_the_cell_that_opens_the_board_may_be_run_again(board: classroom.Board) 
     again.close()
 
 
-@pytest.mark.parametrize("line", ["", "192.168.1.10:8421/elsewhere", "http://192.168.1.10"])
-def test_a_mistyped_line_is_said_to_be_one(line: str) -> None:
+@pytest.mark.parametrize("address", ["", "192.168.1.10:8421/elsewhere", "http://192.168.1.10"])
+def test_a_mistyped_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="looks like 192"):
-        classroom.call_board(line)
+        classroom.call_board(address)
 
 
-def test_where_no_board_is_the_error_says_what_to_look_at(board: classroom.Board) -> None:
+def test_an_address_without_a_board_is_an_error_that_says_what_to_check(board: classroom.Board) -> None:
     board.close()
     with pytest.raises(JoinError, match="same Wi-Fi"):
         classroom.call_board(board.address)
@@ -80,8 +81,11 @@ def test_a_run_with_invitations_has_no_board() -> None:
         classroom.Board(swarm, port=0)
 
 
-def test_the_roster_tells_who_trains_and_who_does_not() -> None:
-    pupils = (classroom.Pupil("otter", True, 7, 12.34), classroom.Pupil("fox", False, 0, 0.0))
+def test_the_roster_shows_which_pupils_train() -> None:
+    row = PeerRow(
+        "otter", "a1a1a1a1", "trainer", step=7, samples_per_s=12.34, samples=0.0, reachable=True, me=False
+    )
+    pupils = (("otter", row), ("fox", None))
     snapshot = classroom.BoardSnapshot("192.168.1.10:8421", pupils, closed=False)
     assert classroom.summary(snapshot) == "join at 192.168.1.10:8421; 1 of 2 animals training"
     text, html = classroom.render_text(snapshot), classroom.render_html(snapshot)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import colab_swarm as cs
+from colab_swarm.cli.__main__ import main
 from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, UplinkFacts
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, Subject, best, doctor, run_doctor, with_settings
+from colab_swarm.swarm.doctor import Diagnosis, Subject, best, doctor, with_settings
 
 
 class Net(torch.nn.Module):
@@ -61,7 +62,7 @@ def test_a_diagnosis_is_text_html_and_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_shows_what_it_wants_of_memory() -> None:
+def test_a_size_shows_the_memory_it_needs() -> None:
     assert "For ALBERT-tiny at 64 tokens" in texts(doctor(model="tiny"))["compute"]
 
 
@@ -104,7 +105,7 @@ def test_a_swarm_that_compresses_much_is_predicted_too(
     assert work is not None and work.value_bytes == pytest.approx(value_bytes, rel=0.06)
 
 
-def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told() -> None:
+def test_a_model_without_data_or_an_unknown_codec_or_size_is_refused() -> None:
     with pytest.raises(ValueError, match="batches"):
         doctor(model=Net())
     with pytest.raises(ValueError, match="float16"):
@@ -113,12 +114,15 @@ def test_a_model_without_its_data_or_an_unknown_codec_or_size_is_a_mistake_told(
         doctor(model="huge")
 
 
-def test_the_command_prints_and_tells_whether_all_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not run_doctor("swarm://mistyped#AAAA", size=None, target_batch_size=None)
+def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["doctor", "swarm://mistyped#AAAA"])
     assert "✖ swarm" in capsys.readouterr().out
 
 
-def test_the_invitation_suggests_what_the_user_left_open() -> None:
+def test_settings_of_the_invitation_fill_in_what_the_user_left_open() -> None:
     suggested = {"target_batch_size": 512, "compression": "int8"}
     assert with_settings(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
     assert with_settings(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
@@ -129,7 +133,7 @@ def test_the_invitation_suggests_what_the_user_left_open() -> None:
     assert with_settings(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
 
 
-def test_the_own_line_is_the_fastest_of_the_tests() -> None:
+def test_the_own_uplink_is_the_fastest_of_the_tests() -> None:
     found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
     assert best(found) == UplinkFacts(5e6, 9e6, 0.2)
     assert best([]) is None

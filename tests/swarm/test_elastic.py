@@ -35,7 +35,7 @@ def train(scheduler: Scheduler) -> dict[str, Any]:
         return simulation.run(loop)
 
 
-def test_who_need_not_wait_for_all_is_faster_and_the_meter_shows_how_far_off() -> None:
+def test_a_peer_that_does_not_wait_for_all_is_faster_and_the_meter_shows_its_distance() -> None:
     waiting, going_on = train(Synchronous())["alice"], train(NormBounded(0.3))["alice"]
     assert going_on[0] < 0.8 * waiting[0]
     assert max(waiting[3]) == 0.0 < max(going_on[3])

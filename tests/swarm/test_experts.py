@@ -84,7 +84,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
     return loss.item()
 
 
-def test_a_user_s_own_mistakes_raise_at_once_and_say_how_to_mend_them(alice: Swarm, tmp_path: Path) -> None:
+def test_a_users_own_mistakes_raise_at_once_and_say_how_to_fix_them(alice: Swarm, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="letters, digits"):
         alice.mixture_of_experts("not a name", DIM, grid=GRID)
     with pytest.raises(ValueError, match="1 to 4 dimensions"):

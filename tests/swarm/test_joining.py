@@ -41,7 +41,7 @@ class Agent:
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
+def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
     interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, there = Agent(), asyncio.Event()
@@ -79,7 +79,7 @@ def test_a_peer_that_comes_no_further_than_its_tunnel_leaves_nothing_open(
     run(main())
 
 
-def test_creating_a_run_again_with_its_key_file_gives_the_same_swarm(tmp_path: Path) -> None:
+def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path: Path) -> None:
     options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "key")
     with cs.create("my-run", options=options) as swarm:
         assert cs.create("my-run", options=options) is swarm
@@ -104,7 +104,9 @@ def test_a_clock_that_is_far_off_is_named_as_the_reason(
     run(main())
 
 
-def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("colab_swarm.net.tunnels.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
@@ -113,7 +115,9 @@ def test_the_tunnels_library_is_missed_before_its_token_is_asked_for(monkeypatch
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_a_peer_that_is_open_but_not_kept_is_not_returned_for_its_folder(began: bool, tmp_path: Path) -> None:
+def test_a_peer_that_is_open_but_not_saved_is_not_returned_for_its_folder(
+    began: bool, tmp_path: Path
+) -> None:
     options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
     with cs.create("test-run", options=options if began else ALONE) as alice:
         invitation = alice.invite()

@@ -58,7 +58,7 @@ def linked(one: Swarm, other: Swarm) -> bool:
     return other.id in one.services.peers.linked()
 
 
-def test_an_allowlist_lets_in_whom_it_names_and_tells_others_what_to_do(
+def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
     hub: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow = cs.Allowlist(organisations=("Bengali",))
@@ -89,7 +89,7 @@ def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -
             cs.join(invite, peer_name="carol", options=QUIET)
 
 
-def test_a_revoked_peer_is_out_everywhere_and_so_is_who_came_by_a_revoked_invitation() -> None:
+def test_a_revoked_peer_is_out_everywhere_as_are_peers_of_a_revoked_invitation() -> None:
     with cs.create("out", options=QUIET) as swarm:
         invite = swarm.invite()
         bob = cs.join(invite, peer_name="bob", options=QUIET)

@@ -51,7 +51,7 @@ def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
 @pytest.mark.parametrize(
     ("fault", "told"), [("crash", "bob is gone: "), ("partition", "the round waits for bob, silent for ")]
 )
-def test_a_peer_that_is_missing_is_named_in_the_log_within_five_seconds(fault: str, told: str) -> None:
+def test_a_missing_peer_is_named_in_the_log_within_five_seconds(fault: str, told: str) -> None:
     logs: list[str] = []
 
     def until_bob_is_missed(swarm: Swarm) -> None:
@@ -86,7 +86,7 @@ TRAINER = """
 
 
 @pytest.mark.slow
-def test_who_only_assists_sees_who_trains() -> None:
+def test_a_reducer_sees_the_trainers() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
         alice.serve_as_reducer()
         with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
@@ -158,7 +158,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert idle == (0.0, 0.0)
 
 
-def test_what_takes_long_is_read_aside_once_in_a_while_and_a_failure_keeps_the_last() -> None:
+def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
     go_on, readings = threading.Semaphore(0), iter([1, 2])
     done = threading.Semaphore(0)
 
@@ -187,7 +187,7 @@ def test_what_takes_long_is_read_aside_once_in_a_while_and_a_failure_keeps_the_l
     assert background.look(81.0) == 2
 
 
-def test_a_loss_that_two_services_tell_is_one_line() -> None:
+def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
     first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
     events: list[Event] = [first, again, other, later]

@@ -38,7 +38,7 @@ def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:
     assert mine == [False] and not gate.closed
 
 
-def test_who_waits_goes_on_soon_after_it_opens() -> None:
+def test_a_waiting_task_continues_soon_after_the_gate_opens() -> None:
     async def main() -> float:
         gate = PauseGate()
         gate.hold()
@@ -68,7 +68,7 @@ def pause_after_five_steps(swarm: Swarm, pause_s: float) -> tuple[int, int]:
     return before, optimizer.global_step
 
 
-def test_others_go_on_without_a_paused_peer_and_it_catches_up() -> None:
+def test_other_peers_continue_without_a_paused_peer_and_it_catches_up() -> None:
     with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as simulation:
         first, *others = simulation.swarms
 
@@ -84,7 +84,7 @@ def test_others_go_on_without_a_paused_peer_and_it_catches_up() -> None:
     assert len({results[other][1] for other in others}) == 1
 
 
-def test_a_newcomer_gets_its_state_from_a_swarm_that_is_paused() -> None:
+def test_a_late_joiner_gets_its_state_from_a_paused_swarm() -> None:
     with cs.simulate(2, network="lan", seed=1, samples_per_s=10.0) as simulation:
         alice, bob = simulation.swarms
 

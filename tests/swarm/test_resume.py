@@ -74,7 +74,7 @@ def test_a_membership_outlives_the_invitation(
         assert alice.id in bob.services.peers.linked()
 
 
-def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_path: Path) -> None:
+def test_the_owner_comes_back_as_the_authority_and_finds_the_others(tmp_path: Path) -> None:
     began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
     with cs.join(began.invite(), peer_name="bob") as bob:
         began.leave()
@@ -85,7 +85,7 @@ def test_who_began_the_run_comes_back_as_its_authority_and_finds_the_others(tmp_
                 assert carol.run_id == began.run_id
 
 
-def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path: Path) -> None:
+def test_old_invitations_work_when_the_owner_is_back(tmp_path: Path) -> None:
     began = cs.create("test-run", state_dir=tmp_path / "alice")
     invitation = began.invite()
     began.leave()
@@ -93,7 +93,7 @@ def test_invitations_of_before_are_good_when_who_began_the_run_is_back(tmp_path:
         assert alice.id in bob.services.peers.linked()
 
 
-def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: Path) -> None:
+def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path: Path) -> None:
     began = cs.create("test-run", state_dir=tmp_path / "alice")
     port = began.context.require_network().node.port
     began.leave()
@@ -105,13 +105,13 @@ def test_a_port_that_somebody_else_has_now_is_no_reason_to_stay_away(tmp_path: P
             assert alice.contact.addresses and alice.context.require_network().node.port != port
 
 
-def test_a_folder_of_a_member_does_not_begin_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
+def test_a_folder_of_a_member_does_not_create_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
     with cs.join(alice.invite(), state_dir=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
         cs.create("test-run", state_dir=tmp_path / "bob")
 
 
 @pytest.mark.slow
-def test_who_began_the_run_goes_on_alone_if_nobody_is_there(tmp_path: Path) -> None:
+def test_the_owner_continues_alone_if_no_peer_is_online(tmp_path: Path) -> None:
     began = cs.create("test-run", state_dir=tmp_path / "alice")
     cs.join(began.invite(), state_dir=tmp_path / "bob").leave()
     first = train_alone(began, 3)
@@ -123,7 +123,7 @@ def test_who_began_the_run_goes_on_alone_if_nobody_is_there(tmp_path: Path) -> N
         assert alice.contact.addresses
 
 
-def test_a_member_that_reaches_nobody_says_what_to_do(tmp_path: Path) -> None:
+def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
         cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
     with pytest.raises(JoinError, match="Ask for a new invitation"):
@@ -141,12 +141,12 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
 
 
-def test_a_folder_that_keeps_nobody_says_how_to_begin(tmp_path: Path) -> None:
+def test_a_folder_without_a_peer_says_how_to_start(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
         resume(tmp_path)
 
 
-def test_another_model_is_refused_with_the_place_of_the_kept_one(alice: Swarm, tmp_path: Path) -> None:
+def test_another_model_is_refused_with_the_path_of_the_saved_one(alice: Swarm, tmp_path: Path) -> None:
     train_alone(alice, 1)
     alice.leave()
     with resume(tmp_path / "alice") as again:
@@ -156,7 +156,7 @@ def test_another_model_is_refused_with_the_place_of_the_kept_one(alice: Swarm, t
 
 
 @pytest.mark.slow
-def test_progress_kept_here_is_taken_up_by_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
+def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
     """All are gone; a newcomer begins anew, and the one that kept something brings it back."""
     net = train_alone(alice, 6)
     alice.leave()
@@ -170,7 +170,7 @@ def test_progress_kept_here_is_taken_up_by_a_swarm_that_lost_it(alice: Swarm, tm
         torch.testing.assert_close(parameters_of(theirs), parameters_of(net))
 
 
-def test_whoever_joins_is_kept_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_peer_is_saved_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LOOK_S", 0.01)
     with cs.create("test-run", state_dir=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
         deadline = time.monotonic() + 20
@@ -280,7 +280,7 @@ def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
         assert join_training(again, model()).global_step == optimizer.global_step
 
 
-def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
+def test_resuming_waits_for_a_peer_that_still_leaves(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
@@ -308,7 +308,7 @@ def test_who_resumes_while_the_peer_still_leaves_waits_for_it(
         leaving.join()
 
 
-def test_a_kernel_that_nobody_uses_leaves_too(alice: Swarm) -> None:
+def test_an_idle_kernel_leaves_too(alice: Swarm) -> None:
     join_training(alice, model())
     alice.session.begin(SessionClock("Binder", alice.runtime.time(), 0.3, leave_before_s=0.2))
     deadline = time.monotonic() + 20

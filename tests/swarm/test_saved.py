@@ -70,7 +70,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
 
 
-def test_a_tunnels_token_is_not_kept() -> None:
+def test_a_tunnels_token_is_not_saved() -> None:
     options = NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
     saved = options.to_saved()
     assert saved["tunnel"] == "ngrok" and "secret" not in str(saved) and saved["identity"] is None
@@ -85,7 +85,7 @@ def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path
     assert saved.contacts[:2] == (contact(200), contact(2))
 
 
-def test_a_folder_that_vanished_and_was_made_anew_is_noticed(tmp_path: Path) -> None:
+def test_a_folder_that_vanished_and_was_recreated_is_noticed(tmp_path: Path) -> None:
     store = stored_in(tmp_path / "drive")
     (tmp_path / "drive").rename(tmp_path / "unmounted")
     store.checkpoints("model").mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "in-use.json").exists()
 
 
-def test_a_folder_without_a_peer_keeps_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_peer_saves_none(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_bytes(b"x")
     assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
 
@@ -184,7 +184,7 @@ def test_a_second_swarm_of_this_process_is_refused(tmp_path: Path) -> None:
     FolderLock(tmp_path).take()
 
 
-def test_a_living_process_is_not_robbed_and_a_dead_one_is(tmp_path: Path) -> None:
+def test_a_living_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     began = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19]
     occupy(tmp_path, Occupant(socket.gethostname(), sleeper.pid, began, time.time() - 10 * STALE_S))
@@ -197,7 +197,7 @@ def test_a_living_process_is_not_robbed_and_a_dead_one_is(tmp_path: Path) -> Non
     FolderLock(tmp_path).take()
 
 
-def test_of_two_who_find_a_folder_left_behind_the_last_one_has_it(
+def test_of_two_processes_that_find_an_abandoned_folder_the_last_one_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "in-use.json"
@@ -214,7 +214,7 @@ def test_a_later_process_of_the_same_number_is_not_the_one_that_has_it(tmp_path:
     FolderLock(tmp_path).take()
 
 
-def test_another_machine_has_it_until_its_signs_of_life_stop(tmp_path: Path) -> None:
+def test_another_machine_has_the_folder_until_its_heartbeats_stop(tmp_path: Path) -> None:
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - STALE_S / 2))
     with pytest.raises(StateError, match=r"on elsewhere.*try again in 3 minutes"):
         FolderLock(tmp_path).take()
@@ -222,7 +222,7 @@ def test_another_machine_has_it_until_its_signs_of_life_stop(tmp_path: Path) -> 
     FolderLock(tmp_path).take()
 
 
-def test_who_was_silent_for_too_long_notices_that_the_folder_was_taken(tmp_path: Path) -> None:
+def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_path: Path) -> None:
     store = stored_in(tmp_path)
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time()))
     with pytest.raises(StateError, match="elsewhere"):

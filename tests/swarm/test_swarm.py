@@ -62,7 +62,7 @@ def test_two_peers_find_each_other_and_leave_without_a_trace(alice: Swarm) -> No
     gc.collect()
 
 
-def test_joining_again_gives_the_same_swarm_and_another_name_another_peer(alice: Swarm) -> None:
+def test_joining_again_returns_the_same_swarm_and_another_name_another_peer(alice: Swarm) -> None:
     invite = alice.invite()
     with cs.join(invite, peer_name="bob") as bob, cs.join(invite, peer_name="carol") as carol:
         assert cs.join(invite, peer_name="bob") is bob and carol is not bob
@@ -73,7 +73,7 @@ def test_a_name_that_cannot_be_one_raises_at_once() -> None:
         cs.create("My Run!")
 
 
-def test_an_invitation_nobody_answers_says_what_was_tried() -> None:
+def test_an_invitation_without_an_answering_peer_says_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ws://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(
@@ -87,14 +87,14 @@ def test_a_mistyped_invitation_says_so() -> None:
         cs.join("swarm://test-run#AZabcdefgh")
 
 
-def test_somebody_else_at_the_address_is_refused(alice: Swarm) -> None:
+def test_another_peer_at_the_address_is_refused(alice: Swarm) -> None:
     address = alice.contact.addresses[0]
     with pytest.raises(JoinError, match="reached"):
         wrong = Invite(alice.run_id, (Contact(PeerId(b"x" * 32), (address,)),), time.time() + 60)
         cs.join(str(wrong), peer_name="bob")
 
 
-def test_a_peer_that_nobody_can_dial_cannot_invite() -> None:
+def test_a_peer_that_cannot_be_dialled_cannot_invite() -> None:
     with (
         cs.create("test-run", options=NetworkOptions(listen=False)) as swarm,
         pytest.raises(JoinError, match="backbone"),
@@ -171,7 +171,7 @@ def test_an_invitation_says_how_often_it_can_be_used(alice: Swarm) -> None:
     assert "3 times" in alice.invite(uses=3).described()
 
 
-def test_a_viewer_is_told_before_it_computes_a_gradient(alice: Swarm) -> None:
+def test_a_viewer_is_refused_before_it_computes_a_gradient(alice: Swarm) -> None:
     with cs.join(alice.invite(role="viewer"), peer_name="bob") as bob:
         sgd = torch.optim.SGD(model().parameters(), lr=0.1)
         with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):

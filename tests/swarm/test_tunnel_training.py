@@ -56,7 +56,7 @@ class RoundsOfTwo:
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_the_tunnels_agent_is_killed_three_times(
+def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tunnelled = cs.NetworkOptions(

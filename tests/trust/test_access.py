@@ -69,7 +69,7 @@ def joining(name: str, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("access", ["open", "invite"])
-def test_who_was_invited_takes_part_and_invites_others(access: Access) -> None:
+def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> None:
     async def main() -> None:
         async with (
             peer(identity("authority"), found(access=access)) as authority,
@@ -83,7 +83,7 @@ def test_who_was_invited_takes_part_and_invites_others(access: Access) -> None:
     run(main())
 
 
-def test_a_closed_run_is_closed_to_whoever_has_no_invitation() -> None:
+def test_a_closed_run_admits_no_peer_without_an_invitation() -> None:
     async def main() -> None:
         async with (
             peer(identity("authority"), found()) as authority,
@@ -119,7 +119,7 @@ def test_a_counted_invitation_leads_to_the_authority_and_gives_its_role() -> Non
     run(main())
 
 
-def test_an_invitation_that_nobody_could_use_is_not_made() -> None:
+def test_an_unusable_invitation_is_not_made() -> None:
     async def main() -> None:
         async with peer(identity("authority"), found(), listen=False) as authority:
             with pytest.raises(JoinError, match="start one on any machine"):
@@ -141,14 +141,14 @@ def test_an_open_run_has_no_roles() -> None:
     run(main())
 
 
-def test_an_authority_restarted_from_its_key_file_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_an_authority_restarted_from_its_key_file_continues_its_run(tmp_path: Path) -> None:
     first = found(key_file=tmp_path / "key")
     assert found(key_file=tmp_path / "key").run_id == first.run_id
     with pytest.raises(ValueError, match="is the key of the run 'my-run': use another file for 'other'"):
         found("other", key_file=tmp_path / "key")
 
 
-def test_what_cannot_be_founded_says_why() -> None:
+def test_a_run_that_cannot_be_created_says_why() -> None:
     with pytest.raises(ValueError, match="no run name"):
         found("My Run")
     with pytest.raises(ValueError, match="need each other"):

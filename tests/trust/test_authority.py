@@ -49,7 +49,7 @@ def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_new_on
     run(main())
 
 
-def test_the_text_of_an_invitation_is_all_that_a_newcomer_needs() -> None:
+def test_the_text_of_an_invitation_is_all_that_a_new_peer_needs() -> None:
     async def main() -> None:
         async with run_with("alice") as (here, (authority, alice)):
             issued = Invite.issue(
@@ -64,7 +64,7 @@ def test_the_text_of_an_invitation_is_all_that_a_newcomer_needs() -> None:
     run(main())
 
 
-def test_an_invitation_for_nobody_is_not_made() -> None:
+def test_an_invitation_for_no_peer_is_not_made() -> None:
     async def main() -> None:
         async with run_with() as (here, _):
             for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
@@ -87,7 +87,7 @@ def test_a_viewer_cannot_send_gradients() -> None:
     run(main())
 
 
-def test_a_counted_invitation_admits_so_many_and_tells_the_next() -> None:
+def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> None:
     async def main() -> None:
         async with run_with("alice") as (here, (_, alice)):
             invitation = here.invite(uses=1)
@@ -118,7 +118,7 @@ def test_a_counted_invitation_needs_the_organizer() -> None:
     run(main())
 
 
-def test_a_proof_of_somebody_else_is_refused() -> None:
+def test_a_proof_of_another_peer_is_refused() -> None:
     async def main() -> None:
         async with run_with("alice") as (here, (authority, alice)):
             proof = alice.member._admission.membership
@@ -152,7 +152,7 @@ async def stand_in_hub(token: str) -> Account | None:
 BY_NAME = AuthoritySettings(Allowlist(("alice",), ("neuropark",)), 4 * HOUR, 7 * 24 * HOUR, stand_in_hub)
 
 
-def test_users_and_members_of_organisations_on_the_list_are_let_in_for_four_hours() -> None:
+def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
     async def main() -> None:
         async with run_with(settings=BY_NAME) as (here, _):
             invitation = here.invite()
@@ -178,7 +178,9 @@ def test_the_token_is_in_no_repr() -> None:
         ("", "a peer without a name", "you gave no token", "set HF_TOKEN"),
     ],
 )
-def test_who_is_not_on_the_list_gets_four_lines_of_help(token: str, first: str, why: str, do: str) -> None:
+def test_an_account_that_is_not_listed_gets_four_lines_of_help(
+    token: str, first: str, why: str, do: str
+) -> None:
     async def main() -> None:
         async with run_with(settings=BY_NAME) as (here, _):
             with pytest.raises(JoinError) as error:
@@ -247,7 +249,7 @@ def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it
     run(main())
 
 
-def test_who_leaves_the_list_is_told_and_out_when_its_membership_ends() -> None:
+def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends() -> None:
     async def main() -> None:
         async with run_with(settings=BY_NAME) as (here, _):
             alice = await here.start("alice", here.invite(), "hf_alice")
@@ -272,7 +274,7 @@ def test_who_leaves_the_list_is_told_and_out_when_its_membership_ends() -> None:
     run(main())
 
 
-def test_a_clock_two_hours_off_is_told_with_the_fix() -> None:
+def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
     async def main() -> None:
         async with run_with("alice", "bob") as (here, _):
             clock = Clock()

@@ -31,7 +31,7 @@ def test_unlimited_invitations_are_not_written_down() -> None:
     assert all(AuthorityBook(RUN).use(grant(0), peer, now=NOW) for peer in (ALICE, BOB, CAROL))
 
 
-def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_the_book_survives_a_restart(tmp_path: Path) -> None:
     book = AuthorityBook(RUN, tmp_path / "me.key")
     book.use(grant(1), ALICE, now=NOW)
     book.revocations = b"list"
@@ -42,7 +42,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
     assert os.name != "posix" or (tmp_path / "me.key.authority").stat().st_mode & 0o077 == 0
 
 
-def test_a_run_has_its_id_before_anybody_has_joined(tmp_path: Path) -> None:
+def test_a_run_has_its_id_before_the_first_peer_joins(tmp_path: Path) -> None:
     AuthorityBook(RUN, tmp_path / "me.key")
     assert AuthorityBook("my-run-another", tmp_path / "me.key").run_id == RUN
 
@@ -54,7 +54,7 @@ def test_invitations_that_ended_are_forgotten() -> None:
     assert list(book._saved.used) == [(b"l" * 32).hex()]
 
 
-def test_a_spoilt_book_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_damaged_book_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "me.key.authority"
     path.write_bytes(b"{")
     with pytest.raises(ValueError, match="move it away to create a new run"):

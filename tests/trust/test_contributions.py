@@ -82,7 +82,7 @@ def test_the_only_reducer_is_credited_by_those_that_got_its_means() -> None:
     assert {one.peer: one.samples for one in found} == {peer(0): 8.0, peer(1): 4.0}
 
 
-def test_a_round_of_one_is_seen_by_nobody() -> None:
+def test_a_round_of_one_is_not_counted() -> None:
     assert leaderboard(tallies(group([8.0], [1.0]))) == ()
 
 
@@ -98,7 +98,7 @@ def test_a_lost_span_and_a_lost_contribution_earn_nothing() -> None:
     assert ledger.rows() == ()
 
 
-def test_nobody_credits_itself() -> None:
+def test_no_peer_credits_itself() -> None:
     ledger = ContributionLedger(peer(0))
     ledger.credit(peer(0), "units", 5)
     assert ledger.rows() == ()
@@ -108,12 +108,12 @@ def test_nobody_credits_itself() -> None:
     assert leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
 
 
-def test_a_line_of_the_leaderboard_says_what_there_is() -> None:
+def test_a_row_of_the_leaderboard_shows_all_amounts() -> None:
     shown = Contribution(PeerId(b"\xab" * 32), samples=12_345.6, units=3.0)
     assert repr(shown) == "Contribution(abababab, samples=12,346, units=3)"
 
 
-def test_saying_a_thing_twice_in_one_tally_counts_once() -> None:
+def test_a_peer_twice_in_one_tally_counts_once() -> None:
     row = TallyRow(peer(1), (1.0, 0.0, 0.0, 0.0, 0.0))
     assert leaderboard([ContributionTally(KEYS[0], b"", (row, row))])[0].samples == 1.0
 
@@ -148,7 +148,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES))
-def test_any_value_is_a_tally_or_passed_over(value: object) -> None:
+def test_any_value_is_a_tally_or_ignored(value: object) -> None:
     tally = _tally(Found(value, 0.0, id_of(KEYS[0])))
     assert tally is None or tally.key == KEYS[0]
 
@@ -163,7 +163,7 @@ def ledgers(members: list[Member], admissions: list[MembershipAdmission | None])
     ]
 
 
-def test_everybody_reads_the_same_leaderboard_which_outlives_a_restart() -> None:
+def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
     async def main() -> None:
         _, members = await swarm(4)
         services = ledgers(members, [None] * 4)
@@ -235,7 +235,7 @@ def test_only_what_members_wrote_counts() -> None:
     run_virtual(main())
 
 
-def test_who_publishes_its_tally_in_many_places_is_counted_once() -> None:
+def test_a_tally_published_under_many_keys_is_counted_once() -> None:
     async def main() -> None:
         _, members = await swarm(3)
         alice, bob, _ = services = ledgers(members, [None] * 3)

@@ -29,7 +29,7 @@ def test_a_self_signed_membership_is_renewed_at_once() -> None:
     assert RenewalPlan().due(own, now=NOW)
 
 
-def test_an_authority_that_is_away_is_asked_less_and_less_often_but_every_ten_minutes() -> None:
+def test_requests_to_an_absent_authority_become_rarer_but_happen_every_ten_minutes() -> None:
     plan, now, tries = RenewalPlan(), NOW + LIFE / 2, []
     while now < NOW + LIFE:
         if plan.due(HELD, now=now):
@@ -46,7 +46,7 @@ def test_the_token_is_in_no_repr() -> None:
     assert "hf_secret" not in repr(Credentials(GRANT, identity("link"), "hf_secret"))
 
 
-def test_a_membership_that_cannot_be_kept_is_an_event_and_is_tried_again() -> None:
+def test_a_membership_that_cannot_be_renewed_is_an_event_and_a_retry() -> None:
     def fail() -> float:
         raise ZeroDivisionError("a bug")
 

@@ -62,7 +62,7 @@ def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
     authority.watch.spread()
 
 
-def test_everybody_knows_within_a_minute() -> None:
+def test_all_peers_know_a_revocation_within_a_minute() -> None:
     async def main() -> None:
         _, found = await watchers(16)
         await asyncio.sleep(100.0)
@@ -76,7 +76,7 @@ def test_everybody_knows_within_a_minute() -> None:
     run_virtual(main())
 
 
-def test_a_peer_that_was_cut_off_learns_it_soon_after_its_return() -> None:
+def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
     async def main() -> None:
         network, found = await watchers(8)
         network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
@@ -162,7 +162,7 @@ def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None
     run(main())
 
 
-def test_a_revoked_invitation_spares_whom_the_authority_has_confirmed() -> None:
+def test_a_revoked_invitation_spares_peers_that_the_authority_has_confirmed() -> None:
     async def main() -> None:
         async with run_with() as (here, (authority,)):
             invitation = here.invite()
@@ -199,7 +199,7 @@ def test_the_authority_does_not_put_itself_out() -> None:
     run(main())
 
 
-def test_a_watch_that_fails_is_an_event_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_fails_emits_an_event_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail() -> None:
         raise ZeroDivisionError("a bug")
 
