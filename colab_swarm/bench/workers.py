@@ -23,8 +23,10 @@ from typing import Any, Self
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
     """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
-    where = f"{function.__module__}:{function.__name__}"
-    return [sys.executable, "-m", __name__, where, json.dumps(arguments)]
+    module = function.__module__
+    if module == "__main__":  # the child imports the module under its own name
+        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
+    return [sys.executable, "-m", __name__, f"{module}:{function.__name__}", json.dumps(arguments)]
 
 
 class Worker:
