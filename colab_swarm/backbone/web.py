@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
 from aiohttp import web
@@ -33,9 +33,15 @@ RATE_POINTS = 20
 """Steps over which a rate is taken."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
+<<<<<<< HEAD
 """For one visitor; see `colab_swarm.net.addresses`."""
 WIDTH, ROW, NAMES, SPEEDS, FIGURES = 760, 20, 140, 75, 285
 """Pixels: the page, the height of a row, the names before a row, the text behind a timeline and behind a round."""
+=======
+"""For one visitor; see `colab_swarm.net.visitors`."""
+WIDTH, ROW, NAMES, SPEEDS = 760, 20, 140, 75
+"""Pixels: the page, the height of a row, the names before a timeline, the speeds behind it."""
+>>>>>>> r-bench
 MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0
 CLASSES = {"trainer": "trainer", "catching up": "catching", "assistant": "assistant"}
 STYLE = """
@@ -43,8 +49,7 @@ svg polyline { stroke: var(--trainer); }
 .trainer { fill: var(--trainer); background: var(--trainer); }
 .catching { fill: var(--catching); background: var(--catching); }
 .assistant { fill: var(--assistant); background: var(--assistant); }
-.forming { fill: var(--forming); background: var(--forming); }
-.lost { fill: var(--lost); background: var(--lost); } svg .name { fill: var(--text); } svg .away { opacity: .55; }
+svg .name { fill: var(--text); } svg .away { opacity: .55; }
 """
 
 
@@ -167,7 +172,23 @@ def render_live(view: View) -> str:
                 f'<p class="warning">There are no trainers now. New trainers continue from the checkpoint of step '
                 f"{one.standing_in:,}.</p>"
             )
-        parts += [_figures(one, view.at), _timeline(one.peers, view.at), _waterfall(one.rounds)]
+        parts += [_figures(one, view.at), _timeline(one.peers, view.at)]
+        rounds = [
+            (
+                f"step {row.step:,}",
+                f"{row.contributors} of {count(row.peers, 'peer')}",
+                f"{row.forming_s:.2f} s",
+                f"{row.exchange_s:.2f} s",
+                f"{row.recovery_s:.2f} s"
+                + (f", {count(row.spans_lost, 'span')} lost" if row.spans_lost else ""),
+                f"{row.samples:,.0f}",
+                size(row.moved_bytes),
+            )
+            for row in reversed(one.rounds[-SHOWN_ROUNDS:])
+        ]
+        if rounds:
+            columns = ("", "contributed", "forming", "exchange", "recovery", "samples", "moved")
+            parts.append(card("Last rounds that the backbone reduced in", table(columns, rounds)))
     rows = [
         (
             text(f"{one.name} ({one.id[:8]})"),
@@ -238,7 +259,11 @@ def _timeline(peers: Sequence[PeerLine], now: float) -> str:
         for minutes in ticks(0, (now - begin) / 60, 6)
     ]
     more = f'<p class="soft">and {len(peers) - len(shown)} more</p>' if len(peers) > len(shown) else ""
-    return card(f"Peers {legend(CLASSES.items())}", _svg(bottom + 20, parts, "peers over time") + more)
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {bottom + 20}" width="100%" role="img" aria-label="peers over time" '
+        f'font-size="12">{"".join(parts)}</svg>'
+    )
+    return card(f"Peers {legend(CLASSES.items())}", svg + more)
 
 
 def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
@@ -248,7 +273,7 @@ def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
         width = max((span.until - start) * scale, 2.0)
         if span.until >= begin:
             bars.append(
-                f'<rect class="{CLASSES.get(span.role, "forming")}" x="{NAMES + (start - begin) * scale:.1f}" '
+                f'<rect class="{CLASSES.get(span.role, "trainer")}" x="{NAMES + (start - begin) * scale:.1f}" '
                 f'y="{y + 4}" width="{width:.1f}" height="{ROW - 8}" rx="2"><title>{text(span.role)}, '
                 f"{duration(span.until - span.since)}</title></rect>"
             )
@@ -257,39 +282,6 @@ def _line(line: PeerLine, y: int, begin: float, scale: float) -> str:
         f'<g class="{"here" if line.here else "away"}"><text class="name" x="0" y="{y + 14}">{text(line.name, 20)}'
         f"<title>{text(line.id)}</title></text>{''.join(bars)}"
         f'<text x="{WIDTH}" y="{y + 14}" text-anchor="end">{speed}</text></g>'
-    )
-
-
-def _waterfall(rounds: Sequence[RoundRow]) -> str:
-    """Return the last rounds, newest first: group formation, exchange with the reducers, recovery of lost spans."""
-    shown = list(reversed(rounds[-SHOWN_ROUNDS:]))
-    if not shown:
-        return ""
-    longest = max(one.forming_s + one.exchange_s + one.recovery_s for one in shown) or 1.0
-    rows, wide = [], WIDTH - NAMES - FIGURES
-    for y, one in enumerate(shown):
-        at, bars = float(NAMES), []
-        phases = {"forming": one.forming_s, "trainer": one.exchange_s, "lost": one.recovery_s}
-        for phase, seconds in phases.items():
-            width = wide * seconds / longest
-            bars.append(
-                f'<rect class="{phase}" x="{at:.1f}" y="{y * ROW + 4}" width="{width:.1f}" height="{ROW - 8}"/>'
-            )
-            at += width
-        lost = f", {count(one.spans_lost, 'span')} lost" if one.spans_lost else ""
-        rows.append(
-            f'<text class="name" x="0" y="{y * ROW + 14}">step {one.step:,}: {count(one.peers, "peer")}</text>'
-            f'{"".join(bars)}<text x="{at + 8:.0f}" y="{y * ROW + 14}">{sum(phases.values()):.2f} s, '
-            f"{one.samples:,.0f} samples, {size(one.moved_bytes)}{lost}</text>"
-        )
-    names = legend((("forming", "forming"), ("exchange", "trainer"), ("recovery", "lost")))
-    return card(f"Rounds that this peer took part in {names}", _svg(ROW * len(shown), rows, "last rounds"))
-
-
-def _svg(height: int, parts: Iterable[str], label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="{label}" font-size="12">'
-        f"{''.join(parts)}</svg>"
     )
 
 

@@ -186,30 +186,26 @@ def _count_wrong(values: Floats, group: Group, seeds: list[int], dead: list[int]
     return int((~right).sum())
 
 
-def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
+async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
     """Worker: a peer on the real network."""
-    asyncio.run(_average_as_peer(parent, seed, numel))
-
-
-async def _average_as_peer(parent: Parent, seed: int, numel: int) -> None:
     node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
     averager = Averager(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     parent.send(contact=msgspec.to_builtins(node.contact))
     while True:
-        task = await asyncio.to_thread(parent.receive)
+        task = await parent.wait()
         group = msgspec.convert(task["group"], Group)
         for member in group.members:
             node.learn(Contact(member.id, member.addresses))
         values, others = others, values  # other members may still read the vector of the last round
         values[:] = np.resize(pattern(seed), numel)
         parent.send()
-        await asyncio.to_thread(parent.receive)
+        await parent.wait()
         began, cpu_began = time.perf_counter(), time.process_time()
         result = await averager.average(group, values)
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         parent.send()  # a check at this moment would slow down the other members
-        await asyncio.to_thread(parent.receive)
+        await parent.wait()
         kept_local = sum(span.numel for span in result.kept_local)
         wrong = await asyncio.to_thread(_count_wrong, values, group, task["seeds"], task["dead"])
         parent.send(seconds=seconds, cpu_s=cpu_s, kept_local=kept_local, wrong=wrong)

@@ -122,18 +122,14 @@ async def store_and_get(dht: DHT, name: str, operations: int) -> int:
     return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
 
 
-def take_part(parent: Parent) -> None:
+async def take_part(parent: Parent) -> None:
     """Worker: a peer that measures at each message."""
-    asyncio.run(_take_part(parent))
-
-
-async def _take_part(parent: Parent) -> None:
     async with AsyncExitStack() as stack:
         node, dht = await start_node(stack)
         name = node.id.hex()
         parent.send(contact=msgspec.to_builtins(node.contact))
         while True:
-            match await asyncio.to_thread(parent.receive):
+            match await parent.wait():
                 case {"bootstrap": contact}:
                     await dht.bootstrap([msgspec.convert(contact, Contact)])
                     parent.send()

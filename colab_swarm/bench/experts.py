@@ -115,8 +115,9 @@ def _load(workers: list[Worker], *, seconds: float, **load: Any) -> CallRates:
     return CallRates(load["batch"] * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
 
 
-def call_experts(parent: Parent, host: str, address: str) -> None:
+async def call_experts(parent: Parent, host: str, address: str) -> None:
     """Worker: for each message, call experts without a pause and report the seconds of each call."""
+<<<<<<< HEAD
     asyncio.run(_call_experts(parent, host, address))
 
 
@@ -129,10 +130,12 @@ def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
 
 
 async def _call_experts(parent: Parent, host: str, address: str) -> None:
+=======
+>>>>>>> r-bench
     contact = Contact(PeerId(bytes.fromhex(host)), (address,))
     calls = calls_of(await Node.start(Identity(), NodeSettings(listen=False)), timeout_s=120.0)
     while True:
-        load = await asyncio.to_thread(parent.receive)
+        load = await parent.wait()
         began = time.perf_counter()
         took_s = await _carry(calls, contact, **load)
         parent.send(seconds=time.perf_counter() - began, took_s=took_s)
@@ -167,12 +170,8 @@ async def _carry(
     return took_s
 
 
-def serve_experts(parent: Parent) -> None:
+async def serve_experts(parent: Parent) -> None:
     """Worker: ``serve`` replaces the hosted experts, ``alone`` measures them without callers."""
-    asyncio.run(_serve_experts(parent))
-
-
-async def _serve_experts(parent: Parent) -> None:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
@@ -180,7 +179,7 @@ async def _serve_experts(parent: Parent) -> None:
     host = _Host(node)
     parent.send(id=node.id.hex(), address=node.contact.addresses[0])
     while True:
-        order = await asyncio.to_thread(parent.receive)
+        order = await parent.wait()
         if "serve" in order:
             await host.serve(**order["serve"])
             parent.send()

@@ -230,12 +230,8 @@ class CarrierEnd:
         self.writable.set()
 
 
-def serve(parent: Parent) -> None:
+async def serve(parent: Parent) -> None:
     """Worker: serve all three ways."""
-    asyncio.run(_serve(parent))
-
-
-async def _serve(parent: Parent) -> None:
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
     ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
@@ -248,7 +244,7 @@ async def _serve(parent: Parent) -> None:
         id=node.id.hex(),
         address=node.contact.addresses[0],
     )
-    await asyncio.to_thread(parent.receive)
+    await parent.wait()
 
 
 async def _serve_websocket(request: web.BaseRequest) -> web.StreamResponse:

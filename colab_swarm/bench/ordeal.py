@@ -137,7 +137,7 @@ def _train_among_kills(
         victims.start("backbone", command, *words["backbone"])
         facts: dict[str, Any] = {}
         while not {"invite", "dashboard"} <= facts.keys():
-            facts |= victims.messages.get(timeout=60)
+            facts |= victims.messages.get(timeout=120)
         print(f"  dashboard: {facts['dashboard']}", flush=True)
         peer = ["peer", facts["invite"], "--json-lines", "--no-lan", "--peer-name"]
         words["reducer"] = [*peer, "reducer", "--reduce-only"]
@@ -262,7 +262,7 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
         for number in range(HOSTS):
             victims.start(f"host-{number}", host_experts, invite, str(Path(folder) / f"host-{number}"))
         while sum("ready" in message for message in messages) < HOSTS:
-            messages.append(victims.messages.get(timeout=60))
+            messages.append(victims.messages.get(timeout=120))
         arguments = (victims, invite, Path(folder), kill_every_s, over)
         killer = threading.Thread(target=_kill_hosts, args=arguments)
         killer.start()

@@ -68,12 +68,8 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
     return Circuits(node, known, lambda: None, random.Random(0))
 
 
-def serve(parent: Parent, relay: dict[str, Any] | None) -> None:
+async def serve(parent: Parent, relay: dict[str, Any] | None) -> None:
     """Worker: the relay, or the process that receives through ``relay``."""
-    asyncio.run(_serve(parent, relay))
-
-
-async def _serve(parent: Parent, relay: dict[str, Any] | None) -> None:
     node = await Node.start(Identity(), LOOPBACK)
     node.serve(UsageQuery, _on_usage_query)
     addresses = node.contact.addresses
@@ -87,7 +83,7 @@ async def _serve(parent: Parent, relay: dict[str, Any] | None) -> None:
         await circuits.wait_looked(10.0)
         addresses = (*addresses, *circuits.addresses)
     parent.send(id=node.id.hex(), addresses=addresses)
-    await asyncio.to_thread(parent.receive)
+    await parent.wait()
 
 
 async def _measure(relay: Contact, far: Contact, report: BenchReport) -> None:

@@ -1,6 +1,7 @@
 """Child processes of benchmarks. Parent and child exchange JSON objects, one per line.
 
-A worker is a function ``work(parent, *arguments)`` at the top level of a module. `Worker` starts it in a fresh Python:
+A worker is a function, plain or async, ``work(parent, *arguments)`` at the top level of a module. `Worker` starts it
+in a fresh Python:
 
     with Worker(work, 4) as worker:
         worker.send(batch=32)
@@ -9,7 +10,9 @@ A worker is a function ``work(parent, *arguments)`` at the top level of a module
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -18,10 +21,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 
-def python_command(function: Callable[..., None], *arguments: object) -> list[str]:
+def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
     """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
-    where = f"{function.__module__}:{function.__name__}"
-    return [sys.executable, "-m", __name__, where, json.dumps(arguments)]
+    module = function.__module__
+    if module == "__main__":  # the child imports the module under its own name
+        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
+    return [sys.executable, "-m", __name__, f"{module}:{function.__name__}", json.dumps(arguments)]
 
 
 class Worker:
@@ -36,7 +41,7 @@ class Worker:
 
     def __init__(
         self,
-        work: Callable[..., None] | list[Any],
+        work: Callable[..., object] | list[Any],
         *arguments: object,
         grace_s: float = 0.0,
         environment: Mapping[str, str] = {},
@@ -112,10 +117,16 @@ class Parent:
             return message
         raise EOFError
 
+    async def wait(self) -> dict[str, Any]:
+        """Wait for the next message without blocking the event loop; see `receive`."""
+        return await asyncio.to_thread(self.receive)
+
 
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
     try:
-        getattr(importlib.import_module(module), name)(Parent(), *json.loads(sys.argv[2]))
+        work = getattr(importlib.import_module(module), name)(Parent(), *json.loads(sys.argv[2]))
+        if inspect.iscoroutine(work):
+            asyncio.run(work)
     except EOFError:
         sys.exit(0)

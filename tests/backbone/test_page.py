@@ -58,7 +58,7 @@ def test_the_page_shows_what_it_should() -> None:
     live = render_live(view())
     for text in (
         "2,400", "103.4", "5 (+1)", "Step 2000, loss 7.724 pushed", "alice (aaaaaaaa)",
-        "step 2,399: 6 peers", "1 span lost", "217 MB", "2.5 h",
+        "step 2,399", "5 of 6 peers", "1 span lost", "217 MB", "2.5 h",
     ):  # fmt: skip
         assert text in live, text
 
