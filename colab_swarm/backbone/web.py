@@ -33,15 +33,9 @@ RATE_POINTS = 20
 """Steps over which a rate is taken."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100
-<<<<<<< HEAD
 """For one visitor; see `colab_swarm.net.addresses`."""
-WIDTH, ROW, NAMES, SPEEDS, FIGURES = 760, 20, 140, 75, 285
-"""Pixels: the page, the height of a row, the names before a row, the text behind a timeline and behind a round."""
-=======
-"""For one visitor; see `colab_swarm.net.visitors`."""
 WIDTH, ROW, NAMES, SPEEDS = 760, 20, 140, 75
 """Pixels: the page, the height of a row, the names before a timeline, the speeds behind it."""
->>>>>>> r-bench
 MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0
 CLASSES = {"trainer": "trainer", "catching up": "catching", "assistant": "assistant"}
 STYLE = """

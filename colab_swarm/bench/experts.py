@@ -115,12 +115,6 @@ def _load(workers: list[Worker], *, seconds: float, **load: Any) -> CallRates:
     return CallRates(load["batch"] * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
 
 
-async def call_experts(parent: Parent, host: str, address: str) -> None:
-    """Worker: for each message, call experts without a pause and report the seconds of each call."""
-<<<<<<< HEAD
-    asyncio.run(_call_experts(parent, host, address))
-
-
 def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
     """Return calls of experts whose hosts are known: the directory is never used."""
     services = ExpertServices(
@@ -129,9 +123,8 @@ def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
     return ExpertCalls(node, Directory(services), Runtime(), timeout_s=timeout_s)
 
 
-async def _call_experts(parent: Parent, host: str, address: str) -> None:
-=======
->>>>>>> r-bench
+async def call_experts(parent: Parent, host: str, address: str) -> None:
+    """Worker: for each message, call experts without a pause and report the seconds of each call."""
     contact = Contact(PeerId(bytes.fromhex(host)), (address,))
     calls = calls_of(await Node.start(Identity(), NodeSettings(listen=False)), timeout_s=120.0)
     while True:
