@@ -28,7 +28,7 @@ def test_binder_installs_what_the_package_wants() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = {*project["dependencies"], *extras["train"], *extras["notebook"]}
-    missing = {re.split(r"\W", wish)[0] for wish in wanted - lines("binder/requirements.txt")}
+    missing = {re.split(r"\W", line)[0] for line in wanted - lines("binder/requirements.txt")}
     assert missing == NOT_ON_BINDER | {"torch"}
 
 
@@ -39,7 +39,7 @@ def test_binder_has_the_torch_that_is_known_to_be_good() -> None:
 
 @pytest.mark.slow
 def test_what_is_known_to_be_good_satisfies_binders_wishes() -> None:
-    """Nothing but torch, of which this may be another build, would be installed anew here."""
+    """Nothing but torch, which may be another build here, would be installed again."""
     wishes = ["-r", "binder/requirements.txt", "-c", "constraints.txt"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", *wishes],

@@ -38,7 +38,7 @@ ANY = pytest.mark.parametrize("invite", [OPEN, INVITE, make("allowlist"), make(u
 
 
 def repacked(invite: Invite, **changes: Any) -> str:
-    """The text of an invitation that somebody changed, with a checksum that fits."""
+    """The text of a changed invitation, with a checksum that fits."""
     body = bytes([VERSION]) + msgspec.structs.replace(invite, **changes).encode()
     return "#" + base64.urlsafe_b64encode(body + _check(body)).decode()
 

@@ -79,7 +79,7 @@ def test_a_view_is_not_handed_to_a_later_thread_of_the_same_number(runtime: Runt
         if threading.get_ident() == number:
             runtime.call(asyncio.sleep(0.5))
 
-    for _ in range(50):  # the system gives the number anew, sooner or later
+    for _ in range(50):  # the system reuses the number sooner or later
         later = threading.Thread(target=wait)
         later.start()
         later.join()

@@ -1,6 +1,6 @@
 """DeDLOC's averaging: groups, spans, the streaming reducer, one round.
 
-## What problem it solves
+## The problem
 
 Peers on unequal, unreliable links need the weighted mean of one long vector: a gradient, or a model's parameters. All
 peers that finish a round must hold the same bits, even if peers die on the way.
@@ -51,7 +51,7 @@ busy notebook stalls its own peer, so no shorter silence counts as a failure. Di
 candidate's answer to a call 10 s. See `colab_swarm.averaging.exchange.AveragingSettings` and
 `colab_swarm.averaging.group.GroupFormationSettings`.
 
-## What goes wrong
+## Failures
 
 Rounds never raise for another peer's failure; `RoundResult` shows it.
 

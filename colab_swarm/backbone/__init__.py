@@ -1,6 +1,6 @@
 """The peer that stays: it saves a run's checkpoints, collects its figures, and shows them on a web page.
 
-## What problem it solves
+## The problem
 
 A run needs one peer that others can always reach, and it must outlive its trainers. A *backbone*, on any cheap machine
 with an open port, is entry point, relay, reducer and store of checkpoints. It needs no GPU and no PyTorch.
@@ -31,7 +31,7 @@ start over under the same name, move the run's folder away.
 The loss of a step is the median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a
 lying minority cannot move the curve. Volunteers hold no key of any dashboard: their reports are signed records.
 
-## What goes wrong
+## Failures
 
 Killed at any moment, it continues with the same file and port. When no trainer is as far as the newest checkpoint, it
 publishes a progress record of that step, as a peer that cannot reduce. Any trainer that is further outvotes it, and

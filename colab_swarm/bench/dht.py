@@ -27,7 +27,7 @@ IN_FLIGHT = 8
 """Concurrent operations of each process in the measurement of operations per second."""
 
 
-class Lookup(NamedTuple):
+class DhtLookup(NamedTuple):
     """One read of a fresh record."""
 
     found: bool
@@ -55,7 +55,7 @@ def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) ->
                 break  # no other id shares more bits
 
 
-async def search_virtual(peers: int, records: int, seed: int = 0) -> list[Lookup]:
+async def search_virtual(peers: int, records: int, seed: int = 0) -> list[DhtLookup]:
     """Store records, silence a fifth of all peers, then read each record at another peer."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
@@ -73,7 +73,7 @@ async def search_virtual(peers: int, records: int, seed: int = 0) -> list[Lookup
         reading = await rng.choice(alive).read(f"record {i}")
         value = reading.found.get(b"")
         found = value is not None and value.value == i
-        lookups.append(Lookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
+        lookups.append(DhtLookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
     return lookups
 
 

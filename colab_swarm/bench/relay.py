@@ -32,19 +32,19 @@ LOOPBACK = NodeSettings(host="127.0.0.1", max_links=4 * IDLE_CIRCUITS, max_hands
 
 
 class UsageQuery(Message, frozen=True):
-    """Requests a `Usage`."""
+    """Requests a `RelayUsage`."""
 
 
-class Usage(Message, frozen=True):
+class RelayUsage(Message, frozen=True):
     """CPU seconds of a process so far, and its resident memory."""
 
     cpu_s: float
     memory_bytes: int
 
 
-async def _on_usage_query(peer: PeerId, message: UsageQuery) -> Usage:
+async def _on_usage_query(peer: PeerId, message: UsageQuery) -> RelayUsage:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Usage(time.process_time(), pages * 4096)
+    return RelayUsage(time.process_time(), pages * 4096)
 
 
 def run(*, quick: bool) -> BenchReport:
@@ -111,9 +111,9 @@ async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, repor
     relay_cpu_s = []
     for _ in range(rounds + 1):
         for name, send in ways.items():
-            before = await direct.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+            before = await direct.call(relay.id, UsageQuery(), RelayUsage, timeout_s=10)
             took[name].append(await time_transfer(send, pieces))
-            after = await direct.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+            after = await direct.call(relay.id, UsageQuery(), RelayUsage, timeout_s=10)
             if name == "relayed":
                 relay_cpu_s.append(after.cpu_s - before.cpu_s)
     pairs = list(zip(took["direct"], took["relayed"], strict=True))[1:]
@@ -131,7 +131,7 @@ async def _bulk(direct: Node, relayed: Node, relay: Contact, far: Contact, repor
 
 async def _idle(node: Node, relay: Contact, far: Contact, report: BenchReport) -> None:
     """Measure circuits that carry only keep-alives."""
-    before = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+    before = await node.call(relay.id, UsageQuery(), RelayUsage, timeout_s=10)
     callers = [await Node.start(Identity(), NodeSettings(listen=False)) for _ in range(IDLE_CIRCUITS)]
     relayed = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
     try:
@@ -139,10 +139,10 @@ async def _idle(node: Node, relay: Contact, far: Contact, report: BenchReport) -
             _circuits(caller, relay)
             caller.learn(relayed)
             await caller.linker.link_to(far.id, 10.0)
-        open_at = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+        open_at = await node.call(relay.id, UsageQuery(), RelayUsage, timeout_s=10)
         seconds = 5.0 if report.quick else 30.0
         await asyncio.sleep(seconds)
-        later = await node.call(relay.id, UsageQuery(), Usage, timeout_s=10)
+        later = await node.call(relay.id, UsageQuery(), RelayUsage, timeout_s=10)
         still = sum(bool(caller.linker.table.of(far.id)) for caller in callers)
     finally:
         await asyncio.gather(*(caller.close() for caller in callers))

@@ -1,6 +1,6 @@
 """Distributed hash table (DHT): Kademlia with expiring, signed records. Does not import torch.
 
-## What problem it solves
+## The problem
 
 No server knows which peers train, their progress, or which peer hosts which expert. The DHT spreads that knowledge over
 all peers: each record is stored at the few peers whose ids are nearest to its key.
@@ -49,7 +49,7 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 `colab_swarm.dht.records.DHTSettings` has them all.
 
-## What goes wrong
+## Failures
 
 A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket. One of the lost peers is
 queried again every 30 s, and every 2 s by a peer without any contact. A peer's failure raises nothing: `store` returns

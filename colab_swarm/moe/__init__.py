@@ -1,6 +1,6 @@
 """Decentralized mixture of experts (Learning@home): peers host experts, trainers find and call them.
 
-## What problem it solves
+## The problem
 
 A layer larger than any machine is spread over many. Peers with a GPU or idle cores host some of its *experts*. For each
 input a trainer finds the best live experts, across slow links and without a central list.
@@ -56,7 +56,7 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 
 See `MixtureOptions`, `HostOptions` (`colab_swarm.moe.host`), `DirectorySettings` and `BatchLimits`.
 
-## What goes wrong
+## Failures
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
 sample without an answer is tried once more with other experts, then passes unchanged (the experts that ship are

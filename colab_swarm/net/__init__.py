@@ -3,10 +3,12 @@
 Does not import torch. Services above see only the interface `colab_swarm.net.peers.Peers`, which `colab_swarm.sim`
 implements as well.
 
-## Links
+## The problem
 
 Volunteers' machines talk over the open internet, through proxies, tunnels and relays that nobody trusts. So a link is
 encrypted from end to end, passes wherever a WebSocket passes, and carries many calls and streams at once.
+
+## Links
 
     message, payload                                                       handler
       | link.py, mux.py: calls and streams, each with a number               ^
@@ -37,10 +39,6 @@ better one, and ends when its streams are over.
 | links | 256 |
 
 They are fields of `colab_swarm.net.carrier.NodeSettings`, or constants beside the code.
-
-**Failures.** A call raises a `colab_swarm.errors.PeerError` that names the peer: unreachable, lost, timeout, wrong
-peer, not admitted, refused, protocol. A stream whose link broke raises `PeerLost`, so a lost link never looks like the
-end of the data. A handler is cancelled when its caller is gone. A peer that breaks the protocol loses its link.
 
 **Security.** Relays and tunnels see sizes and times, no content. Every length is bounded before memory is allocated. A
 dialled peer must own the expected key. Handlers state the least `Role` that they serve; see `colab_swarm.trust`. Not
@@ -79,6 +77,12 @@ relay that is cut off is noticed after half a minute.
 In a local network, swarms announce themselves by multicast DNS; `cs.join()` without an invitation lists them. Where no
 machine is reachable, `cs.NetworkOptions(tunnel="ngrok")` makes a notebook reachable. Its free plan carries 1 GB a
 month, and you are warned before that is used up.
+
+## Failures
+
+A call raises a `colab_swarm.errors.PeerError` that names the peer: unreachable, lost, timeout, wrong
+peer, not admitted, refused, protocol. A stream whose link broke raises `PeerLost`, so a lost link never looks like the
+end of the data. A handler is cancelled when its caller is gone. A peer that breaks the protocol loses its link.
 
 ## How to use it
 

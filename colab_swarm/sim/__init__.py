@@ -1,6 +1,6 @@
 """Virtual time, a simulated network and scripted faults: learn and test without a swarm.
 
-## What problem it solves
+## The problem
 
 What happens if the third peer dies in the middle of a round, on a connection with 2 % loss? On real machines this
 never happens twice. Here it is a script with a seed, and hours take seconds. It opens no connection, so you can
@@ -40,7 +40,7 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 | `dedloc16` | 30 ms | 4 x 200, 8 x 100, 4 x 50 Mbit/s, as in DeDLOC's ALBERT experiment |
 | `paper_cloud` | 92.5 ms | 100 Mbit/s, as in Learning@home |
 
-## What goes wrong, by script
+## Failures
 
 `network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third matching message is
 delivered) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`, `bandwidth`. Each fault

@@ -1,6 +1,6 @@
 """Collaborative training: progress, optimizer, state sharing, checkpoints, LAMB.
 
-## What problem it solves
+## The problem
 
 Peers of any speed train one model as a single machine with the joined batch would. Each computes gradients of its own
 data at its own pace, and all take the same step when the swarm together has the target batch. Peers may join late,
@@ -49,7 +49,7 @@ A peer publishes a record every 60 s at least; it is forgotten after four times 
 that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking and
 averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSettings`.
 
-## What goes wrong
+## Failures
 
 - A gradient that is not finite is left out (`BatchDropped`), and the peer continues.
 - A round that fails changes nothing: the samples go into the next one.

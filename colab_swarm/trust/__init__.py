@@ -1,6 +1,6 @@
 """Who may join a run, and what each peer contributed: authority, members, revocation, the contribution ledger.
 
-## What problem it solves
+## The problem
 
 A run is open to people who never met, and no server checks passwords. Peers must decide *offline* whom to admit,
 remove a peer within a minute, and thank those who helped, without any peer crediting itself.
@@ -76,7 +76,7 @@ leaderboard, `swarm.contributions()`, is the sum over all tallies, without what 
 
 A tally stays for a day after its writer has left.
 
-## What goes wrong, and what is not promised
+## Failures
 
 While the authority is away, members continue, and invitations of unlimited use admit new peers. Only counted
 invitations and allowlists need it. Its memory (uses of invitations, revocations) is saved beside its key file:

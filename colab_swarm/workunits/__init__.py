@@ -1,6 +1,6 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-## What problem it solves
+## The problem
 
 Volunteers' machines may be preempted at any moment. They may sit behind any firewall that lets a browser through,
 without an open port or a long-lived connection. Only the coordinator must be reachable. A volunteer that vanishes costs
@@ -57,7 +57,7 @@ assimilation and removes the result from the queue in one step: exactly once, wh
 | lease of a parameter server on a result | 120 s |
 | a first ban | 10 minutes, doubled each time |
 
-## What goes wrong
+## Failures
 
 - *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
   same folder, the volunteer resumes its unit.

@@ -222,7 +222,7 @@ class Notebook:
         self.page.wait_for_selector(".jp-mod-dirty", state="detached")
 
     def reload(self) -> None:
-        """Load the page anew, as a reader does who closed the tab and comes back."""
+        """Reload the page, as a reader does after closing the tab."""
         self.page.reload()
         self.wait_idle()
 

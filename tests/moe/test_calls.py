@@ -75,7 +75,7 @@ FAULTY: dict[str, tuple[Answering, str]] = {
     "long": (partial(gives, bytes(1 << 20)), "48 expected"),
     "not a number": (partial(gives, np.full(12, np.nan, np.float32).tobytes()), "not finite"),
     "infinite": (partial(gives, np.full(12, -np.inf, np.float32).tobytes()), "not finite"),
-    "garbled": (garbles, "no Part"),
+    "garbled": (garbles, "not a valid Part"),
     "crashed": (crashes, "ZeroDivisionError: a bug"),
 }
 

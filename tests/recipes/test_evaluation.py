@@ -62,7 +62,7 @@ def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabula
 def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer(RHYME[0], add_special_tokens=False)["input_ids"]
     knowing = torch.full((len(tokenizer),), -1e4)
-    knowing[sorted(set(ids))] = 0.0  # whoever counted a special or padded place would get an enormous loss
+    knowing[sorted(set(ids))] = 0.0  # counting a special or padded place would give an enormous loss
     loss = masked_loss(Prejudiced(knowing), tokenizer, RHYME, sequence_length=32)
     assert loss == pytest.approx(math.log(len(set(ids))))
 

@@ -157,7 +157,7 @@ def test_another_model_is_refused_with_the_path_of_the_saved_one(alice: Swarm, t
 
 @pytest.mark.slow
 def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
-    """All are gone; a newcomer begins anew, and the one that kept something brings it back."""
+    """All peers are gone; a late joiner starts again, and the peer that saved its progress restores it."""
     net = train_alone(alice, 6)
     alice.leave()
     with resume(tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:

@@ -82,7 +82,7 @@ def test_a_viewer_cannot_send_gradients() -> None:
                 await call(victor, alice)
             assert await victor.dht.get("anything") == {}
             assert await victor.dht.store("anything", 1, ttl_s=60) == 1  # at itself alone
-            assert len(victor.dht.table) == 2  # whoever refuses is alive
+            assert len(victor.dht.table) == 2  # a peer that refuses is alive
 
     run(main())
 

@@ -1,0 +1,70 @@
+"""Plain English, one word for each thing, one class of each name; the map of files is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.architecture_map import PAGE, page
+
+ROOT = Path(__file__).parent.parent
+STUMBLING = (
+    r"whoever|whomever|somebody|mend(?:s|ed|ing)?|anew|heed(?:s|ed|ing)?|thrift|mourn(?:s|ed|ing|ers)?|upwards"
+    r"|of which one|what came of (?:it|this|that)|what became of|for ever"
+)
+GLOSSARY = {
+    term.strip(): [word.strip() for word in re.sub(r"\(.*?\)", "", words).split(",") if word.strip()]
+    for term, _, words in re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|([^|]*)\|$",
+        PAGE.read_text(encoding="utf-8").partition("## Glossary")[2].partition("## Map")[0],
+        re.MULTILINE,
+    )
+}
+REJECTED = {word: term for term, words in GLOSSARY.items() for word in words if word not in ("not", "node")}
+
+
+def texts() -> list[Path]:
+    """All files that a reader meets, but for this one and the glossary."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [
+        ROOT / name
+        for name in listed.split()
+        if name.endswith((".py", ".md", ".ipynb", ".html"))
+        and name not in {"tests/test_words.py", ".github/ARCHITECTURE.md"}
+    ]
+
+
+def found(pattern: str) -> list[str]:
+    """Where the words stand: file, line, words."""
+    matcher = re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE)
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in texts()
+        if path.exists()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if matcher.search(line)
+    ]
+
+
+def test_no_word_makes_a_reader_stumble() -> None:
+    assert found(STUMBLING) == []
+
+
+@pytest.mark.parametrize("word", REJECTED)
+def test_there_is_one_word_for_a_thing(word: str) -> None:
+    assert found(re.escape(word)) == [], f"the glossary calls it {REJECTED[word]}"
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "colab_swarm").rglob("*.py"))]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_the_map_of_files_is_true() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "make map writes it"
