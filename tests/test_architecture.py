@@ -28,7 +28,7 @@ WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
 PLAIN_HTTP = {"workunits.web", "workunits.client", "backbone.web", "backbone.hub"}
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
-MOST = {"statements": 31_050, "classes": 833, "functions": 4_155}
+MOST = {"statements": 28_300, "classes": 692, "functions": 3_480}
 """A ratchet: lower these after a cut, never raise them."""
 
 

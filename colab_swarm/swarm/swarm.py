@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget
     from colab_swarm.trust.access import RunAccess
-    from colab_swarm.trust.contributions import Leaderboard
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.workunits.job import Job
     from colab_swarm.workunits.volunteering import Volunteer

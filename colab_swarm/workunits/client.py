@@ -29,7 +29,7 @@ from typing import NoReturn, TypeVar
 import aiohttp
 import msgspec
 
-from colab_swarm.errors import CallRefused, NotAdmitted, ProtocolError
+from colab_swarm.errors import CallRefused, NotAdmitted, PeerError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
 from colab_swarm.workunits.job import MAX_CODE_CHARACTERS
@@ -48,7 +48,7 @@ from colab_swarm.workunits.tokens import FRESH_S, Token
 from colab_swarm.workunits.weights import Floats, Schema
 
 
-class Trouble(ProtocolError):
+class RetryableError(PeerError):
     """An error worth a retry, after ``asked_s`` seconds at least."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
@@ -147,7 +147,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 """Ranges count bytes of the file itself; data are compressed already."""
 TROUBLE = (aiohttp.ClientError, OSError)
-"""Errors worth a retry; timeouts and `Trouble` are OSErrors."""
+"""Errors worth a retry; timeouts and `RetryableError` are OSErrors."""
 GOOD = (200, 206, 304)
 CONFLICT = 409
 """A piece does not continue the upload; header Received says where it ends."""
@@ -215,7 +215,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             async with self._request("GET", "/api/code") as answer:
                 body = await _body(answer, MAX_CODE_BYTES)
             if sha256(body).hexdigest() != card.code_sha256:
-                raise Trouble("the job's code came garbled")
+                raise RetryableError("the job's code came garbled")
             return body.decode()
 
         return await self._until_done(attempt)
@@ -242,7 +242,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             data = bytes(download.data)
             if await asyncio.to_thread(lambda: sha256(data).hexdigest()) != subset.sha256:
                 download.data.clear()
-                raise Trouble("a subset of the data came garbled")
+                raise RetryableError("a subset of the data came garbled")
             return data
 
         return await self._until_done(attempt)
@@ -261,7 +261,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 values = schema.decode(memoryview(download.data))
             except ValueError as error:
                 download.data = bytearray()
-                raise Trouble(f"the parameters cannot be used: {error}") from error
+                raise RetryableError(f"the parameters cannot be used: {error}") from error
             values.flags.writeable = False
             self._newest = download.target, download.etag, values
             return values
@@ -295,7 +295,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 if taken.accepted:
                     return taken
                 if not at < taken.received < len(data):
-                    raise Trouble(
+                    raise RetryableError(
                         f"the coordinator reports {taken.received:,} bytes of an upload: that cannot be"
                     )
                 at = taken.received
@@ -332,15 +332,15 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
             elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
                 download.data = bytearray()
-                raise Trouble(f"{target} came in another range than requested")
+                raise RetryableError(f"{target} came in another range than requested")
             async for piece in answer.content.iter_chunked(READ_BYTES):
                 if len(download.data) + len(piece) > most:
                     download.data = bytearray()
-                    raise Trouble(f"{target} is longer than its {most:,} bytes")
+                    raise RetryableError(f"{target} is longer than its {most:,} bytes")
                 download.data += piece
                 self.received_bytes += len(piece)
         if len(download.data) < most:
-            raise Trouble(f"{target} ended after {len(download.data):,} of {most:,} bytes")
+            raise RetryableError(f"{target} ended after {len(download.data):,} of {most:,} bytes")
         return True
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -364,7 +364,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one signed request; raise CallRefused if the coordinator refuses it, Trouble if it may succeed later."""
+        """Send one signed request; raise CallRefused if it is refused, RetryableError if it may succeed later."""
         if self._session is None:  # needs a running loop
             self._session = aiohttp.ClientSession(
                 timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
@@ -385,11 +385,11 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         problem = _problem(await _body(answer, MAX_ANSWER_BYTES))
         asked_s = _seconds(answer.headers.get("Retry-After", ""))
         if problem is None:
-            raise Trouble(f"answer {answer.status} {answer.reason}", asked_s)
+            raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s)
         if problem.code == "token" and self._set_clock(answer.headers.get("Date", "")):
-            raise Trouble("your clock is wrong: the coordinator's is used")
+            raise RetryableError("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
-            raise Trouble(problem.text, asked_s)
+            raise RetryableError(problem.text, asked_s)
         raise CallRefused(problem.code, problem.text)
 
     def _set_clock(self, date: str) -> bool:
@@ -412,7 +412,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
     try:
         return await send(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise Trouble(str(error)) from error
+        raise RetryableError(str(error)) from error
 
 
 async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
@@ -420,7 +420,7 @@ async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     async for piece in answer.content.iter_chunked(READ_BYTES):
         body += piece
         if len(body) > most_bytes:
-            raise Trouble(f"an answer of over {most_bytes:,} bytes")
+            raise RetryableError(f"an answer of over {most_bytes:,} bytes")
     return bytes(body)
 
 
@@ -428,7 +428,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except UNDECODABLE as error:
-        raise Trouble("an answer that no coordinator gives: is the link right?") from error
+        raise RetryableError("an answer that no coordinator gives: is the link right?") from error
 
 
 def _problem(body: bytes) -> Problem | None:
@@ -443,7 +443,7 @@ def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
     """Return where an upload of ``size`` bytes continues, which cannot be ``at``."""
     text = answer.headers["Received"]
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
-        raise Trouble(f"a piece at byte {at:,} was not taken")
+        raise RetryableError(f"a piece at byte {at:,} was not taken")
     return int(text)
 
 

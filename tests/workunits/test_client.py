@@ -21,7 +21,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
-from colab_swarm.workunits.client import CoordinatorClient, Trouble, _decoded, _problem
+from colab_swarm.workunits.client import CoordinatorClient, RetryableError, _decoded, _problem
 from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
@@ -325,7 +325,7 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
 @given(st.binary(max_size=200))
 def test_garbage_from_the_network_is_only_retried(body: bytes) -> None:
     for kind in (JobCard, GivenUnits, Taken):
-        with contextlib.suppress(Trouble):
+        with contextlib.suppress(RetryableError):
             assert isinstance(_decoded(body, kind), kind)
     assert _problem(body) is None or isinstance(_problem(body), Problem)
 
