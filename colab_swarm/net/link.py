@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -42,7 +42,9 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
-from colab_swarm.net.websocket import WebSocket
+
+if TYPE_CHECKING:
+    from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048

@@ -12,16 +12,18 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
-from colab_swarm.swarm.session import PeerContext, SwarmTraining
 from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_assistants, read_progress
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution
+
+if TYPE_CHECKING:
+    from colab_swarm.swarm.session import PeerContext, SwarmTraining
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000

@@ -16,7 +16,6 @@ from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import SessionTime
-from colab_swarm.swarm.network import NetworkSession
 from colab_swarm.training.settings import PeerServices
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticSettings
+    from colab_swarm.swarm.network import NetworkSession
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.replica import UpdateRule
