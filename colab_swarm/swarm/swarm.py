@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.notebook.consistency import consistency_panel
 from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
 from colab_swarm.notebook.receipt import LocalStats, Receipt
+from colab_swarm.notebook.recorder import Header, Recorder
+from colab_swarm.notebook.views import render_html
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.moe.watch import ExpertsSnapshot
-    from colab_swarm.notebook.panel import Panel
-    from colab_swarm.notebook.recorder import Recorder
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.training.assistant import Assistance
@@ -300,8 +302,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         Raises:
             KeyError: there is no elastic optimizer of this name.
         """
-        from colab_swarm.notebook.consistency import consistency_panel
-
         return consistency_panel(self.training.elastic[name])
 
     def host_experts(
@@ -455,8 +455,6 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         While a cell waits for other peers, as in ``optimizer.step()``, widgets refresh by themselves.
         """
-        from colab_swarm.notebook.panel import Panel
-
         live = has_frontend()
         if self._panel is None:
             self._panel = Panel(self.snapshot, self.leave, pause=self.session.pause, live=live)
@@ -480,8 +478,6 @@ class Swarm(AbstractContextManager["Swarm"]):
             ValueError: the file is not a recording.
             OSError: the file cannot be written.
         """
-        from colab_swarm.notebook.recorder import Header, Recorder
-
         if self._recorder is not None:
             self._recorder.close()
         header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self.runtime.time())
@@ -526,8 +522,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
-        from colab_swarm.notebook.views import render_html
-
         return render_html(self.snapshot())
 
     def paused(self) -> AbstractContextManager[None]:
