@@ -65,7 +65,7 @@ no GPU, no data and no PyTorch.
 
 ## How to use it
 
-    optimizer = swarm.optimizer(cs.Lamb(model.parameters(), lr=1e-2), target_batch_size=256)
+    optimizer = swarm.optimizer(cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2), target_batch_size=256)
     for batch in batches:
         loss = model(**batch).loss
         loss.backward()
