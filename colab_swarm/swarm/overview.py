@@ -12,6 +12,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
@@ -23,7 +24,7 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.session import PeerContext, SwarmTraining
+    from colab_swarm.swarm.swarm import Swarm
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000
@@ -97,9 +98,8 @@ class Overview:
     A simulated peer has no leaderboard.
     """
 
-    def __init__(self, context: PeerContext, training: SwarmTraining) -> None:
-        self._context, self._training, runtime = context, training, context.runtime
-        self._services, self._clock = context.services, runtime.time
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm, self._services, runtime = swarm, swarm.services, swarm.runtime
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._rare: tuple[Event, ...] = ()
@@ -108,11 +108,11 @@ class Overview:
         self._rates, self._rates_lock = TrafficRates(), threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
-        self._joined_at = self._clock()
-        if context.network is not None:
-            prefix, contributions = f"{context.run_id}/{MODEL}", context.network.trust.contributions
+        self._joined_at = runtime.time()
+        if swarm.network is not None:
+            prefix, contributions = f"{swarm.run_id}/{MODEL}", swarm.network.trust.contributions
             self._trainers = Background(
-                lambda: runtime.call(_read(self._services, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(_read(swarm.services, prefix)), every_s=TRAINERS_S
             )
             self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
         self._services.events.listen(self._on_event)
@@ -137,31 +137,26 @@ class Overview:
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         """Return one frozen record. Thread-safe; waits for nothing."""
-        now, total = self._clock(), self._services.peers.statistics()
+        now, total = self._swarm.runtime.time(), self._services.peers.statistics()
         with self._rates_lock:
             sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
-        optimizer = self._training.latest
-        progress = None if optimizer is None else optimizer.collaboration.progress
-        eta_s = progress.seconds_to_batch(now) if progress else float("inf")
         seen_at = float("-inf") if left else now
-        return SwarmSnapshot(
-            run=self._context.run,
-            me=self._context.name,
+        shown = SwarmSnapshot(
+            run=self._swarm.run,
+            me=self._swarm.name,
             reached=reached,
-            state="left" if left else "joined" if progress is None else "training",
+            state="left" if left else "joined",
             peers=self._rows(*self._records(seen_at)),
-            step=progress.own.step if progress else 0,
-            samples_per_s=progress.samples_per_s() if progress else 0.0,
-            target_batch_size=progress.round_samples if progress else 0.0,
-            accumulated=sum(r.samples for r in progress.records.values()) if progress else 0.0,
+            step=0,
+            samples_per_s=0.0,
+            target_batch_size=0.0,
+            accumulated=0.0,
             loss_history=self._losses,
             sent_bytes=total.sent_bytes,
             received_bytes=total.received_bytes,
             uptime_s=now - self._joined_at,
             names=self.names(),
             log=tuple(self._log()),
-            own_samples_per_s=progress.own.samples_per_s if progress else 0.0,
-            eta_s=None if eta_s == float("inf") else eta_s,
             last_share=self._last_share(),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
@@ -169,6 +164,20 @@ class Overview:
             received_bps=received_bps,
             session=session,
             paused=self._services.gate.closed,
+        )
+        if self._swarm.training.latest is None:
+            return shown
+        progress = self._swarm.training.latest.collaboration.progress
+        eta_s = progress.seconds_to_batch(now)
+        return replace(
+            shown,
+            state="left" if left else "training",
+            step=progress.own.step,
+            samples_per_s=progress.samples_per_s(),
+            target_batch_size=progress.round_samples,
+            accumulated=sum(record.samples for record in progress.records.values()),
+            own_samples_per_s=progress.own.samples_per_s,
+            eta_s=None if eta_s == float("inf") else eta_s,
         )
 
     def names(self) -> Mapping[str, str]:
@@ -182,9 +191,8 @@ class Overview:
         return self._names
 
     def _records(self, now: float) -> Records:
-        """Records of the trainers and of the assistants."""
-        if self._training.latest is not None:
-            collaboration = self._training.latest.collaboration
+        if self._swarm.training.latest is not None:
+            collaboration = self._swarm.training.latest.collaboration
             return dict(collaboration.progress.records), dict(collaboration.assistants.records)
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
@@ -192,17 +200,14 @@ class Overview:
     def _rows(
         self, trainers: Mapping[PeerId, ProgressRecord], assistants: Mapping[PeerId, AssistantRecord]
     ) -> tuple[PeerRow, ...]:
-        """Rows of trainers and assistants, then of this peer and its linked peers where they are neither."""
-        peers, rows = self._services.peers, []
+        peers, rows, shown = self._services.peers, [], trainers.keys() | assistants.keys()
         for peer, record in sorted(trainers.items()):
             role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
             rows.append(self._row(peer, record.name, role, bool(record.addresses), record))
-        for peer, helper in sorted(assistants.items()):
-            if peer not in trainers:
-                rows.append(self._row(peer, helper.name, "assistant", True))
-        shown = trainers.keys() | assistants.keys()
+        for peer in sorted(assistants.keys() - trainers.keys()):
+            rows.append(self._row(peer, assistants[peer].name, "assistant", True))
         if peers.id not in shown:
-            rows.append(self._row(peers.id, self._context.name, "peer", bool(peers.contact.addresses)))
+            rows.append(self._row(peers.id, self._swarm.name, "peer", bool(peers.contact.addresses)))
         rows += [
             self._row(peer, f"peer-{short(peer)}", "peer", None) for peer in sorted(peers.linked() - shown)
         ]
@@ -212,19 +217,19 @@ class Overview:
         self, peer: PeerId, name: str, role: str, reachable: bool | None, record: ProgressRecord | None = None
     ) -> PeerRow:
         peers, me = self._services.peers, peer == self._services.peers.id
-        return PeerRow(
-            name=name,
-            id=short(peer),
-            role=role,
-            step=record.step if record else 0,
-            samples_per_s=record.samples_per_s if record else 0.0,
-            samples=record.samples if record else 0.0,
-            reachable=reachable,
-            me=me,
-            rtt_s=None if me else peers.statistics(peer).rtt_s,
-            connected="" if me else peers.way_to(peer),
-            upload_bps=record.upload_bps if record else None,
-            download_bps=record.download_bps if record else None,
+        rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
+        row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
+        return (
+            row
+            if record is None
+            else replace(
+                row,
+                step=record.step,
+                samples_per_s=record.samples_per_s,
+                samples=record.samples,
+                upload_bps=record.upload_bps,
+                download_bps=record.download_bps,
+            )
         )
 
     def _last_share(self) -> float | None:
@@ -236,20 +241,14 @@ class Overview:
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        names = {**self._names, short(self._services.peers.id): self._context.name}
-        return tuple(
-            ContributionRow(
-                name=names.get(short(one.peer), f"peer-{short(one.peer)}"),
-                id=short(one.peer),
-                samples=one.samples,
-                reduced_bytes=one.reduced_bytes,
-                me=one.peer == self._services.peers.id,
-            )
-            for one in (found or ())[:MAX_CONTRIBUTORS]
-        )
+        names, rows = {**self._names, short(self._swarm.id): self._swarm.name}, []
+        for one in (found or ())[:MAX_CONTRIBUTORS]:
+            id, me = short(one.peer), one.peer == self._swarm.id
+            name = names.get(id, f"peer-{id}")
+            rows.append(ContributionRow(name, id, one.samples, one.reduced_bytes, me))
+        return tuple(rows)
 
     def _log(self) -> Iterable[str]:
-        """The last events as lines, with peers' names in place of their ids where known."""
         events = sorted([*without_repeats(self._rare), *self._routine], key=lambda event: event.at)
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
@@ -263,8 +262,7 @@ async def _read(services: PeerServices, prefix: str) -> Records:
 
 def without_repeats(events: Iterable[Event]) -> list[Event]:
     """Return the events without further reports of the same lost peer."""
-    kept: list[Event] = []
-    gone: dict[str, float] = {}
+    kept, gone = list[Event](), dict[str, float]()
     for event in events:
         if isinstance(event, PeerLeft):
             if event.at - gone.get(event.peer, float("-inf")) < SAME_LOSS_S:

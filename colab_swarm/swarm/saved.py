@@ -30,7 +30,7 @@ import msgspec
 
 from colab_swarm.errors import StateError
 from colab_swarm.invite import Access
-from colab_swarm.net.peers import Contact
+from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId
 from colab_swarm.notebook.platforms import Platform
 from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
@@ -59,7 +59,6 @@ class Occupant(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Occupant:
-        """This process, now."""
         return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), time.time())
 
     def holds_against(self, other: Occupant) -> bool:
@@ -69,65 +68,6 @@ class Occupant(msgspec.Struct, frozen=True):
         if self.host == other.host and self.began:
             return _start_of(self.pid) == self.began
         return other.at - self.at < STALE_S
-
-
-class FolderLock:
-    """Reserves a folder for this process, from `take` until `release`."""
-
-    _here: ClassVar[set[Path]] = set()  # those of this process
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "in-use.json"
-
-    def take(self) -> None:
-        """Reserve the folder.
-
-        Raises:
-            StateError: another process uses it.
-        """
-        if self._path in self._here:
-            raise StateError(f"{self._path.parent} is in use by a swarm of this process: leave it first")
-        while True:
-            with contextlib.suppress(FileExistsError):
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                break
-            self._require_free()
-            self._path.unlink(missing_ok=True)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(Occupant.here()))
-        # other processes may have found it abandoned too, and deleted our file: the last one wins
-        time.sleep(SETTLE_S)
-        self._require_free()
-        self._here.add(self._path)
-
-    def refresh(self) -> None:
-        """Write a heartbeat.
-
-        Raises:
-            StateError: another process took the folder, because this one wrote none for too long.
-        """
-        self._require_free()
-        write_private(self._path, msgspec.json.encode(Occupant.here()))
-
-    def release(self) -> None:
-        """Free the folder. Idempotent."""
-        self._here.discard(self._path)
-        with contextlib.suppress(OSError, StateError):
-            self._require_free()
-            self._path.unlink(missing_ok=True)
-
-    def _require_free(self) -> None:
-        try:
-            other = msgspec.json.decode(self._path.read_bytes(), type=Occupant)
-        except (FileNotFoundError, msgspec.MsgspecError):  # garbled: its process was killed while it wrote
-            return
-        here = Occupant.here()
-        if other.holds_against(here):
-            raise StateError(
-                f"{self._path.parent} is in use by process {other.pid} on {other.host}, whose last heartbeat is "
-                f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it has "
-                f"ended already, try again in {STALE_S / 60:.0f} minutes, or delete {self._path.name} there"
-            )
 
 
 def _start_of(pid: int) -> str:
@@ -197,7 +137,7 @@ def read_saved(folder: Path) -> SavedPeer | None:
         return None
     except OSError as error:
         raise _unusable(folder, error) from error
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (*UNDECODABLE, TypeError) as error:
         raise damaged(folder) from error
     if not (folder / "identity.key").exists():
         raise StateError(
@@ -208,10 +148,16 @@ def read_saved(folder: Path) -> SavedPeer | None:
 
 
 def damaged(folder: Path) -> StateError:
-    """The error to raise if ``peer.json`` of a folder makes no sense."""
+    """Return the error for a ``peer.json`` that makes no sense."""
     return StateError(
         f"{folder / 'peer.json'} is damaged: move the folder away and join with an invitation; "
         f"{folder / 'identity.key'} still works as NetworkOptions(identity=…)"
+    )
+
+
+def _unusable(folder: Path, error: OSError) -> StateError:
+    return StateError(
+        f"{folder} cannot be used to save a peer: {error.strerror or error}; take another folder"
     )
 
 
@@ -231,33 +177,61 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process.
+    """A peer's folder, reserved for this process until `close`.
 
     Attributes:
         folder: the folder.
         saved: the peer that an earlier session saved; None if the folder is new.
         key_file: the peer's key.
+
+    Raises:
+        StateError: another process uses the folder, or it cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Reserve a folder; create it if it does not exist.
+    _here: ClassVar[set[Path]] = set()  # folders of this process
 
-        Raises:
-            StateError: another process uses it, or it cannot be used.
-        """
-        self.folder, self.key_file = folder, folder / "identity.key"
-        self._lock, self._written = FolderLock(folder), b""
-        self._writing, self._closed = threading.Lock(), False  # one write at a time, and none after the end
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.key_file, self._lock = folder, folder / "identity.key", folder / "in-use.json"
+        self._writing, self._closed, self._written = threading.Lock(), False, b""  # none after the end
+        if folder in self._here:
+            raise StateError(f"{folder} is in use by a swarm of this process: leave it first")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock.take()
+            self._reserve()
         except OSError as error:
             raise _unusable(folder, error) from error
         try:
             self.saved = self.peer = read_saved(folder)
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
+
+    def _reserve(self) -> None:
+        while True:
+            with contextlib.suppress(FileExistsError):
+                descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                break
+            self._require_free()
+            self._lock.unlink(missing_ok=True)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(Occupant.here()))
+        # other processes may have found it abandoned too, and deleted our file: the last one wins
+        time.sleep(SETTLE_S)
+        self._require_free()
+        self._here.add(self.folder)
+
+    def _require_free(self) -> None:
+        try:
+            other = msgspec.json.decode(self._lock.read_bytes(), type=Occupant)
+        except (FileNotFoundError, msgspec.MsgspecError):  # garbled: its process was killed while it wrote
+            return
+        here = Occupant.here()
+        if other.holds_against(here):
+            raise StateError(
+                f"{self.folder} is in use by process {other.pid} on {other.host}, whose last heartbeat is "
+                f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it has "
+                f"ended already, try again in {STALE_S / 60:.0f} minutes, or delete {self._lock.name} there"
+            )
 
     def checkpoints(self, name: str) -> Path:
         """Return the folder for checkpoints of the optimizer called ``name``."""
@@ -281,22 +255,25 @@ class PeerStore:
             port: where it listens.
 
         Raises:
-            StateError: another process took the folder, or it cannot be written.
+            StateError: another process took the folder, because this one wrote no heartbeat for too long, or it cannot
+                be written.
         """
         with self._writing:
             if self._closed or self.peer is None:
                 return
-            linked = {contact.id for contact in contacts}
-            before = (contact for contact in self.peer.contacts if contact.id not in linked)
-            merged = (*contacts, *before)[:MAX_CONTACTS]
+            by_id: dict[PeerId, Contact] = {}
+            for contact in (*contacts, *self.peer.contacts):
+                by_id.setdefault(contact.id, contact)
+            known = tuple(by_id.values())[:MAX_CONTACTS]
             self.peer = msgspec.structs.replace(
-                self.peer, contacts=merged, membership=membership, tally=tally, port=port
+                self.peer, contacts=known, membership=membership, tally=tally, port=port
             )
             data = msgspec.json.encode(self.peer)
             try:
                 if not self.key_file.exists():  # saving a checkpoint may have recreated an unmounted folder
                     raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
-                self._lock.refresh()
+                self._require_free()
+                write_private(self._lock, msgspec.json.encode(Occupant.here()))
                 if data != self._written:
                     write_private(self.folder / "peer.json", data)
                     self._written = data
@@ -306,15 +283,13 @@ class PeerStore:
     def close(self) -> None:
         """Free the folder. Idempotent."""
         with self._writing:
-            if not self._closed:
-                self._closed = True
-                self._lock.release()
+            if self._closed:
+                return
+            self._closed = True
+            self._here.discard(self.folder)
+            with contextlib.suppress(OSError, StateError):
+                self._require_free()
+                self._lock.unlink(missing_ok=True)
 
     def __repr__(self) -> str:
         return f"PeerStore({str(self.folder)!r})"
-
-
-def _unusable(folder: Path, error: OSError) -> StateError:
-    return StateError(
-        f"{folder} cannot be used to save a peer: {error.strerror or error}; take another folder"
-    )

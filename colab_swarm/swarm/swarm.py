@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, ElasticSnapshot
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -24,7 +25,7 @@ from colab_swarm.notebook.views import render_html
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
-from colab_swarm.swarm.session import PeerContext, SwarmSession, SwarmTraining
+from colab_swarm.swarm.session import SwarmSession, SwarmTraining
 from colab_swarm.training.settings import AveragingOptions, PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Contribution, Leaderboard
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
-    from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from colab_swarm.training.assistant import Assistance
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget
-    from colab_swarm.trust.access import RunAccess
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.workunits.job import Job
     from colab_swarm.workunits.volunteering import Volunteer
@@ -82,16 +81,15 @@ class Swarm(AbstractContextManager["Swarm"]):
         name: str,
         network: NetworkSession | None = None,
     ) -> None:
-        self.context = context = PeerContext(runtime, services, network, run_id, name)
         self.runtime, self.services, self.network = runtime, services, network
-        self.id, self.name, self.run_id, self.run = services.peers.id, name, run_id, context.run
-        self.events, self.left = services.events, False
-        invitation = network.access.invitation if network is not None else None
+        self.id, self.name, self.run_id = services.peers.id, name, run_id
+        self.run, self.events, self.left = run_id.rpartition("-")[0], services.events, False
+        invitation = None if network is None else network.access.invitation
         self.is_owner = network is not None and invitation is None
         self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
-        self.training = SwarmTraining(context)
-        self.session = SwarmSession(context, self.training, self.leave)
-        self._overview = Overview(context, self.training)
+        self._role = Role.WORKER if invitation is None else invitation.role
+        self.training, self.session = SwarmTraining(self), SwarmSession(self)
+        self._overview = Overview(self)
         self._stats = LocalStats(services)
         self._experts: SwarmExperts | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
@@ -109,9 +107,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         if self.network is not None:
             return self.network.reachability.current
         addresses = self.contact.addresses
-        return Reachability(
-            ReachabilityLevel.DIRECT if addresses else ReachabilityLevel.OUTGOING, addresses=addresses
-        )
+        level = ReachabilityLevel.DIRECT if addresses else ReachabilityLevel.OUTGOING
+        return Reachability(level, addresses=addresses)
 
     def invite(
         self,
@@ -137,7 +134,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: only the authority can make such an invitation.
             ValueError: the role, hours or uses are out of range.
         """
-        invite = self.runtime.call(self.context.require_network().invite(role, hours, uses))
+        invite = self.runtime.call(self._require_network().invite(role, hours, uses))
         if settings is not None:
             invite = invite.with_settings(settings)
         if invite.warning and not in_notebook():  # notebooks show it with the invitation
@@ -162,12 +159,13 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: this peer did not create the run, or the run is open to everybody.
             ValueError: the digits match no known peer, or several.
         """
-        network, latest = self.context.require_network(), self.training.latest
+        network, training = self._require_network(), self.training.latest
         if isinstance(peer, str) and "#" in peer:
             peer = Invite.parse(peer, now=0.0).key.id
         elif isinstance(peer, str):
             known = set(self.services.peers.linked())
-            known |= set() if latest is None else latest.collaboration.progress.records.keys()
+            if training is not None:
+                known |= training.collaboration.progress.records.keys()
             matches = [one for one in known if one.hex().startswith(peer.lower())]
             if len(matches) != 1:
                 raise ValueError(f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
@@ -186,7 +184,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Peers publish what they saw every 30 s.
         """
-        network = self.context.require_network()
+        network = self._require_network()
         vouchers = self.runtime.call(network.trust.contributions.vouchers())
         admission = network.access.admission
         authority = b"" if admission is None else admission.authority
@@ -246,8 +244,6 @@ class Swarm(AbstractContextManager["Swarm"]):
             ValueError: a setting is not usable, or differs from the other members'.
             StateError: the group did not form.
         """
-        from colab_swarm.elastic.settings import ElasticSettings
-
         self._check(worker=True)
         settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
         return self.training.elastic_optimizer(name, settings, optimizer)
@@ -400,8 +396,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check()
         if self._experts is None:
-            mine = self.services
-            services = ExpertServices(mine.peers, mine.dht, mine.events, mine.rng, self.run_id, mine.gate)
+            own = self.services
+            services = ExpertServices(own.peers, own.dht, own.events, own.rng, self.run_id, own.gate)
             self._experts = SwarmExperts(self.runtime, services, show_experts)
         return self._experts
 
@@ -419,9 +415,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm import work
 
         self._check(worker=True)
-        coordinator = work.coordinate(self.runtime, self.services, self._access(), job, options)
-        self.session.stops.append(coordinator.stop)
-        return coordinator
+        return work.coordinate(self, self._require_network(), job, options)
 
     def volunteer(
         self,
@@ -442,13 +436,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
-        volunteer = work.volunteer(self.runtime, self.services, self._access(), name=self.name, **options)
-        self.session.stops.append(volunteer.stop)
-        return volunteer
-
-    def _access(self) -> RunAccess:
-        self._check()
-        return self.context.require_network().access
+        return work.volunteer(self, self._require_network(), **options)
 
     def panel(self) -> Panel[SwarmSnapshot]:
         """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.
@@ -553,7 +541,7 @@ class Swarm(AbstractContextManager["Swarm"]):
                 if self._recorder is not None:
                     parts.callback(self._recorder.close)
                 parts.callback(lambda: self.runtime.call(close(self.services, self.network)))
-                parts.callback(self.training.close)
+                parts.callback(lambda: self.runtime.call(self.training.averages.close()))
                 parts.callback(self.services.gate.release)  # a paused trainer would wait forever
                 parts.callback(setattr, self, "left", True)
                 if self._experts is not None:
@@ -572,10 +560,14 @@ class Swarm(AbstractContextManager["Swarm"]):
     def _check(self, *, worker: bool = False) -> None:
         if self.left:
             raise RuntimeError("this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back")
-        invitation = self.network.access.invitation if self.network is not None else None
-        if worker and invitation is not None and invitation.role < Role.WORKER:
-            role = invitation.role.name.lower()
+        if worker and self._role < Role.WORKER:
+            role = self._role.name.lower()
             raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")
+
+    def _require_network(self) -> NetworkSession:
+        if self.network is None:
+            raise PermissionError("a simulated run has no invitations, memberships or contributions")
+        return self.network
 
     def __exit__(self, *_: object) -> None:
         self.leave()

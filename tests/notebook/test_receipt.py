@@ -153,8 +153,8 @@ def test_peers_that_trained_together_vouch_for_each_other() -> None:
         stats = LocalStats(bob.services)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda swarm: train_freely(swarm, 6), (alice, bob)))
-        alice.runtime.call(alice.context.require_network().trust.contributions.publish())
-        network = bob.context.require_network()
+        alice.runtime.call(alice.network.trust.contributions.publish())
+        network = bob.network
         vouchers = bob.runtime.call(network.trust.contributions.vouchers())
         admission = network.access.admission
         assert admission is not None

@@ -95,14 +95,14 @@ def test_old_invitations_work_when_the_owner_is_back(tmp_path: Path) -> None:
 
 def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path: Path) -> None:
     began = cs.create("test-run", state_dir=tmp_path / "alice")
-    port = began.context.require_network().node.port
+    port = began.network.node.port
     began.leave()
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("", port))
         other.listen()
         with resume(tmp_path / "alice") as alice:
-            assert alice.contact.addresses and alice.context.require_network().node.port != port
+            assert alice.contact.addresses and alice.network.node.port != port
 
 
 def test_a_folder_of_a_member_does_not_create_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:

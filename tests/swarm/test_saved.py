@@ -26,7 +26,6 @@ from colab_swarm.swarm.saved import (
     MAX_CONTACTS,
     STALE_S,
     VERSION,
-    FolderLock,
     Occupant,
     PeerStore,
     SavedPeer,
@@ -55,11 +54,7 @@ def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
 def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
     stored_in(tmp_path).close()
     saved = read_saved(tmp_path)
-    assert saved is not None and (saved.name, saved.run, saved.membership) == (
-        "alice",
-        "my-run",
-        b"membership",
-    )
+    assert saved is not None and saved.membership == b"membership"
     assert NetworkOptions.from_saved(saved.options) == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
     assert saved.contacts == (contact(1),)
 
@@ -148,9 +143,8 @@ def test_a_file_in_the_folders_place_says_so(tmp_path: Path) -> None:
 
 def test_no_secret_is_in_a_repr(tmp_path: Path) -> None:
     store = stored_in(tmp_path)
-    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)" and repr(store).startswith(
-        "PeerStore('/"
-    )
+    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)"
+    assert repr(store).startswith("PeerStore('/")
 
 
 @pytest.mark.parametrize("name", ["model", "../../etc", ".", "a/b", "ü"])
@@ -162,9 +156,8 @@ def test_optimizers_of_any_name_stay_in_the_folder(tmp_path: Path, name: str) ->
 def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
     assert "drive.mount" in loss_warning(Path("/content/run"), COLAB)
     assert "/kaggle/working" in loss_warning(Path("/tmp/run"), KAGGLE)
-    assert not loss_warning(Path("/content/drive/MyDrive/run"), COLAB) and not loss_warning(
-        Path("/home/me/run"), PLAIN
-    )
+    for folder, platform in (("/content/drive/MyDrive/run", COLAB), ("/home/me/run", PLAIN)):
+        assert not loss_warning(Path(folder), platform)
 
 
 # --- one process at a time -----------------------------------------------------------------------------------------
@@ -175,13 +168,12 @@ def occupy(folder: Path, occupant: Occupant) -> None:
 
 
 def test_a_second_swarm_of_this_process_is_refused(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    lock.take()
+    store = PeerStore(tmp_path)
     with pytest.raises(StateError, match="leave it first"):
-        FolderLock(tmp_path).take()
-    lock.release()
-    lock.release()
-    FolderLock(tmp_path).take()
+        PeerStore(tmp_path)
+    store.close()
+    store.close()
+    PeerStore(tmp_path)
 
 
 def test_a_living_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:
@@ -190,11 +182,11 @@ def test_a_living_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Pat
     occupy(tmp_path, Occupant(socket.gethostname(), sleeper.pid, began, time.time() - 10 * STALE_S))
     try:
         with pytest.raises(StateError, match=f"process {sleeper.pid}.*shut that kernel down"):
-            FolderLock(tmp_path).take()
+            PeerStore(tmp_path)
     finally:
         sleeper.kill()
         sleeper.wait()
-    FolderLock(tmp_path).take()
+    PeerStore(tmp_path)
 
 
 def test_of_two_processes_that_find_an_abandoned_folder_the_last_one_gets_it(
@@ -205,21 +197,21 @@ def test_of_two_processes_that_find_an_abandoned_folder_the_last_one_gets_it(
     path.write_bytes(msgspec.json.encode(left_behind))
     monkeypatch.setattr(time, "sleep", lambda _: path.write_bytes(msgspec.json.encode(rival)))
     with pytest.raises(StateError, match="in use by process 2 on elsewhere"):
-        FolderLock(tmp_path).take()
+        PeerStore(tmp_path)
     assert msgspec.json.decode(path.read_bytes(), type=Occupant) == rival
 
 
 def test_a_later_process_of_the_same_number_is_not_the_one_that_has_it(tmp_path: Path) -> None:
     occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
-    FolderLock(tmp_path).take()
+    PeerStore(tmp_path)
 
 
 def test_another_machine_has_the_folder_until_its_heartbeats_stop(tmp_path: Path) -> None:
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - STALE_S / 2))
     with pytest.raises(StateError, match=r"on elsewhere.*try again in 3 minutes"):
-        FolderLock(tmp_path).take()
+        PeerStore(tmp_path)
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - 2 * STALE_S))
-    FolderLock(tmp_path).take()
+    PeerStore(tmp_path)
 
 
 def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_path: Path) -> None:
@@ -233,7 +225,7 @@ def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_p
 
 def test_a_garbled_lock_is_one_of_a_process_killed_while_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "in-use.json").write_bytes(b"{")
-    FolderLock(tmp_path).take()
+    PeerStore(tmp_path)
 
 
 # --- the tally -------------------------------------------------------------------------------------------------------
