@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError
@@ -17,7 +17,7 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Role, short
+from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook.invitation import LanSwarms
 from colab_swarm.notebook.platforms import (
@@ -91,7 +91,7 @@ def create(
             raise _saves_another(state_dir, saved)
         options, identity = _with_key(options, store)
         way = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
-        if (swarm := _open_as(identity, way.run_id, state_dir)) is not None:
+        if store is None and (swarm := _find_open(way.run_id, id=identity.id)) is not None:
             return swarm
         return _open(way, identity, peer_name, options, store)
 
@@ -140,19 +140,11 @@ def join(
         invitation = _invitation(invite, returning=saved is not None)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
-        for swarm in _open_swarms if store is None else ():
-            same_name = peer_name in ("", swarm.name)
-            if swarm.run_id == invitation.run_id and same_name and not swarm.left:
-                return swarm
-        if invitation.role > Role.VIEWER:
-            require_terms(accept_terms)
+        if store is None and (swarm := _find_open(invitation.run_id, name=peer_name)) is not None:
+            return swarm
+        require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
-        if state_dir is not None:
-            _open_as(identity, invitation.run_id, state_dir)
-        token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
-        membership = b"" if saved is None else saved.membership
-        way = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
-        return _open(way, identity, peer_name, options, store)
+        return _open(_access_by(invitation, identity, saved), identity, peer_name, options, store)
 
 
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
@@ -170,23 +162,16 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
-    saved = read_saved(folder_of(folder))
-    if saved is None:
+    if (saved := read_saved(folder_of(folder))) is None:
         raise StateError(f"{folder} saves no peer: start with cs.join(invitation, state_dir={str(folder)!r})")
     try:
         options = NetworkOptions.from_saved(saved.options)
     except (TypeError, ValueError) as error:
         raise damaged(folder_of(folder)) from error
+    how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
-        return join(saved.invitation, options=options, state_dir=folder, accept_terms=accept_terms)
-    return create(
-        saved.run,
-        access=saved.access,
-        allow=saved.allow,
-        options=options,
-        state_dir=folder,
-        accept_terms=accept_terms,
-    )
+        return join(saved.invitation, **how)
+    return create(saved.run, access=saved.access, allow=saved.allow, **how)
 
 
 def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
@@ -211,19 +196,11 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     return None
 
 
-def _open_as(identity: Identity, run_id: str, state_dir: str | Path | None) -> Swarm | None:
-    """Return the swarm of this process that has this key in this run.
-
-    Raises:
-        StateError: there is one, and ``state_dir`` does not save it.
-    """
+def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
+    """Return a swarm of this process in this run: the one with this key, or of this name."""
     for swarm in _open_swarms:
-        if (swarm.run_id, swarm.id) == (run_id, identity.id) and not swarm.left:
-            if state_dir is not None:
-                raise StateError(
-                    f"the peer of {state_dir} is open already and is not saved there: leave it first ({swarm!r}), "
-                    "then run this again"
-                )
+        same = id in (None, swarm.id) and name in ("", swarm.name)
+        if same and swarm.run_id == run_id and not swarm.left:
             return swarm
     return None
 
@@ -248,6 +225,12 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
     )
 
 
+def _access_by(invitation: Invite, identity: Identity, saved: SavedPeer | None) -> RunAccess:
+    token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
+    membership = b"" if saved is None else saved.membership
+    return RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
+
+
 def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
     """The key in the folder is the peer's."""
     if store is not None and options.identity is not None:
@@ -267,10 +250,7 @@ def _open(
     clock = SessionClock.of(here, options.session_hours, age_s=session_age_s(), now=runtime.time())
     name = peer_name or (saved.name if saved is not None else f"peer-{short(identity.id)}")
     if store is not None:
-        invitation = "" if access.invitation is None else str(access.invitation)
-        allow = None if access.closed is None else access.closed.settings.allowlist
-        settings = options.to_saved()
-        store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, allow, settings))
+        _save(store, access, identity, name, options)
         if warning := loss_warning(store.folder, here):
             print(warning)
     if saved is not None:
@@ -285,6 +265,20 @@ def _open(
     return swarm
 
 
+def _save(
+    store: PeerStore, access: RunAccess, identity: Identity, name: str, options: NetworkOptions
+) -> None:
+    if (swarm := _find_open(access.run_id, id=identity.id)) is not None:
+        raise StateError(
+            f"the peer of {store.folder} is open already and is not saved there: leave it first ({swarm!r}), "
+            "then run this again"
+        )
+    invitation = "" if access.invitation is None else str(access.invitation)
+    allow = None if access.closed is None else access.closed.settings.allowlist
+    settings = options.to_saved()
+    store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, allow, settings))
+
+
 async def _start(
     access: RunAccess,
     identity: Identity,
@@ -292,12 +286,16 @@ async def _start(
     options: NetworkOptions,
     store: PeerStore | None = None,
 ) -> tuple[PeerServices, NetworkSession]:
-    events, settings, node = EventLog(), options.node_settings(access.run_id), None
+    events, settings = EventLog(), options.node_settings(access.run_id)
     if store is not None and store.saved is not None and options.listen and not options.port:
-        with contextlib.suppress(OSError):  # another program uses the port now; old invitations stop working
-            again = replace(settings, port=store.saved.port)
-            node = await Node.start(identity, again, events, admission=access.admission)
-    if node is None:
+        settings = replace(settings, port=store.saved.port)
+    try:
+        node = await Node.start(identity, settings, events, admission=access.admission)
+    except OSError:
+        if settings.port == options.port:
+            raise
+        # another program uses the port now; old invitations stop working
+        settings = replace(settings, port=options.port)
         node = await Node.start(identity, settings, events, admission=access.admission)
     try:
         services = assemble(node, events, random.Random(identity.id))

@@ -174,10 +174,10 @@ class NetworkSession:
 
     async def _enter(self) -> None:
         node, entries = self.node, self.access.entries
-        if entries and not self._options.announce:
-            node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
         for contact in entries:
             node.learn(contact)
+        if entries and not self._options.announce:
+            node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
         await self.trust.join()
         if entries:
             entries = await self._link(entries)
@@ -222,12 +222,10 @@ class NetworkSession:
     async def _save(self, store: PeerStore) -> None:
         admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
-        tally = newest(
-            contributions.saved, contributions.ledger.rows()
-        )  # the former may not be in the latter yet
+        # what was saved may not be in the ledger yet
+        tally = newest(contributions.saved, contributions.ledger.rows())
         self._saved = self._dialable()
-        contacts = [self.node.contact_of(peer) for peer in sorted(self._saved)]
-        contacts.sort(key=lambda contact: not contact.direct)
+        contacts = sorted(map(self.node.contact_of, sorted(self._saved)), key=lambda one: not one.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
@@ -334,10 +332,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
 
 def assemble(
-    peers: Peers,
-    events: EventLog,
-    rng: random.Random,
-    pace: Callable[[float], float] | None = None,
+    peers: Peers, events: EventLog, rng: random.Random, pace: Callable[[float], float] | None = None
 ) -> PeerServices:
     """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
