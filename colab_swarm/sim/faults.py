@@ -19,46 +19,46 @@ class ScriptedFault:
 
 
 class Script:
-    """The faults that can be scripted; ``schedule(name, arguments)`` decides when each one happens."""
+    """The faults that can be scripted; ``schedule(name, *arguments)`` decides when each one happens."""
 
-    def __init__(self, schedule: Callable[[str, tuple[Any, ...]], object]) -> None:
+    def __init__(self, schedule: Callable[..., object]) -> None:
         self._schedule = schedule
 
     def crash(self, peer: str) -> None:
         """Kill the peer's process: its links break, other peers notice after a moment, and nobody can dial it."""
-        self._schedule("crash", (peer,))
+        self._schedule("crash", peer)
 
     def restart(self, peer: str) -> None:
         """Make a crashed peer dialable again, with the handlers it had and no link."""
-        self._schedule("restart", (peer,))
+        self._schedule("restart", peer)
 
     def partition(self, *groups: set[str]) -> None:
         """Let nothing pass between peers of different groups; peers in no group reach everyone."""
-        self._schedule("partition", groups)
+        self._schedule("partition", *groups)
 
     def heal(self) -> None:
         """End the partition."""
-        self._schedule("heal", ())
+        self._schedule("heal")
 
     def slow(self, peer: str, factor: float) -> None:
         """Make the peer's connection ``factor`` times slower than its profile, in rate and latency."""
-        self._schedule("slow", (peer, factor))
+        self._schedule("slow", peer, factor)
 
     def skew(self, peer: str, seconds: float) -> None:
         """Set the peer's wall clock ``seconds`` ahead."""
-        self._schedule("skew", (peer, seconds))
+        self._schedule("skew", peer, seconds)
 
     def lose(self, rate: float) -> None:
         """Let this share of all messages need a retransmission."""
-        self._schedule("lose", (rate,))
+        self._schedule("lose", rate)
 
     def latency(self, factor: float) -> None:
         """Multiply the latency of the network's profile."""
-        self._schedule("latency", (factor,))
+        self._schedule("latency", factor)
 
     def bandwidth(self, factor: float) -> None:
         """Multiply the bandwidths of the network's profile."""
-        self._schedule("bandwidth", (factor,))
+        self._schedule("bandwidth", factor)
 
 
 @dataclass

@@ -35,13 +35,10 @@ from colab_swarm.net.peers import (
 from colab_swarm.sim.faults import Trap
 from colab_swarm.sim.profiles import HostProfile, NetworkProfile
 
-OVERHEAD_BYTES = 100
-"""Headers of TCP/IP, WebSocket, frame and seal."""
+OVERHEAD_BYTES = 100  # headers of TCP/IP, WebSocket, frame and seal
 RETRANSMISSION_S = 0.2
-BUSY_BYTES = 1 << 16
-"""A second with less traffic says nothing about a connection's rate."""
-BACKLOG_BYTES = 1 << 18
-"""How much a stream may queue at its sender's connection: the size of a socket's buffers."""
+BUSY_BYTES = 1 << 16  # a second with less traffic says nothing about a connection's rate
+BACKLOG_BYTES = 1 << 18  # what a stream may queue at its sender's connection, as in a socket's buffers
 
 
 class Pipe:
@@ -66,17 +63,12 @@ class Pipe:
 
 
 class Connection:
-    """How one peer is connected to the network.
-
-    Attributes:
-        slowness: multiplies transfer times and latency; 1 without a fault.
-        width: multiplies the bandwidth only.
-    """
+    """How one peer is connected to the network; ``slowness`` multiplies its transfer times and latency."""
 
     def __init__(self, name: str, host: HostProfile) -> None:
         self.name, self._host = name, host
         self.upload, self.download = Pipe(host.upload_bps), Pipe(host.download_bps)
-        self.slowness = self.width = 1.0
+        self.slowness = 1.0
 
     def limit(self, rate_bps: float | None) -> None:
         """Carry at most ``rate_bps`` in each direction, and never more than the profile allows."""
@@ -90,12 +82,12 @@ class Conditions:
 
     Attributes:
         loss: share of messages that need a retransmission.
-        latency_factor: multiplies the profile's latency.
+        latency_factor, width: multiply the profile's latency and bandwidths.
     """
 
     def __init__(self, profile: NetworkProfile, seed: int) -> None:
         self.profile, self.rng = profile, random.Random(seed)
-        self.loss, self.latency_factor = profile.loss, 1.0
+        self.loss, self.latency_factor, self.width = profile.loss, 1.0, 1.0
         self._groups: tuple[frozenset[str], ...] = ()
         self._traps: list[Trap] = []
 
@@ -127,25 +119,22 @@ class _Lane:
 
 
 class UnansweredCall:
-    """A call that waits for its reply."""
+    """A call that waits for its reply; ``handler`` answers it at the other end."""
 
     def __init__(self) -> None:
         self.reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.handler: asyncio.Task[None] | None = None
 
     def answer(self, body: bytes) -> None:
-        """Deliver the reply."""
         if not self.reply.done():
             self.reply.set_result(body)
 
     def fail(self, error: PeerError) -> None:
-        """Cancel the handler; there will be no reply."""
         self.cancel()
         if not self.reply.done():
             self.reply.set_exception(error)
 
     def cancel(self) -> None:
-        """Cancel the handler: the caller no longer waits."""
         if self.handler is not None:
             self.handler.cancel()
 
@@ -200,7 +189,7 @@ class SimLink:
         size_bytes += OVERHEAD_BYTES
         lane.sent_bytes += size_bytes
         lane.in_flight.append((message, deliver))
-        slowness = sender.slowness / sender.width
+        slowness = sender.slowness / self._conditions.width
         first_bit_at, last_bit_at = sender.upload.transfer(size_bytes, self._loop.time(), slowness=slowness)
         delay_s = self._delay_s()
         lane.arrival_at = max(lane.arrival_at, first_bit_at + delay_s)
@@ -220,11 +209,11 @@ class SimLink:
         return delay_s
 
     def _arrive(self, lane: _Lane) -> None:
-        """The first bit reaches the receiver's connection."""
         if self.alive:
             size_bytes, last_bit_at = lane.travelling.popleft()
             end, now = lane.receiver, self._loop.time()
-            _, passed_at = end.download.transfer(size_bytes, now, slowness=end.slowness / end.width)
+            slowness = end.slowness / self._conditions.width
+            _, passed_at = end.download.transfer(size_bytes, now, slowness=slowness)
             self._loop.call_at(max(passed_at, last_bit_at), self._deliver, lane)
 
     def _deliver(self, lane: _Lane) -> None:
@@ -297,7 +286,7 @@ def decode(body: bytes, kind: type[M]) -> M:
 
 
 class SimStream:
-    """One end of a stream; ``twin`` is the other."""
+    """One end of a stream, ``twin`` the other; implements `colab_swarm.net.peers.Stream`."""
 
     twin: SimStream
 
@@ -308,13 +297,12 @@ class SimStream:
         self._ended = self._peer_ended = self._discarding = False
         self._unread_bytes = 0  # credit taken by our items that the peer has not yet confirmed as read
         self._read_bytes = 0  # items that we read and have not yet confirmed
-        self._waiters: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
         self._leaving: deque[tuple[float, int]] = deque()  # when its last bit leaves, size_bytes
         self._leaving_bytes = 0
         link.waiting[self] = None
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send one item; wait while the receiver has no room or the connection's queue is full."""
         body, data = encode(message), bytes(payload)
         if len(data) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"payload of {len(data)} bytes, limit {MAX_PAYLOAD_BYTES}")
@@ -342,7 +330,6 @@ class SimStream:
             raise PeerLost(str(self._error)) from self._error
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
-        """Wait for the next item."""
         while not self._inbox:
             if self._error is not None:
                 raise self._error
@@ -358,7 +345,6 @@ class SimStream:
             raise
 
     async def end(self) -> None:
-        """Announce that nothing more will be sent; no effect once the stream is over."""
         if self._error is None and not self._ended:
             self._ended = True
             self._link.carry(self._end, 0, self.twin._on_end)
@@ -372,7 +358,6 @@ class SimStream:
         await self.end()
 
     def reset(self, reason: str = "") -> None:
-        """Drop the stream both ways."""
         self.refuse(PeerLost(f"{self._end.name} reset the stream: {reason}"))
 
     def refuse(self, error: PeerError) -> None:
@@ -387,7 +372,7 @@ class SimStream:
             self._error = error
             self._inbox.clear()
             self._link.waiting.pop(self, None)
-            self._wake()
+            self._changed.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -405,16 +390,16 @@ class SimStream:
             self._give_credit(item_cost(body, data))
         elif self._error is None:
             self._inbox.append((body, data))
-            self._wake()
+            self._changed.set()
 
     def _on_end(self) -> None:
         self._peer_ended = True
         self._close_if_over()
-        self._wake()
+        self._changed.set()
 
     def _on_credit(self, read_bytes: int) -> None:
         self._unread_bytes -= read_bytes
-        self._wake()
+        self._changed.set()
 
     def _give_credit(self, read_bytes: int) -> None:
         self._read_bytes += read_bytes
@@ -427,12 +412,5 @@ class SimStream:
             self._link.waiting.pop(self, None)
 
     async def _wait(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._changed.clear()
+        await self._changed.wait()

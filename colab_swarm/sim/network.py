@@ -38,17 +38,12 @@ from colab_swarm.sim.link import Conditions, Connection, SimLink, SimStream, Una
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
 logger = logging.getLogger(__name__)
-EPOCH = 1_750_000_000.0
-"""Wall-clock time at virtual second 0."""
-SILENCE_S = 30.0
-"""Links that a partition silences for this long break, as keep-alive would find."""
-DIAL_ROUND_TRIPS = 3
-"""TCP, the WebSocket upgrade and the first two messages of Noise XX."""
+EPOCH = 1_750_000_000.0  # wall-clock time at virtual second 0
+SILENCE_S = 30.0  # links that a partition silences for this long break, as keep-alive would find
+DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade and the first two messages of Noise XX
 MAX_ADDRESSES = 8
-REDIAL_S = 1.0
-"""How long a dial that gets no answer waits before it tries again."""
-DOWN_S = 0.01
-"""How long a crashed peer's own calls take to fail: never 0, so that a loop of retries cannot stop the clock."""
+REDIAL_S = 1.0  # between two tries of a dial that gets no answer
+DOWN_S = 0.01  # a crashed peer's own calls fail after this time: at 0, a loop of retries would stop the clock
 
 
 class SimNetwork(Conditions):
@@ -56,6 +51,7 @@ class SimNetwork(Conditions):
 
     Attributes:
         fired, coming: scripted faults that happened, and those scheduled by `at`.
+        by_name, by_id: the peers, up or not.
         standing: whether two peers have a link already when the simulation begins. It is made when it is first used,
             without the time that dialling takes: ten thousand peers have a million links.
     """
@@ -66,10 +62,9 @@ class SimNetwork(Conditions):
         self.coming: list[ScriptedFault] = []
         self.standing: Callable[[SimPeers, SimPeers], bool] = lambda one, other: False
         self._seed, self.loop = seed, asyncio.get_running_loop()
-        self._names: dict[str, SimPeers] = {}
-        self._ids: dict[PeerId, SimPeers] = {}
+        self.by_name: dict[str, SimPeers] = {}
+        self.by_id: dict[PeerId, SimPeers] = {}
         self._skews: dict[str, float] = {}
-        self._width = 1.0
 
     def peer(
         self,
@@ -91,16 +86,15 @@ class SimNetwork(Conditions):
         """
         if self.is_up(name):
             raise ValueError(f"{name} is already up")
-        host = host_profile or self.profile.hosts[len(self._names) % len(self.profile.hosts)]
+        host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
         identity = Identity(hashlib.sha256(f"{self._seed} {name}".encode()).digest())
         peer = SimPeers(self, name, identity=identity, listen=listen, host=host, role=role)
-        peer.connection.width = self._width
-        self._names[name] = self._ids[peer.id] = peer
+        self.by_name[name] = self.by_id[peer.id] = peer
         return peer
 
     def is_up(self, name: str) -> bool:
         """Return True if a peer of that name runs."""
-        return name in self._names and self._names[name].up
+        return name in self.by_name and self.by_name[name].up
 
     def __repr__(self) -> str:
         return f"SimNetwork({self})"
@@ -109,14 +103,14 @@ class SimNetwork(Conditions):
         host = self.profile.hosts[0]
         kinds = f"{len(self.profile.hosts)} kinds of lines, the first " if len(self.profile.hosts) > 1 else ""
         latency_ms = 1000 * self.profile.latency_s * self.latency_factor
-        up, down = (bps * self._width / 1e6 for bps in (host.upload_bps, host.download_bps))
+        up, down = (bps * self.width / 1e6 for bps in (host.upload_bps, host.download_bps))
         bandwidth = f"{kinds}{up:g} Mbit/s up, {down:g} Mbit/s down"
         return f"{self.profile.name}: {bandwidth}, {latency_ms:.3g} ms, {self.loss:.1%} of messages repeated"
 
     def introduce(self) -> None:
         """Give every peer the addresses of all others, as an invitation or the DHT would."""
-        for peer in self._names.values():
-            for other in self._names.values():
+        for peer in self.by_name.values():
+            for other in self.by_name.values():
                 peer.learn(other.contact)
 
     # --- faults ---------------------------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ class SimNetwork(Conditions):
         """Script a fault for a time on the virtual clock: ``network.at(12.0).crash("bob")``."""
         return Script(partial(self._fire_at, seconds))
 
-    def _fire_at(self, seconds: float, name: str, arguments: tuple[Any, ...]) -> None:
+    def _fire_at(self, seconds: float, name: str, *arguments: Any) -> None:
         fault = ScriptedFault(seconds, name, arguments)
         self.coming.append(fault)
         self.loop.call_at(seconds, self._fire_scheduled, fault)
@@ -148,33 +142,30 @@ class SimNetwork(Conditions):
         of streams and their items count.
         """
 
-        def set_trap(name: str, arguments: tuple[Any, ...]) -> None:
+        def set_trap(name: str, *arguments: Any) -> None:
             self._traps.append(Trap(predicate, sender, receiver, nth, partial(self.fire, name, *arguments)))
 
         return Script(set_trap)
 
     def now(self) -> Script:
         """Let a fault happen at once."""
-        return Script(lambda name, arguments: self.fire(name, *arguments))
+        return Script(self.fire)
 
     def fire(self, name: str, *arguments: Any) -> None:
         """Let a fault happen now and record it."""
         self.fired.append(ScriptedFault(self.loop.time(), name, arguments))
         match name, *arguments:
             case "crash", peer:
-                if self._names[peer].up:
-                    self._names[peer].crash()
+                self.by_name[peer].crash()
             case "restart", peer:
-                self._names[peer].up = True
+                self.by_name[peer].up = True
             case "partition", *groups:
                 self._groups = tuple(map(frozenset, groups))
                 self.loop.call_later(SILENCE_S, self._break_silent_links, self._groups)
             case ("heal",):
-                self._groups = ()
-                for _, _, link in self._all_links():
-                    link.resume()
+                self._heal()
             case "slow", peer, factor:
-                self._names[peer].connection.slowness = factor
+                self.by_name[peer].connection.slowness = factor
             case "skew", peer, seconds:
                 self._skews[peer] = seconds
             case "lose", rate:
@@ -182,9 +173,12 @@ class SimNetwork(Conditions):
             case "latency", factor:
                 self.latency_factor = factor
             case "bandwidth", factor:
-                self._width = factor
-                for one in self._names.values():
-                    one.connection.width = factor
+                self.width = factor
+
+    def _heal(self) -> None:
+        self._groups = ()
+        for _, _, link in self._all_links():
+            link.resume()
 
     def _break_silent_links(self, groups: tuple[frozenset[str], ...]) -> None:
         if self._groups is groups:
@@ -195,9 +189,9 @@ class SimNetwork(Conditions):
 
     def _all_links(self) -> list[tuple[SimPeers, SimPeers, SimLink]]:
         found: dict[SimLink, tuple[SimPeers, SimPeers]] = {}
-        for peer in self._names.values():
+        for peer in self.by_name.values():
             for other, link in peer._links.items():
-                found.setdefault(link, (peer, self._ids[other]))
+                found.setdefault(link, (peer, self.by_id[other]))
         return [(one, other, link) for link, (one, other) in found.items()]
 
     # --- called by links and peers --------------------------------------------------------------------------------
@@ -232,21 +226,15 @@ class SimNetwork(Conditions):
         if other is not one:
             other.on_link_lost(one.id)
 
-    def peer_of(self, peer: PeerId) -> SimPeers:
-        """Return the peer with that id."""
-        return self._ids[peer]
-
-    def dialled(self, address: str) -> SimPeers | None:
-        """Return the peer at an address, up or not."""
-        return self._names.get(address.removeprefix("sim://"))
-
     def skew_of(self, peer: PeerId) -> float:
         """Return how far the peer's wall clock is ahead, seconds."""
-        return self._skews.get(self._ids[peer].name, 0.0) if self._skews else 0.0
+        return self._skews.get(self.by_id[peer].name, 0.0) if self._skews else 0.0
 
 
 class SimPeers:
     """One peer's view of the simulated network: the `Peers` interface without a socket. Made by `SimNetwork.peer`.
+
+    Unlike at a `Node`, a second handler of a message replaces the first.
 
     Attributes:
         role: its role at the other peers.
@@ -278,45 +266,36 @@ class SimPeers:
 
     @property
     def contact(self) -> Contact:
-        """Dialled as ``sim://name``; no address in client mode."""
         return Contact(self.id, (f"sim://{self.name}",) if self.listen else ())
 
     def sign(self, data: bytes) -> bytes:
-        """Return the Ed25519 signature by this peer's key."""
         return self._identity.sign(data)
 
     def time(self) -> float:
-        """Return this peer's wall clock: skewed, and corrected by the median over its links."""
         own = self._network.skew_of(self.id)
         others = [self._network.skew_of(peer) for peer in self.linked()]
         correction = statistics.median([0.0, *(skew - own for skew in others)])
         return EPOCH + self._network.loop.time() + own + correction
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer can be dialled, before the addresses already known."""
         if contact.addresses:
             known = self.contact_of(contact.id).addresses
             addresses = tuple(dict.fromkeys(contact.addresses + known))[:MAX_ADDRESSES]
             self._contacts[contact.id] = Contact(contact.id, addresses)
 
     def contact_of(self, peer: PeerId) -> Contact:
-        """Return the known addresses of a peer."""
         return self._contacts.get(peer, Contact(peer))
 
     def linked(self) -> frozenset[PeerId]:
-        """Return the peers with an open link."""
         return frozenset(self._links) - {self.id}
 
     def way_to(self, peer: PeerId) -> str:
-        """Return ``direct`` for linked peers: simulated links need no relays."""
-        return "direct" if peer in self.linked() else ""
+        return "direct" if peer in self.linked() else ""  # simulated links need no relays
 
     def limit(self, rate_bps: float | None) -> None:
-        """Limit all links together to ``rate_bps`` in each direction; None: no limit."""
         self.connection.limit(rate_bps)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        """Return figures of the open link to one peer, or of this peer's connection since it was made."""
         if peer is not None:
             link = self._links.get(peer)
             return link.statistics(self._end_of(link)) if link else LinkStatistics()
@@ -332,30 +311,25 @@ class SimPeers:
         *,
         role: Role = Role.VIEWER,
     ) -> None:
-        """Answer calls of type ``kind``; unlike at a `Node`, a second handler replaces the first."""
         self._calls.remove(kind)
         self._calls.add(kind, handler, role)
 
     def serve_stream(
         self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
     ) -> None:
-        """Run the handler for each stream opened with ``kind``; a second handler replaces the first."""
         self._streams.remove(kind)
         self._streams.add(kind, handler, role)
 
     def role_of(self, peer: PeerId) -> Role:
-        """Return the peer's role; `Role.GUEST` without a link."""
         if peer == self.id:
             return Role.AUTHORITY
-        return self._network.peer_of(peer).role if peer in self._links else Role.GUEST
+        return self._network.by_id[peer].role if peer in self._links else Role.GUEST
 
     def unserve(self, kind: type[Message]) -> None:
-        """Stop answering ``kind``."""
         self._calls.remove(kind)
         self._streams.remove(kind)
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
-        """Call ``listener(peer)`` when the link to a peer is gone; return a function that ends it."""
         self._listeners.append(listener)
 
         def stop() -> None:
@@ -365,13 +339,11 @@ class SimPeers:
         return stop
 
     async def close(self) -> None:
-        """Leave: handlers are cancelled, other peers lose their links to this one."""
         await asyncio.gather(*self.go_down(f"{self.name} left"), return_exceptions=True)
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message`` and wait for the reply."""
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._dial(peer)
@@ -382,7 +354,7 @@ class SimPeers:
 
     async def _call(self, link: SimLink, peer: PeerId, message: Message) -> bytes:
         body, call, end = encode(message), UnansweredCall(), self._end_of(link)
-        other = self._network.peer_of(peer)
+        other = self._network.by_id[peer]
         deliver = partial(other._on_call, self.id, link, call, type(message).__name__, body)
         link.waiting[call] = None
         try:
@@ -401,7 +373,7 @@ class SimPeers:
     async def _answer(
         self, caller: PeerId, link: SimLink, call: UnansweredCall, name: str, body: bytes
     ) -> None:
-        end = link.other(self._network.peer_of(caller)._end_of(link))
+        end = link.other(self._network.by_id[caller]._end_of(link))
         try:
             handler, message = self._calls.find_named(name, body, self.role_of(caller))
             reply = await handler(caller, message)
@@ -426,13 +398,12 @@ class SimPeers:
     # --- streams --------------------------------------------------------------------------------------------------
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        """Open a stream."""
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._dial(peer)
         except TimeoutError as error:
             raise PeerTimeout(f"{short(peer)} could not be dialled within {timeout_s} s") from error
-        body, end, other = encode(opening), self._end_of(link), self._network.peer_of(peer)
+        body, end, other = encode(opening), self._end_of(link), self._network.by_id[peer]
         near, far = SimStream(link, end, peer), SimStream(link, link.other(end), self.id)
         near.twin, far.twin = far, near
         deliver = partial(other._on_stream, far, type(opening).__name__, body)
@@ -443,7 +414,6 @@ class SimPeers:
         self._spawn(self._run_stream(stream, name, body))
 
     async def _run_stream(self, stream: SimStream, name: str, body: bytes) -> None:
-        """Run the stream's handler; its fault refuses the stream."""
         try:
             handler, opening = self._streams.find_named(name, body, self.role_of(stream.peer))
             await handler(opening, stream)
@@ -477,7 +447,7 @@ class SimPeers:
         return self._links[peer]
 
     async def _open_at(self, peer: PeerId, address: str) -> None:
-        other = self._network.dialled(address)
+        other = self._network.by_name.get(address.removeprefix("sim://"))
         if other is None:
             raise PeerUnreachable(f"nobody answers at {address}")
         if self._network.standing(self, other) and other.up and other.id == peer:
@@ -491,11 +461,11 @@ class SimPeers:
         await asyncio.sleep(rtt_s * (DIAL_ROUND_TRIPS - 1))
         if other.id != peer:
             raise WrongPeer(f"{short(other.id)} answers at {address}, not {short(peer)}")
-        if not (self.up and other.up):
-            raise PeerUnreachable(f"{other.name} vanished while being dialled")
         self._connect(other)
 
     def _connect(self, other: SimPeers) -> None:
+        if not (self.up and other.up):
+            raise PeerUnreachable(f"{other.name} vanished while being dialled")
         if other.id not in self._links:  # it may have dialled us meanwhile
             self._links[other.id] = other._links[self.id] = self._network.link(self, other)
             self.learn(other.contact)
@@ -506,7 +476,6 @@ class SimPeers:
         return self.connection if self.connection in link.ends else link.ends[0]
 
     def on_link_lost(self, peer: PeerId) -> None:
-        """Call the listeners, unless there is a new link to the peer already."""
         if peer not in self._links:
             for listener in tuple(self._listeners):
                 listener(peer)
@@ -518,7 +487,7 @@ class SimPeers:
         for task in tasks:
             task.cancel()
         for peer, link in list(self._links.items()):
-            self._network.break_link(self, self._network.peer_of(peer), link, reason)
+            self._network.break_link(self, self._network.by_id[peer], link, reason)
         return tasks
 
     def when_down(self, callback: Callable[[], object]) -> None:
@@ -526,10 +495,11 @@ class SimPeers:
         self._down_callbacks.append(callback)
 
     def crash(self) -> None:
-        """Kill the process."""
-        self.go_down(f"{self.name} crashed")
-        for callback in self._down_callbacks:
-            callback()
+        """Kill the process, if it is up."""
+        if self.up:
+            self.go_down(f"{self.name} crashed")
+            for callback in self._down_callbacks:
+                callback()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._network.loop.create_task(work)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,7 +53,7 @@ MAX_LINES = 1000  # lines of the story; the oldest are dropped
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
 LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-SLIDER_PEERS = min(16, MAX_PEERS)
+SLIDER_PEERS = 16
 SLIDER = {
     "style": {"description_width": "initial"},
     "layout": {"width": "310px"},
@@ -88,9 +89,9 @@ class InteractiveRun:
         if InteractiveRun._running is not None:
             InteractiveRun._running.stop()
         self._simulation, self.speed = simulation, speed
-        self._until = None if seconds is None else simulation.time + seconds
+        self._until = math.inf if seconds is None else simulation.time + seconds
         self._scripted = deque(sorted(actions, key=lambda action: action.at))
-        self._injected: deque[tuple[Verb, tuple[str | float, ...]]] = deque()
+        self._injected: deque[Action] = deque()
         self.actions: tuple[Action, ...] = ()
         self._events: list[tuple[Event, str]] = []
         self._known: dict[str, Swarm] = {}
@@ -111,7 +112,7 @@ class InteractiveRun:
         if self._live:
             threading.Thread(target=self._run, name="colab-swarm-lesson", daemon=True).start()
         else:
-            self._run_at_once()
+            self._run()
 
     def _make_panel(self) -> Panel[LessonSnapshot]:
         controls = LessonControls(self, loss=self._simulation.network.loss)
@@ -134,7 +135,7 @@ class InteractiveRun:
 
     def inject(self, verb: Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``; see `Action`. Thread-safe."""
-        self._injected.append((verb, arguments))
+        self._injected.append(Action(self._simulation.time, verb, arguments))
         self._wake.set()
 
     def pause(self) -> None:
@@ -200,29 +201,23 @@ class InteractiveRun:
 
     # --- the passing of time --------------------------------------------------------------------------------------
 
-    def _run_at_once(self) -> None:
-        """Run to the end and print the story."""
-        over, self._state = False, "stopped"
-        try:
-            while not over:
-                over = self._pass_slice() or self._is_idle()
-            self._state = "finished"
-        finally:
-            self._end()
-
     def _run(self) -> None:
         try:
-            self._state = self._run_on()
+            self._state = self._pass_slices()
         except Exception as error:  # a door: the user's own code; shown in the panel, raised by `wait`
             self._error, self._state = error, "failed"
+            if not self._live:
+                raise
         finally:
             self._end()
 
-    def _run_on(self) -> str:
-        """Advance slice by slice, at the chosen speed; return the final state."""
+    def _pass_slices(self) -> str:
+        """Advance slice by slice, at the chosen speed if live; return the final state."""
         while not self._stopping:
             began = time.monotonic()
             self._apply_due()
+            if self._is_idle() and not self._live:
+                return "finished"
             if self._is_idle() or (self._state == "paused" and not self._single_steps):
                 self._look()
                 self._rest(None)
@@ -232,7 +227,8 @@ class InteractiveRun:
                 return "finished"
             if began - self._looked_at > LOOK_S:
                 self._look()
-            self._rest(SLICE_S / max(self.speed, MIN_SPEED) - (time.monotonic() - began))
+            if self._live:
+                self._rest(SLICE_S / max(self.speed, MIN_SPEED) - (time.monotonic() - began))
         return "stopped"
 
     def _is_idle(self) -> bool:
@@ -259,16 +255,15 @@ class InteractiveRun:
         """Apply due actions and advance one slice; return True at the end of the run."""
         simulation = self._simulation
         self._apply_due()
-        left_s = SLICE_S if self._until is None else min(SLICE_S, self._until - simulation.time)
         try:
-            idle = simulation.advance(left_s)
+            idle = simulation.advance(min(SLICE_S, self._until - simulation.time))
         except JoinError as error:
             idle = False
             self._write(simulation.time, f"a late joiner could not join: {error}")
         self._listen()
         self._write_events()
         self._deserted = idle and not simulation.swarms
-        timed_out = self._until is not None and simulation.time > self._until - 1e-6
+        timed_out = simulation.time > self._until - 1e-6
         return timed_out or (idle and not self._scripted and not self._deserted)
 
     # --- actions --------------------------------------------------------------------------------------------------
@@ -276,25 +271,25 @@ class InteractiveRun:
     def _apply_due(self) -> None:
         """Apply due actions. If no peer is left, time stands still, and the next scripted action is due."""
         while self._scripted and (self._deserted or self._scripted[0].at < self._simulation.time + 1e-6):
-            action = self._scripted.popleft()
-            self._apply(action.verb, action.arguments)
+            self._apply(self._scripted.popleft())
         while self._injected:
-            self._apply(*self._injected.popleft())
+            self._apply(self._injected.popleft())
 
-    def _apply(self, verb: Verb, arguments: tuple[str | float, ...]) -> None:
+    def _apply(self, action: Action) -> None:
         now, self._deserted = self._simulation.time, False
         try:
-            self._do(verb, *arguments)
+            self._do(action.verb, *action.arguments)
         except (ValueError, KeyError, TypeError) as error:
-            self._write(now, f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
+            shown = f"{action.verb} {' '.join(map(str, action.arguments))}"
+            self._write(now, f"{shown}: not possible, {error}")
         else:
-            self.actions += (Action(now, verb, arguments),)
+            self.actions += (replace(action, at=now),)
 
     def _do(self, verb: Verb, *arguments: Any) -> None:
         simulation = self._simulation
         match verb, *arguments:
             case "peers", int(wanted) if 0 < wanted <= MAX_PEERS:
-                self._resize(wanted)
+                simulation.resize(wanted)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
             case "speed", str(name), float() | int() as samples_per_s if 0 < samples_per_s < math.inf:
@@ -312,20 +307,6 @@ class InteractiveRun:
                 simulation.fire(verb, rate)
             case _:
                 raise ValueError("no such action")
-
-    def _resize(self, wanted: int) -> None:
-        """Add peers, or kill the last ones, to get ``wanted`` of them."""
-        from colab_swarm.swarm.simulation import nth_name
-
-        simulation = self._simulation
-        for name in [*simulation.swarms, *simulation.arriving][wanted:]:
-            if name in simulation.swarms:
-                simulation.fire("crash", name)
-            else:
-                simulation.call_off(name)
-        for name in map(nth_name, range(wanted)):
-            if name not in simulation.swarms and name not in simulation.arriving:
-                simulation.join(name, at=simulation.time)
 
     # --- the story ------------------------------------------------------------------------------------------------
 
@@ -383,7 +364,7 @@ class LessonControls:
         """Return the widgets, in rows."""
         import ipywidgets
 
-        lesson = self._lesson
+        self._new_slider, lesson = ipywidgets.SelectionSlider, self._lesson
         number = ipywidgets.IntSlider(len(peers), 1, SLIDER_PEERS, description="peers", **SLIDER)
         number.observe(partial(self._on_change, partial(lesson.inject, "peers")), names="value")
         network = [
@@ -452,9 +433,7 @@ class LessonControls:
     def _slider(
         self, name: str, values: Sequence[float], value: float, act: Callable[[float], None], shown: str
     ) -> Any:
-        import ipywidgets
-
         options = [(shown.format(one), one) for one in sorted({*values, value})]
-        slider = ipywidgets.SelectionSlider(options=options, value=value, description=name, **SLIDER)
+        slider = self._new_slider(options=options, value=value, description=name, **SLIDER)
         slider.observe(partial(self._on_change, act), names="value")
         return slider

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from colab_swarm.events import EventLog
 from colab_swarm.notebook.lessons import (
@@ -26,6 +26,7 @@ from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.swarm.lesson import InteractiveRun
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
@@ -46,7 +47,7 @@ class Simulation:
         self._later: set[asyncio.Task[None]] = set()
         self._crashed: dict[str, SimulatedPeer] = {}  # their last state
         self._arriving: dict[str, asyncio.Task[None]] = {}  # peers that are joining now
-        self._lesson: Any = None  # an `InteractiveRun`
+        self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
         self.network = self._runtime.call(self._make_network(profile))
         self.swarms: dict[str, Swarm] = {}
@@ -97,14 +98,16 @@ class Simulation:
                 del self._arriving[name]
         self._start(name)
 
-    @property
-    def arriving(self) -> tuple[str, ...]:
-        """Names of the peers that are joining."""
-        return tuple(self._arriving)
-
-    def call_off(self, name: str) -> None:
-        """Cancel the joining of a peer."""
-        self._arriving.pop(name).cancel()
+    def resize(self, wanted: int) -> None:
+        """Add peers, or kill the last ones, to get ``wanted`` of them; call it only while no time passes."""
+        for name in [*self.swarms, *self._arriving][wanted:]:
+            if name in self.swarms:
+                self.fire("crash", name)
+            else:
+                self._arriving.pop(name).cancel()
+        for name in map(nth_name, range(wanted)):
+            if name not in self.swarms and name not in self._arriving:
+                self.join(name, at=self.time)
 
     async def _join(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
@@ -181,7 +184,7 @@ class Simulation:
         speed: float = 10.0,
         actions: Sequence[Action] = (),
         live: bool | None = None,
-    ) -> Any:
+    ) -> InteractiveRun:
         """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
 
         Without a front-end it runs to its end at once and prints what happens. Returns an `InteractiveRun`.
@@ -193,9 +196,6 @@ class Simulation:
             actions: changes at given times; those of an earlier run (``lesson.actions``) repeat it exactly.
             live: whether to use widgets and to keep to ``speed``; None to find out.
         """
-        from colab_swarm.swarm.lesson import InteractiveRun
-
-        self._stop_lesson()
         self._lesson = InteractiveRun(self, train, seconds=seconds, speed=speed, actions=actions, live=live)
         return self._lesson
 

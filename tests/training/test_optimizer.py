@@ -386,7 +386,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
     def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
         optimizer, published = join_training(swarm, net := model()), []
         for listen in (True, False, True):
-            sim.network._names[swarm.name].listen = listen
+            sim.network.by_name[swarm.name].listen = listen
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=10)
             swarm.runtime.call(optimizer.collaboration._exchange())
