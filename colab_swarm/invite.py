@@ -11,7 +11,7 @@ invitation on with other entries, but not with more rights.
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import hashlib
 import re
 import time
@@ -81,18 +81,8 @@ class Invite(Signed, frozen=True):
         cls, grant: Grant, secret: bytes, entries: Iterable[Contact], *, access: Access, authority: bytes
     ) -> Invite:
         """Make an invitation from ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
-        unsigned = cls(
-            grant.run_id,
-            tuple(entries),
-            grant.join_until,
-            access,
-            authority,
-            secret,
-            grant.role,
-            grant.member_until,
-            grant.uses,
-            grant.signature,
-        )
+        rights = grant.role, grant.member_until, grant.uses, grant.signature
+        unsigned = cls(grant.run_id, tuple(entries), grant.join_until, access, authority, secret, *rights)
         return unsigned.signed(unsigned.key.sign)
 
     @property
@@ -115,16 +105,9 @@ class Invite(Signed, frozen=True):
         """What the authority allows with this invitation; None in an open run."""
         if self.access == "open":
             return None
-        return Grant(
-            self.run_id,
-            self.role,
-            self.key.public_key,
-            self.expires_at,
-            self.member_until,
-            self.uses,
-            self.access == "invite" and not self.uses,
-            signature=self.grant_signature,
-        )
+        offline, key = self.access == "invite" and not self.uses, self.key.public_key
+        rights = self.expires_at, self.member_until, self.uses, offline
+        return Grant(self.run_id, self.role, key, *rights, signature=self.grant_signature)
 
     def with_entries(self, entries: Iterable[Contact]) -> Invite:
         """Return the same invitation with other entries; every peer that has it can do this."""
@@ -164,18 +147,7 @@ class Invite(Signed, frozen=True):
         Raises:
             InviteError: it is mistyped, tampered with, expired or of another version; the text says what to do.
         """
-        if len(text) > MAX_CHARACTERS:
-            raise InviteError(
-                f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
-            )
-        payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
-        try:
-            data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
-        except (binascii.Error, ValueError):
-            data = b""
-        body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-        if not body or check != _check(body):
-            raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
+        body = _body_of(text)
         if body[0] != VERSION:
             raise InviteError(
                 f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: "
@@ -201,6 +173,22 @@ class Invite(Signed, frozen=True):
         grant = self.grant if len(self.secret) == 32 else None
         signed = grant is not None and grant.is_signed_by(self.authority)
         return signed and self.is_signed_by(self.key.public_key)
+
+
+def _body_of(text: str) -> bytes:
+    """Return the version byte and the contents; their signatures are not checked yet."""
+    if len(text) > MAX_CHARACTERS:
+        raise InviteError(
+            f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
+        )
+    payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
+    data = b""
+    with contextlib.suppress(ValueError):
+        data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
+    body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+    if not body or check != _check(body):
+        raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
+    return body
 
 
 def role_named(name: str) -> Role:

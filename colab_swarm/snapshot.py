@@ -165,50 +165,42 @@ def _round(event: RoundFinished) -> str:
     return text
 
 
-def describe(event: Event) -> str:  # noqa: C901 - one case for each event
+LINES: Mapping[type[Event], str] = {
+    PeerJoined: "{0.peer:.8} is linked",
+    PeerLeft: "{0.peer:.8} is gone: {0.reason}",
+    PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
+    ReachabilityChanged: "others reach this peer: {0.how}",
+    StepFinished: "step {0.step}: {0.samples:g} samples",
+    BudgetChosen: "budget: {0.choice}",
+    BatchDropped: "batch dropped: {0.reason}",
+    TunnelChanged: "tunnel open at {0.address}",
+    ClockSkewed: "{0.text}",
+    PeersRevoked: "the authority revoked {0.count} peers or invitations",
+    ExpertHosted: "hosting {0.uid}",
+    ExpertLost: "no longer hosting {0.uid}: {0.reason}",
+    ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
+    Fault: "fault in {0.where}: {0.text}",
+}
+"""The line of an event whose figures are shown as they are."""
+
+
+def describe(event: Event) -> str:
     """Return the event as a line of the log."""
     match event:
-        case PeerJoined(peer=peer):
-            return f"{peer[:8]} is linked"
-        case PeerLeft(peer=peer, reason=reason):
-            return f"{peer[:8]} is gone: {reason}"
-        case PeerSilent(peer=peer, seconds=seconds):
-            return f"the round waits for {peer[:8]}, silent for {seconds:.0f} s"
-        case ReachabilityChanged(how=how):
-            return f"others reach this peer: {how}"
-        case StepFinished(step=step, samples=samples):
-            return f"step {step}: {samples:g} samples"
         case RoundFinished():
             return _round(event)
-        case BudgetChosen(choice=choice):
-            return f"budget: {choice}"
         case StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
-        case BatchDropped(reason=reason):
-            return f"batch dropped: {reason}"
         case TunnelChanged(address=None, reason=reason):
             return f"tunnel lost: {reason}"
-        case TunnelChanged(address=address):
-            return f"tunnel open at {address}"
         case QuotaWarning(used_bytes=used, quota_bytes=quota):
             return f"tunnel: {used / 1e6:.0f} MB sent, {used / quota:.0%} of the plan's {quota / 1e6:.0f} MB a month"
         case MembershipRenewed(seconds=seconds):
             return f"membership renewed for {seconds / 3600:.1f} h"
         case MembershipEnding(seconds=seconds, reason=reason):
             return f"membership ends in {seconds / 3600:.1f} h: {reason}"
-        case ClockSkewed(text=text):
-            return text
-        case PeersRevoked(count=number):
-            return f"the authority revoked {number} peers or invitations"
         case SessionEnding(seconds=seconds, reason=reason):
             return f"this session ends in {seconds / 60:.0f} min: {reason}"
-        case ExpertHosted(uid=uid, step=step, taken_over=taken_over):
-            return f"hosting {uid}" + (f", taken over at step {step}" if taken_over else "")
-        case ExpertLost(uid=uid, reason=reason):
-            return f"no longer hosting {uid}: {reason}"
-        case ExpertBanned(uid=uid, reason=reason, seconds=seconds):
-            return f"{uid} failed and is left out for {seconds:.0f} s: {reason}"
-        case Fault(where=where, text=text):
-            return f"fault in {where}: {text}"
-        case _:
-            return type(event).__name__
+        case ExpertHosted(uid=uid, step=step, taken_over=True):
+            return f"hosting {uid}, taken over at step {step}"
+    return LINES.get(type(event), type(event).__name__).format(event)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm import events
 from colab_swarm.events import BatchDropped, Event, Fault, PeerJoined, PeerLeft, StateReceived, StepFinished
 from colab_swarm.snapshot import describe
 
@@ -21,6 +22,17 @@ BOB = "b0b00000" * 8
         (StateReceived(1.0, 7, (BOB,), 3_200_000, 0.5), "state of step 7: 3.2 MB from 1 donor"),
         (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
+        (events.PeerSilent(1.0, BOB, 2.5), "the round waits for b0b00000, silent for 2 s"),
+        (events.ReachabilityChanged(1.0, "direct"), "others reach this peer: direct"),
+        (events.BudgetChosen(1.0, "int8", True), "budget: int8"),
+        (events.TunnelChanged(1.0, "wss://a", ""), "tunnel open at wss://a"),
+        (events.TunnelChanged(1.0, None, "killed"), "tunnel lost: killed"),
+        (events.ClockSkewed(1.0, 9.0, "it is off"), "it is off"),
+        (events.PeersRevoked(1.0, 2), "the authority revoked 2 peers or invitations"),
+        (events.ExpertHosted(1.0, "ffn.0", 3, False), "hosting ffn.0"),
+        (events.ExpertHosted(1.0, "ffn.0", 3, True), "hosting ffn.0, taken over at step 3"),
+        (events.ExpertLost(1.0, "ffn.0", "moved"), "no longer hosting ffn.0: moved"),
+        (events.ExpertBanned(1.0, "ffn.0", "nan", 60), "ffn.0 failed and is left out for 60 s: nan"),
     ],
 )
 def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
