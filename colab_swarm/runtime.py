@@ -20,8 +20,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LOOK_S = 0.2
-"""How often a task that waits at the gate checks whether it is open."""
+LOOK_S = 0.2  # between two looks of a task that waits at the gate
 POLL_S = 0.2
 
 

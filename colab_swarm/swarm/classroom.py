@@ -13,9 +13,7 @@ import os
 import threading
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import urlopen
 
@@ -26,12 +24,11 @@ from colab_swarm.errors import JoinError
 from colab_swarm.invite import Invite
 from colab_swarm.net.addresses import is_loopback
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm import joining
+from colab_swarm.swarm.swarm import Swarm
 
-if TYPE_CHECKING:
-    from colab_swarm.notebook.panel import Panel
-    from colab_swarm.snapshot import PeerRow
-    from colab_swarm.swarm.swarm import Swarm
 
 PORT = 8421
 MAX_PUPILS = 200
@@ -43,8 +40,7 @@ _ANIMALS = (
     "bison newt swan jaguar mole stork walrus finch"
 )
 ANIMALS = tuple(_ANIMALS.split())
-_boards: dict[str, Board] = {}
-"""The last board of each run."""
+_boards: dict[str, Board] = {}  # the last one of each run
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -64,18 +60,17 @@ class BoardSnapshot:
 
 
 class Board:
-    """Gives the run's invitation and animal names to pupils in the local network, until `close`."""
+    """Gives the run's invitation and animal names to pupils in the local network, until `close`.
+
+    Args:
+        swarm: of the teacher; its run must be open, because the board invites everyone in the room.
+        port: to listen on; a free one if another program uses it.
+
+    Raises:
+        PermissionError: the run is not open.
+    """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
-        """Open the board.
-
-        Args:
-            swarm: of the teacher; its run must be open, because the board invites everyone in the room.
-            port: to listen on; a free one if another program uses it.
-
-        Raises:
-            PermissionError: the run is not open.
-        """
         self._invitation = str(swarm.invite())
         if Invite.parse(self._invitation).access != "open":
             raise PermissionError("a board invites everyone in the room: create the run with access='open'")
@@ -85,8 +80,9 @@ class Board:
         self.closed = False
         self._server = _listen(self, port)
         self.address = f"{_host(swarm)}:{self._server.server_port}"
-        serve = partial(self._server.serve_forever, poll_interval=0.05)
-        threading.Thread(target=serve, name="colab-swarm-board", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="colab-swarm-board", daemon=True
+        ).start()
 
     def welcome(self, who: str) -> Welcome | None:
         """Return the invitation and a name, the same for each call of a process; None when the room is full."""
@@ -105,13 +101,7 @@ class Board:
 
     def panel(self) -> Panel[BoardSnapshot]:
         """Return a live view of the board."""
-        from colab_swarm.notebook.panel import Panel, Views
-
-        texts = (render_html, render_text, summary)
-        views: Views[BoardSnapshot] = Views(
-            *texts, lambda snapshot: snapshot.closed, who="board", leave=("Close the board", "Closed")
-        )
-        return Panel(self.snapshot, self.close, views=views)
+        return Panel(self.snapshot, self.close, views=VIEWS)
 
     def close(self) -> None:
         """Stop inviting; pupils who joined stay. Idempotent."""
@@ -148,8 +138,7 @@ def join(address: str = "") -> Swarm:
         address: written on the board; empty: look for a board in the local network.
 
     Raises:
-        ValueError: the address is mistyped.
-        JoinError: no board answers there.
+        ValueError, JoinError: see `call_board`.
     """
     welcome = call_board(address or _find())
     return joining.join(welcome.invitation, peer_name=welcome.name)
@@ -177,7 +166,6 @@ def call_board(address: str) -> Welcome:
 
 
 def _find() -> str:
-    """Find a board in the local network: at the usual port, where a run is announced."""
     contacts = [contact for swarm in joining.join() for contact in swarm.contacts]
     hosts = [urlsplit(address).hostname for contact in contacts for address in contact.addresses]
     for host in dict.fromkeys(filter(None, hosts)):
@@ -248,3 +236,13 @@ def render_html(snapshot: BoardSnapshot) -> str:
     return theme.wrap(
         theme.heading("Board", markup.text(summary(snapshot))) + address + roster, "classroom board"
     )
+
+
+VIEWS: Views[BoardSnapshot] = Views(
+    render_html,
+    render_text,
+    summary,
+    lambda snapshot: snapshot.closed,
+    who="board",
+    leave=("Close the board", "Closed"),
+)

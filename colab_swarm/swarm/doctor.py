@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError
@@ -46,11 +47,9 @@ if TYPE_CHECKING:
     from colab_swarm.notebook.machine import Calibration
     from colab_swarm.recipes.masked_lm import AlbertSize
 
-VISITOR = "doctor"
-"""Name of the peer that examines the run of an invitation."""
+VISITOR = "doctor"  # name of the peer that examines the run of an invitation
 FEW = 8
-TESTS = 3
-"""Peers that are called for a speed test."""
+TESTS = 3  # peers that are called for a speed test
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
 
@@ -150,27 +149,25 @@ def _examine(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> Docto
     facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
     # read the others' speeds now: a calibration on the same machine has slowed them down
     others = Trainers({}) if swarm is None else trainers(swarm)
-    if swarm is not None:
-        facts = replace(facts, membership=membership(swarm, others))
+    here = None if swarm is None else membership(swarm, others)
+    facts = replace(facts, membership=here)
     target = subject.target_batch_size or others.target_batch_size
     if calibration is None or target is None:
         return facts
-    numel = calibration.parameters
+    numel, speeds = calibration.parameters, tuple(others.speeds.values())
     compression = Precision(subject.compression or others.compression, fine=0).at(0)
     work = Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
-    here = facts.membership
-    uplink = here.uplink if here is not None and here.uplink is not None else UplinkFacts()
+    uplink = (here.uplink if here else None) or UplinkFacts()
     reduces = here is not None and bool(here.reachability.addresses)
-    speeds = tuple(others.speeds.values())
-    return replace(
-        facts, work=work, prediction=predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
-    )
+    prediction = predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
+    return replace(facts, work=work, prediction=prediction)
 
 
 def _calibrate(subject: Subject, swarm: Swarm | None) -> Calibration | None:
-    """Measure the model's speed. A size alone is only built and measured with a swarm, for the prediction."""
     model, batches = subject.model, subject.batches
-    if model is None or (isinstance(model, str) and swarm is None):
+    if model is None or (
+        isinstance(model, str) and swarm is None
+    ):  # a size is measured for a prediction only
         return None
     from colab_swarm.notebook.machine import calibrate
     from colab_swarm.recipes.masked_lm import albert
@@ -242,11 +239,9 @@ def best(found: Sequence[Speed]) -> UplinkFacts | None:
     """Return this peer's own uplink: the fastest test each way (slower ones were slow at the other end), median rtt."""
     if not found:
         return None
-    upload_bps, download_bps = (
-        max(speed.upload_bps for speed in found),
-        max(speed.download_bps for speed in found),
-    )
-    return UplinkFacts(upload_bps, download_bps, sorted(speed.rtt_s for speed in found)[len(found) // 2])
+    upload_bps = max(speed.upload_bps for speed in found)
+    download_bps = max(speed.download_bps for speed in found)
+    return UplinkFacts(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
 
 
 def trainers(swarm: Swarm) -> Trainers:
@@ -254,11 +249,11 @@ def trainers(swarm: Swarm) -> Trainers:
     optimizer, services = swarm.training.latest, swarm.services
     target, compression, records = None, Trainers.compression, {}
     with contextlib.suppress(PeerError):  # then use what is known already
-        if optimizer is not None:
-            swarm.runtime.call(optimizer.collaboration.refresh())
-        else:
+        if optimizer is None:
             prefix = f"{swarm.run_id}/{MODEL}"
             records = swarm.runtime.call(read_progress(services.dht, services.peers, prefix))
+        else:
+            swarm.runtime.call(optimizer.collaboration.refresh())
     if optimizer is not None:
         records = dict(optimizer.collaboration.progress.records)
         target, compression = round(optimizer._settings.target_batch_size), optimizer._settings.compression

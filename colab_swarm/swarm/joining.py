@@ -44,8 +44,7 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
-ENDLESS = 1e11
-"""When an invitation to an open run ends: the last possible time."""
+ENDLESS = 1e11  # an invitation to an open run ends at the last possible time
 _open_swarms: set[Swarm] = set()
 
 
@@ -85,8 +84,7 @@ def create(
     require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
         return swarm
-    with _reserved(state_dir) as store:
-        saved = None if store is None else store.saved
+    with _reserved(state_dir) as (store, saved):
         if saved is not None and (saved.invitation or (saved.run, saved.access) != (name, access)):
             raise _saves_another(state_dir, saved)
         options, identity = _with_key(options, store)
@@ -125,18 +123,14 @@ def join(
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError: the folder saves a peer of another run.
-        StateError: the folder is in use, damaged, or cannot be written, or its peer is open without being saved.
-        TermsError: the platform's terms were not accepted.
-        TunnelError, SecretError: the tunnel cannot be opened, or a token is missing.
+        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`; a token may be missing.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
     swarm = _open_in(state_dir)
     if swarm is not None and swarm.run_id == _invitation(invite, returning=True).run_id:
         return swarm
-    with _reserved(state_dir) as store:
-        saved = None if store is None else store.saved
+    with _reserved(state_dir) as (store, saved):
         invitation = _invitation(invite, returning=saved is not None)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
@@ -175,8 +169,7 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
 
 
 def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
-    """Parse the invitation; a returning peer may use one that has expired."""
-    if isinstance(invite, str):
+    if isinstance(invite, str):  # a returning peer may use one that has expired
         return Invite.parse(invite, now=0.0 if returning else None)
     if invite.access != "open":
         raise JoinError(
@@ -206,14 +199,16 @@ def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swar
 
 
 @contextlib.contextmanager
-def _reserved(state_dir: str | Path | None) -> Iterator[PeerStore | None]:
-    """Reserve the folder; free it if the block fails or returns another swarm."""
-    store = None if state_dir is None else PeerStore(folder_of(state_dir))
+def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, SavedPeer | None]]:
+    """Reserve the folder; free it if the block fails."""
+    if state_dir is None:
+        yield None, None
+        return
+    store = PeerStore(folder_of(state_dir))
     try:
-        yield store
+        yield store, store.saved
     except BaseException:
-        if store is not None:
-            store.close()
+        store.close()
         raise
 
 
@@ -232,7 +227,6 @@ def _access_by(invitation: Invite, identity: Identity, saved: SavedPeer | None) 
 
 
 def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
-    """The key in the folder is the peer's."""
     if store is not None and options.identity is not None:
         raise ValueError("a folder given as state_dir= has its own key: leave identity= out of the options")
     options = options if store is None else replace(options, identity=store.key_file)

@@ -192,12 +192,11 @@ class NetworkSession:
             node.linker.spawn(self._publish_relay())
 
     async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
-        """Link to an entry; a returning owner whose entries are all gone continues alone."""
         try:
             await enter(self.node, entries)
         except JoinError:
             if self.access.invitation is not None:
-                raise
+                raise  # a returning owner whose entries are all gone continues alone
             self.node.announce(tuple(self._options.announce) or self.node.listening())
             return ()
         await self.reachability.verify()
@@ -251,11 +250,9 @@ class NetworkSession:
         self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
 
     async def invite(self, role: str | None, hours: float | None, uses: int | None) -> Invite:
-        """Make an invitation; see `RunAccess.invite`."""
         return self.access.invite(self.node, self.trust.authority, role=role, hours=hours, uses=uses)
 
     async def remove_peer(self, peer: PeerId) -> None:
-        """Remove a peer, or the key of an invitation; see `Trust.revoke`."""
         self.trust.revoke(peer)
 
     def announce_in_lan(self, name: str) -> None:
@@ -300,8 +297,7 @@ class NetworkSession:
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
-    """Stop a service; peers that it says farewell to may be gone."""
-    with contextlib.suppress(PeerError):
+    with contextlib.suppress(PeerError):  # peers that it says farewell to may be gone
         await stop()
 
 

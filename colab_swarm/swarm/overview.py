@@ -31,16 +31,12 @@ MAX_LOSSES = 1000
 MAX_ROUNDS = 20
 MAX_CONTRIBUTORS = 20
 LOG_LINES = 8
-ROUTINE_LINES = 4
-"""Steps, and rounds without a fault, take at most this many lines: otherwise they would push rare events out."""
+ROUTINE_LINES = 4  # at most, for steps and rounds without a fault: they would push rare events out
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
-SAME_LOSS_S = 1.0
-"""Several services may report the same lost peer; reports within this time are one event."""
+SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 LEADERBOARD_S = 30.0
-MODEL = "model"
-"""The default name in `Swarm.optimizer`."""
-TRAINERS_S = 3.0
-"""How often a peer that does not train reads which peers do."""
+MODEL = "model"  # the default name in `Swarm.optimizer`
+TRAINERS_S = 3.0  # how often a peer that does not train reads which peers do
 RATE_S = 5.0
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
@@ -122,9 +118,8 @@ class Overview:
     def _on_event(self, event: Event) -> None:
         routine = isinstance(event, StepFinished)
         if isinstance(event, RoundFinished):
-            routine = not (
-                event.spans_lost or event.kept_local or any(member.dropped for member in event.members)
-            )
+            dropped = any(member.dropped for member in event.members)
+            routine = not (event.spans_lost or event.kept_local or dropped)
             self.names()  # of its members: one may have left when the panel shows the round
             self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
         if routine:

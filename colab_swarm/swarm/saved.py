@@ -35,10 +35,10 @@ from colab_swarm.notebook.platforms import Platform
 from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
-STALE_S = 180.0
-"""Three missed heartbeats."""
-SETTLE_S = 0.1
-"""How long processes that find an abandoned folder at the same moment may take to settle which one gets it."""
+STALE_S = 180.0  # three missed heartbeats
+SETTLE_S = (
+    0.1  # processes that find an abandoned folder at the same moment settle within this time who gets it
+)
 VERSION = 1
 MAX_CONTACTS = 16
 

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from colab_swarm.training.settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
-PATIENCE_S = 120.0
-"""How long to wait for the trainer's next step when the session ends."""
-HAND_OVER_S = 60.0
-"""How long a last round may take then."""
+PATIENCE_S = 120.0  # for the trainer's next step when the session ends
+HAND_OVER_S = 60.0  # for a last round then
 
 
 class SwarmTraining:
