@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.settings import TrafficBudget as TrafficBudget
     from colab_swarm.trust.authority import Allowlist as Allowlist
 
+# Every public name and its module.
 PUBLIC = {
     "create": "swarm.joining",
     "join": "swarm.joining",
@@ -85,10 +86,8 @@ PUBLIC = {
     "Receipt": "notebook.receipt",
     "Action": "notebook.lessons",
 }
-"""Every public name and its module. Further names: `errors`, `moe`, `workunits`, `elastic`, `recipes`."""
+# Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``.
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}
-"""Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``."""
-
 __all__ = list(PUBLIC)
 
 

@@ -1,6 +1,6 @@
 """Tokens and passwords: never read from a notebook's text, never shown.
 
-Places, in this order: the argument, the environment, Colab's secrets, Kaggle's secrets, and typing where possible.
+Places, in this order: the environment, Colab's secrets, Kaggle's secrets, and typing where possible.
 Call it from the user's thread: Colab answers through the calling cell.
 """
 
@@ -33,28 +33,26 @@ class Secret(str):
         return "Secret(hidden)"
 
 
-def find_secret(name: str, given: str | None = None) -> Secret | None:
+def find_secret(name: str) -> Secret | None:
     """Return the secret, or None if it is not found; never asks to type it.
 
     Args:
         name: of the environment variable, and of the secret on Colab and Kaggle.
-        given: used if it is not empty.
     """
-    found, _ = _search(name, given)
-    return found
+    return _search(name)[0]
 
 
-def require_secret(name: str, given: str | None = None, *, help: str) -> Secret:
+def require_secret(name: str, *, help: str) -> Secret:
     """Return the secret; asks to type it where that is possible.
 
     Args:
-        name, given: as in `find_secret`.
+        name: as in `find_secret`.
         help: where to get such a secret, in one sentence.
 
     Raises:
         SecretError: it is not found; the text says where it was looked for and how to set it.
     """
-    found, reasons = _search(name, given)
+    found, reasons = _search(name)
     found = found or _ask(f"{name} ({help}): ")
     if found is None:
         where = "; ".join(reasons) or f"set the environment variable {name}"
@@ -62,12 +60,11 @@ def require_secret(name: str, given: str | None = None, *, help: str) -> Secret:
     return found
 
 
-def _search(name: str, given: str | None) -> tuple[Secret | None, list[str]]:
+def _search(name: str) -> tuple[Secret | None, list[str]]:
     """The secret, and why the platforms did not return it."""
     reasons: list[str] = []
-    at_hand = given or os.environ.get(name)
-    if at_hand:
-        return Secret(at_hand.strip()), reasons
+    if value := os.environ.get(name):
+        return Secret(value.strip()), reasons
     for open_store, advice in ((_open_colab, _COLAB), (_open_kaggle, _KAGGLE)):
         try:
             value = open_store()(name)

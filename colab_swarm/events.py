@@ -237,8 +237,8 @@ class Fault(Event):
 class EventLog:
     """The last events of one peer, and the listeners for new ones. Thread-safe."""
 
-    def __init__(self, *, capacity: int = 1000) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=1000)
         self._listeners: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
 

@@ -97,7 +97,6 @@ class Pool(ThreadPoolExecutor):
     """Threads for blocking work. At the end of the process Python starts no more threads: then it works at once."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Run ``work`` on a thread, or at once."""
         try:
             return super().submit(work, *args, **named)
         except RuntimeError:
@@ -110,7 +109,7 @@ class Pool(ThreadPoolExecutor):
 
 
 class Runtime:
-    """One daemon thread with its own event loop."""
+    """One daemon thread with its own event loop; a `Runner`."""
 
     _shared: ClassVar[Runtime | None] = None
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
@@ -160,11 +159,9 @@ class Runtime:
             raise
 
     def time(self) -> float:
-        """Return the loop's clock, seconds."""
         return self._loop.time()
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Call ``work`` while this thread waits, see `Runner.while_waiting`."""
         self._meanwhile.work = weakref.WeakMethod(work)
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ LAN = NetworkProfile("lan", 0.0003, jitter_s=0.0001, hosts=(HostProfile(GIGABIT,
 HOME = NetworkProfile(
     "home", 0.03, spread=0.5, jitter_s=0.005, loss=0.005, hosts=(HostProfile(20 * MEGABIT, 100 * MEGABIT),)
 )
+# the heterogeneous collaboration of DeDLOC's ALBERT experiment: 4 x 200, 8 x 100, 4 x 50 Mb/s
 DEDLOC16 = NetworkProfile(
     "dedloc16",
     0.03,
@@ -55,9 +56,8 @@ DEDLOC16 = NetworkProfile(
     jitter_s=0.003,
     hosts=(_symmetric(200),) * 4 + (_symmetric(100),) * 8 + (_symmetric(50),) * 4,
 )
-"""The heterogeneous collaboration of DeDLOC's ALBERT experiment: 4 x 200, 8 x 100, 4 x 50 Mb/s."""
+# the cloud of the decentralized mixture-of-experts paper: mean latency 92.5 ms
 PAPER_CLOUD = NetworkProfile("paper_cloud", 0.0925, spread=0.3, jitter_s=0.01, hosts=(_symmetric(100),))
-"""The cloud of the decentralized mixture-of-experts paper: mean latency 92.5 ms."""
 
 PROFILES = {profile.name: profile for profile in (LAN, HOME, DEDLOC16, PAPER_CLOUD)}
 

@@ -49,7 +49,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Return the virtual seconds since the loop was made."""
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
@@ -109,14 +108,13 @@ class _Turn:
 
 
 class SimRuntime:
-    """Runs coroutines on virtual time, for the thread that made it and for the peers' threads it starts."""
+    """A `Runner` on virtual time, for the thread that made it and for the peers' threads it starts."""
 
     def __init__(self) -> None:
         self.loop = VirtualTimeLoop()
         self._turns: dict[int, _Turn] = {}
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on virtual time and return its result."""
         turn = self._turns.get(threading.get_ident())
         if turn is None:
             return self._drive(coroutine)
@@ -124,11 +122,10 @@ class SimRuntime:
         return result
 
     def time(self) -> float:
-        """Return the virtual time, seconds."""
         return self.loop.now
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Do nothing: no thread waits on virtual time."""
+        pass  # no thread waits on virtual time
 
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the loop until ``coroutine`` is done, in a thread: a notebook's own thread has a loop running already."""

@@ -29,7 +29,6 @@ from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm import joining
 from colab_swarm.swarm.swarm import Swarm
 
-
 PORT = 8421
 MAX_PUPILS = 200
 MAX_BYTES = 16_384

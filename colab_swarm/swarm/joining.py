@@ -234,11 +234,7 @@ def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[Network
 
 
 def _open(
-    access: RunAccess,
-    identity: Identity,
-    peer_name: str,
-    options: NetworkOptions,
-    store: PeerStore | None,
+    access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
     runtime, here, saved = Runtime.shared(), platform(), None if store is None else store.saved
     clock = SessionClock.of(here, options.session_hours, age_s=session_age_s(), now=runtime.time())
@@ -253,7 +249,7 @@ def _open(
         options = replace(options, tunnel=settings_of(options.tunnel))
     services, network = runtime.call(_start(access, identity, name, options, store))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
-    swarm = Swarm(runtime, services, run_id=access.run_id, name=name, network=network)
+    swarm = Swarm(runtime, services, access.run_id, name, network)
     swarm.session.begin(clock)
     _open_swarms.add(swarm)
     return swarm
@@ -274,11 +270,7 @@ def _save(
 
 
 async def _start(
-    access: RunAccess,
-    identity: Identity,
-    name: str,
-    options: NetworkOptions,
-    store: PeerStore | None = None,
+    access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
     events, settings = EventLog(), options.node_settings(access.run_id)
     if store is not None and store.saved is not None and options.listen and not options.port:
@@ -293,7 +285,8 @@ async def _start(
         node = await Node.start(identity, settings, events, admission=access.admission)
     try:
         services = assemble(node, events, random.Random(identity.id))
-        network = await NetworkSession.open(node, access, options, services, store)
+        network = NetworkSession(node, access, options, services)
+        await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()
         raise

@@ -111,8 +111,7 @@ class NetworkSession:
     """A peer's part in the real network, from `open` to `leave`.
 
     Attributes:
-        node: the peer itself.
-        access: how it joined the run.
+        node, access: the peer itself, and how it joined the run.
         trust: its membership, revocations and the contribution ledger.
         reachability: how others reach it.
         relay: its relay; None if it does not relay.
@@ -144,15 +143,7 @@ class NetworkSession:
         self._relays_key = f"{access.run_id}/relays"
         self._announcer: LanAnnouncer | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        node: Node,
-        access: RunAccess,
-        options: NetworkOptions,
-        services: PeerServices,
-        store: PeerStore | None = None,
-    ) -> NetworkSession:
+    async def open(self, store: PeerStore | None) -> None:
         """Join the run through any of its entries, detect how others reach this peer, and save it in a folder.
 
         Raises:
@@ -160,17 +151,15 @@ class NetworkSession:
             JoinError: there are entries, and none of them could be reached, or this peer is not admitted.
             TunnelError: the tunnel cannot be opened.
         """
-        session = cls(node, access, options, services)
         try:
-            await session._enter()
+            await self._enter()
             if store is not None:
-                await session._save(store)
-                session.store = store
-                node.linker.spawn(session._keep_saving(store))
+                await self._save(store)
+                self.store = store
+                self.node.linker.spawn(self._keep_saving(store))
         except BaseException:  # an interrupt included: a tunnel would stay open
-            await session.leave()
+            await self.leave()
             raise
-        return session
 
     async def _enter(self) -> None:
         node, entries = self.node, self.access.entries

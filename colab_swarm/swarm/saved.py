@@ -44,18 +44,12 @@ MAX_CONTACTS = 16
 
 
 class Occupant(msgspec.Struct, frozen=True):
-    """A process that uses the folder.
-
-    Attributes:
-        host, pid: its machine and process id.
-        began: when it started, in the machine's own count; distinguishes it from a later process with the same id.
-        at: its last heartbeat, seconds since the epoch.
-    """
+    """A process that uses the folder."""
 
     host: str
     pid: int
-    began: str
-    at: float
+    began: str  # in the machine's own count; distinguishes it from a later process with the same id
+    at: float  # its last heartbeat, seconds since the epoch
 
     @classmethod
     def here(cls) -> Occupant:
@@ -86,30 +80,19 @@ def _start_of(pid: int) -> str:
 
 
 class SavedPeer(msgspec.Struct, frozen=True):
-    """The contents of ``peer.json``.
-
-    Attributes:
-        run_id, access, name: the run, who may join it, and this peer's name for people.
-        invitation: the one it joined with; empty if it created the run.
-        allow: the run's allowlist, at the peer that created it.
-        options: its `NetworkOptions`, without secrets.
-        contacts: peers that could be dialled when this was written, or before.
-        membership: its membership.
-        tally: the contributions it saw.
-        port: where it listened, because its invitations name the port; 0 if it did not.
-    """
+    """The contents of ``peer.json``."""
 
     version: int
     run_id: str
-    access: Access
-    name: str
-    invitation: str
-    allow: Allowlist | None
-    options: dict[str, Any]
-    contacts: tuple[Contact, ...] = ()
+    access: Access  # who may join the run
+    name: str  # this peer's, for people
+    invitation: str  # the one it joined with; empty if it created the run
+    allow: Allowlist | None  # the run's, at the peer that created it
+    options: dict[str, Any]  # its `NetworkOptions`, without secrets
+    contacts: tuple[Contact, ...] = ()  # peers that could be dialled when this was written, or before
     membership: bytes = b""
-    tally: tuple[TallyRow, ...] = ()
-    port: int = 0
+    tally: tuple[TallyRow, ...] = ()  # the contributions it saw
+    port: int = 0  # where it listened, because its invitations name the port; 0 if it did not
 
     @property
     def run(self) -> str:
@@ -180,9 +163,8 @@ class PeerStore:
     """A peer's folder, reserved for this process until `close`.
 
     Attributes:
-        folder: the folder.
+        folder, key_file: the folder, and the peer's key in it.
         saved: the peer that an earlier session saved; None if the folder is new.
-        key_file: the peer's key.
 
     Raises:
         StateError: another process uses the folder, or it cannot be used.
@@ -246,17 +228,10 @@ class PeerStore:
     def write(
         self, contacts: Sequence[Contact], membership: bytes, tally: tuple[TallyRow, ...], port: int = 0
     ) -> None:
-        """Save the peer's current state and write a heartbeat.
-
-        Args:
-            contacts: linked peers, the best first; earlier contacts are saved after them.
-            membership: of this peer.
-            tally: the contributions it saw.
-            port: where it listens.
+        """Save the peer's current state and write a heartbeat; earlier contacts are saved after the linked ones.
 
         Raises:
-            StateError: another process took the folder, because this one wrote no heartbeat for too long, or it cannot
-                be written.
+            StateError: it cannot be written, or another process took the folder, because heartbeats were missing.
         """
         with self._writing:
             if self._closed or self.peer is None:

@@ -125,14 +125,12 @@ class Simulation:
             services.dht.kill()
             peers.go_down(f"{name} could not join")
             raise
-        self.swarms[name] = Swarm(self._runtime, services, run_id="simulation-0", name=name)
+        self.swarms[name] = Swarm(self._runtime, services, "simulation-0", name, None)
         peers.when_down(lambda: self._on_crash(name))
 
     def _on_crash(self, name: str) -> None:
-        """End the thread and the services of a crashed peer."""
-        task = self._tasks.pop(name, None)
-        if task is not None:
-            task.cancel()
+        if name in self._tasks:
+            self._tasks.pop(name).cancel()
         swarm = self.swarms.pop(name)
         self._crashed[name] = replace(self._peer(name, swarm.snapshot()), state="crashed", samples=0.0)
         swarm.kill()

@@ -73,13 +73,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     """
 
     def __init__(
-        self,
-        runtime: Runner,
-        services: PeerServices,
-        *,
-        run_id: str,
-        name: str,
-        network: NetworkSession | None = None,
+        self, runtime: Runner, services: PeerServices, run_id: str, name: str, network: NetworkSession | None
     ) -> None:
         self.runtime, self.services, self.network = runtime, services, network
         self.id, self.name, self.run_id = services.peers.id, name, run_id
