@@ -75,9 +75,9 @@ def test_a_missing_peer_is_named_in_the_log_within_five_seconds(fault: str, told
 TRAINER = """
     import sys
     import colab_swarm as cs
-    from colab_swarm.swarm.network import PeerOptions
+    from colab_swarm.swarm.network import NetworkOptions
     from tests.training.toy import join_training, loss_of, model
-    swarm, net = cs.join(sys.argv[1], peer_name="bob", options=PeerOptions(lan=False)), model()
+    swarm, net = cs.join(sys.argv[1], peer_name="bob", options=NetworkOptions(lan=False)), model()
     optimizer = join_training(swarm, net, target_batch_size=4)
     while True:
         loss_of(net, optimizer.global_step).backward()
