@@ -5,29 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from colab_swarm.events import (
-    BatchDropped,
-    BudgetChosen,
-    ClockSkewed,
-    Event,
-    ExpertBanned,
-    ExpertHosted,
-    ExpertLost,
-    Fault,
-    MembershipEnding,
-    MembershipRenewed,
-    PeerJoined,
-    PeerLeft,
-    PeerSilent,
-    PeersRevoked,
-    QuotaWarning,
-    ReachabilityChanged,
-    RoundFinished,
-    SessionEnding,
-    StateReceived,
-    StepFinished,
-    TunnelChanged,
-)
+from colab_swarm import events
 from colab_swarm.markup import count
 
 
@@ -143,7 +121,7 @@ class SwarmSnapshot:
     own_samples_per_s: float = 0.0
     eta_s: float | None = None
     last_share: float | None = None
-    rounds: tuple[RoundFinished, ...] = ()
+    rounds: tuple[events.RoundFinished, ...] = ()
     leaderboard: tuple[ContributionRow, ...] = ()
     sent_bps: float = 0.0
     received_bps: float = 0.0
@@ -152,7 +130,7 @@ class SwarmSnapshot:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def _round(event: RoundFinished) -> str:
+def _round(event: events.RoundFinished) -> str:
     text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
@@ -165,42 +143,42 @@ def _round(event: RoundFinished) -> str:
     return text
 
 
-LINES: Mapping[type[Event], str] = {
-    PeerJoined: "{0.peer:.8} is linked",
-    PeerLeft: "{0.peer:.8} is gone: {0.reason}",
-    PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
-    ReachabilityChanged: "others reach this peer: {0.how}",
-    StepFinished: "step {0.step}: {0.samples:g} samples",
-    BudgetChosen: "budget: {0.choice}",
-    BatchDropped: "batch dropped: {0.reason}",
-    TunnelChanged: "tunnel open at {0.address}",
-    ClockSkewed: "{0.text}",
-    PeersRevoked: "the authority revoked {0.count} peers or invitations",
-    ExpertHosted: "hosting {0.uid}",
-    ExpertLost: "no longer hosting {0.uid}: {0.reason}",
-    ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
-    Fault: "fault in {0.where}: {0.text}",
+LINES: Mapping[type[events.Event], str] = {
+    events.PeerJoined: "{0.peer:.8} is linked",
+    events.PeerLeft: "{0.peer:.8} is gone: {0.reason}",
+    events.PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
+    events.ReachabilityChanged: "others reach this peer: {0.how}",
+    events.StepFinished: "step {0.step}: {0.samples:g} samples",
+    events.BudgetChosen: "budget: {0.choice}",
+    events.BatchDropped: "batch dropped: {0.reason}",
+    events.TunnelChanged: "tunnel open at {0.address}",
+    events.ClockSkewed: "{0.text}",
+    events.PeersRevoked: "the authority revoked {0.count} peers or invitations",
+    events.ExpertHosted: "hosting {0.uid}",
+    events.ExpertLost: "no longer hosting {0.uid}: {0.reason}",
+    events.ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
+    events.Fault: "fault in {0.where}: {0.text}",
 }
 """The line of an event whose figures are shown as they are."""
 
 
-def describe(event: Event) -> str:
+def describe(event: events.Event) -> str:
     """Return the event as a line of the log."""
     match event:
-        case RoundFinished():
+        case events.RoundFinished():
             return _round(event)
-        case StateReceived(step=step, size_bytes=size, donors=donors):
+        case events.StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
-        case TunnelChanged(address=None, reason=reason):
+        case events.TunnelChanged(address=None, reason=reason):
             return f"tunnel lost: {reason}"
-        case QuotaWarning(used_bytes=used, quota_bytes=quota):
+        case events.QuotaWarning(used_bytes=used, quota_bytes=quota):
             return f"tunnel: {used / 1e6:.0f} MB sent, {used / quota:.0%} of the plan's {quota / 1e6:.0f} MB a month"
-        case MembershipRenewed(seconds=seconds):
+        case events.MembershipRenewed(seconds=seconds):
             return f"membership renewed for {seconds / 3600:.1f} h"
-        case MembershipEnding(seconds=seconds, reason=reason):
+        case events.MembershipEnding(seconds=seconds, reason=reason):
             return f"membership ends in {seconds / 3600:.1f} h: {reason}"
-        case SessionEnding(seconds=seconds, reason=reason):
+        case events.SessionEnding(seconds=seconds, reason=reason):
             return f"this session ends in {seconds / 60:.0f} min: {reason}"
-        case ExpertHosted(uid=uid, step=step, taken_over=True):
+        case events.ExpertHosted(uid=uid, step=step, taken_over=True):
             return f"hosting {uid}, taken over at step {step}"
     return LINES.get(type(event), type(event).__name__).format(event)

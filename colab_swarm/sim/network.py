@@ -1,15 +1,4 @@
-"""A network in memory, on virtual time: the same seed gives the same trace.
-
-async def main() -> None:
-    network = SimNetwork(HOME, seed=1)
-    alice, bob = network.peer("alice"), network.peer("bob")
-    network.introduce()
-    network.at(12.0).crash("bob")
-    ...
-    assert [fault.name for fault in network.fired] == ["crash"]
-
-run_virtual(main())
-"""
+"""A network in memory, on virtual time: the same seed gives the same trace."""
 
 from __future__ import annotations
 

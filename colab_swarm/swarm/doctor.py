@@ -13,24 +13,7 @@ from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.metering import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.notebook.checks import (
-    Check,
-    DoctorFacts,
-    Light,
-    Machine,
-    MembershipFacts,
-    Needs,
-    Prediction,
-    UplinkFacts,
-    Workload,
-    albert_needs,
-    diagnose,
-    micro_batch,
-    predict,
-    render_html,
-    render_text,
-    summary,
-)
+from colab_swarm.notebook import checks
 from colab_swarm.notebook.machine import internet, machine, versions
 from colab_swarm.notebook.platforms import platform
 from colab_swarm.swarm.joining import join
@@ -63,24 +46,24 @@ class Diagnosis:
         prediction: of the training; None without a swarm, a model with batches, and a target batch size.
     """
 
-    def __init__(self, facts: DoctorFacts) -> None:
+    def __init__(self, facts: checks.DoctorFacts) -> None:
         self.facts = facts
-        self.checks: tuple[Check, ...] = diagnose(facts)
-        self.prediction: Prediction | None = facts.prediction
+        self.checks: tuple[checks.Check, ...] = checks.diagnose(facts)
+        self.prediction: checks.Prediction | None = facts.prediction
 
     @property
     def ready(self) -> bool:
         """True if no light is red."""
-        return all(check.light is not Light.RED for check in self.checks)
+        return all(check.light is not checks.Light.RED for check in self.checks)
 
     def __str__(self) -> str:
-        return render_text(self.checks)
+        return checks.render_text(self.checks)
 
     def __repr__(self) -> str:
-        return f"Diagnosis({summary(self.checks)})"
+        return f"Diagnosis({checks.summary(self.checks)})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": render_text(self.checks), "text/html": render_html(self.checks)}
+        return {"text/plain": checks.render_text(self.checks), "text/html": checks.render_html(self.checks)}
 
 
 def doctor(
@@ -111,7 +94,7 @@ def doctor(
         Precision(compression)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
-    facts = DoctorFacts(platform(), machine(), versions(), internet())
+    facts = checks.DoctorFacts(platform(), machine(), versions(), internet())
     subject = Subject(model, batches, target_batch_size, compression)
     if not isinstance(swarm, str):
         return Diagnosis(_examine(facts, swarm, subject))
@@ -144,7 +127,7 @@ def with_settings(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
     return subject
 
 
-def _examine(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> DoctorFacts:
+def _examine(facts: checks.DoctorFacts, swarm: Swarm | None, subject: Subject) -> checks.DoctorFacts:
     calibration = _calibrate(subject, swarm)
     facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
     # read the others' speeds now: a calibration on the same machine has slowed them down
@@ -156,10 +139,10 @@ def _examine(facts: DoctorFacts, swarm: Swarm | None, subject: Subject) -> Docto
         return facts
     numel, speeds = calibration.parameters, tuple(others.speeds.values())
     compression = Precision(subject.compression or others.compression, fine=0).at(0)
-    work = Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
-    uplink = (here.uplink if here else None) or UplinkFacts()
+    work = checks.Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
+    uplink = (here.uplink if here else None) or checks.UplinkFacts()
     reduces = here is not None and bool(here.reachability.addresses)
-    prediction = predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
+    prediction = checks.predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
     return replace(facts, work=work, prediction=prediction)
 
 
@@ -178,11 +161,11 @@ def _calibrate(subject: Subject, swarm: Swarm | None) -> Calibration | None:
     return calibrate(model, batches)
 
 
-def _needs(subject: Subject, calibration: Calibration | None, here: Machine) -> Needs | None:
+def _needs(subject: Subject, calibration: Calibration | None, here: checks.Machine) -> checks.Needs | None:
     """Memory for the model; without one, for the largest ALBERT that trains here in micro-batches of `FEW`."""
     if calibration is not None and not isinstance(subject.model, str):
         name = type(subject.model).__name__
-        return Needs(name, calibration.parameters, calibration.sample_bytes)
+        return checks.Needs(name, calibration.parameters, calibration.sample_bytes)
     if find_spec("torch") is None:
         return None
     from colab_swarm.recipes.masked_lm import SIZES
@@ -193,11 +176,11 @@ def _needs(subject: Subject, calibration: Calibration | None, here: Machine) -> 
         return _needs_of(subject.model, SIZES[subject.model])
     free_bytes = here.free_ram_bytes or 0 if here.gpu is None else here.gpu.free_bytes
     every = [_needs_of(name, size) for name, size in reversed(SIZES.items())]
-    return next((needs for needs in every if micro_batch(free_bytes, needs) >= FEW), every[-1])
+    return next((needs for needs in every if checks.micro_batch(free_bytes, needs) >= FEW), every[-1])
 
 
-def _needs_of(name: str, size: AlbertSize) -> Needs:
-    return albert_needs(
+def _needs_of(name: str, size: AlbertSize) -> checks.Needs:
+    return checks.albert_needs(
         name, layers=size.layers, hidden=size.hidden, vocabulary=size.vocabulary, length=size.sequence_length
     )
 
@@ -211,12 +194,12 @@ class Trainers:
     compression: str = "float32"
 
 
-def membership(swarm: Swarm, trainers: Trainers) -> MembershipFacts:
+def membership(swarm: Swarm, trainers: Trainers) -> checks.MembershipFacts:
     """Describe this peer in its swarm; tests the speed to up to three peers, a few seconds each."""
     peers, network = swarm.services.peers, swarm.network
     linked = peers.linked()
     fastest = sorted(linked, key=lambda peer: -trainers.speeds.get(peer, 0.0))[:TESTS]
-    return MembershipFacts(
+    return checks.MembershipFacts(
         run=swarm.run,
         reachability=swarm.reachability,
         linked=len(linked),
@@ -227,7 +210,7 @@ def membership(swarm: Swarm, trainers: Trainers) -> MembershipFacts:
     )
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> UplinkFacts | None:
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> checks.UplinkFacts | None:
     found = []
     for peer in testers:  # one after the other: together they would share the uplink
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
@@ -235,13 +218,13 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> UplinkFacts |
     return best(found)
 
 
-def best(found: Sequence[Speed]) -> UplinkFacts | None:
+def best(found: Sequence[Speed]) -> checks.UplinkFacts | None:
     """Return this peer's own uplink: the fastest test each way (slower ones were slow at the other end), median rtt."""
     if not found:
         return None
     upload_bps = max(speed.upload_bps for speed in found)
     download_bps = max(speed.download_bps for speed in found)
-    return UplinkFacts(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
+    return checks.UplinkFacts(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
 
 
 def trainers(swarm: Swarm) -> Trainers:

@@ -22,21 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from colab_swarm.errors import JoinError
 from colab_swarm.events import Event, RoundFinished
-from colab_swarm.notebook import theme
-from colab_swarm.notebook.lessons import (
-    LESSON,
-    MAX_PEERS,
-    OVER,
-    Action,
-    LessonSnapshot,
-    SimulatedPeer,
-    Verb,
-    describe_event,
-    describe_fault,
-    lesson_html,
-    lesson_text,
-    summary,
-)
+from colab_swarm.notebook import lessons, theme
 from colab_swarm.notebook.panel import WRAPPING, Panel, make_button, update_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S
@@ -81,7 +67,7 @@ class InteractiveRun:
         *,
         seconds: float | None = None,
         speed: float = 10.0,
-        actions: Sequence[Action] = (),
+        actions: Sequence[lessons.Action] = (),
         live: bool | None = None,
     ) -> None:
         if not speed > 0 or not (seconds is None or seconds > 0):
@@ -91,8 +77,8 @@ class InteractiveRun:
         self._simulation, self.speed = simulation, speed
         self._until = math.inf if seconds is None else simulation.time + seconds
         self._scripted = deque(sorted(actions, key=lambda action: action.at))
-        self._injected: deque[Action] = deque()
-        self.actions: tuple[Action, ...] = ()
+        self._injected: deque[lessons.Action] = deque()
+        self.actions: tuple[lessons.Action, ...] = ()
         self._events: list[tuple[Event, str]] = []
         self._known: dict[str, Swarm] = {}
         self._finished: set[str] = set()
@@ -114,13 +100,13 @@ class InteractiveRun:
         else:
             self._run()
 
-    def _make_panel(self) -> Panel[LessonSnapshot]:
+    def _make_panel(self) -> Panel[lessons.LessonSnapshot]:
         controls = LessonControls(self, loss=self._simulation.network.loss)
         peers = self._seen[0].peers
         return Panel(
             lambda: controls.update(self.snapshot()),
             self.stop,
-            views=LESSON,
+            views=lessons.LESSON,
             pause=lambda paused: self.pause() if paused else self.resume(),
             controls=lambda: controls.make(peers),
             live=True,
@@ -133,9 +119,9 @@ class InteractiveRun:
         """Whether the run has ended."""
         return self._over.is_set()
 
-    def inject(self, verb: Verb, *arguments: str | float) -> None:
+    def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``; see `Action`. Thread-safe."""
-        self._injected.append(Action(self._simulation.time, verb, arguments))
+        self._injected.append(lessons.Action(self._simulation.time, verb, arguments))
         self._wake.set()
 
     def pause(self) -> None:
@@ -182,22 +168,22 @@ class InteractiveRun:
             raise self._error
         return dict(self._simulation.results)
 
-    def snapshot(self) -> LessonSnapshot:
+    def snapshot(self) -> lessons.LessonSnapshot:
         """Return what the panel shows. Thread-safe."""
         simulation, story = self._seen
         error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        return LessonSnapshot(simulation, self._state, self.speed, story, error)
+        return lessons.LessonSnapshot(simulation, self._state, self.speed, story, error)
 
     def __repr__(self) -> str:
-        return f"Lesson({summary(self.snapshot())})"
+        return f"Lesson({lessons.summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return lesson_html(self.snapshot())
+        return lessons.lesson_html(self.snapshot())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._panel is not None:
             return self._panel._repr_mimebundle_()
-        return theme.mime_bundle(lesson_text(self.snapshot()), self._repr_html_())
+        return theme.mime_bundle(lessons.lesson_text(self.snapshot()), self._repr_html_())
 
     # --- the passing of time --------------------------------------------------------------------------------------
 
@@ -275,7 +261,7 @@ class InteractiveRun:
         while self._injected:
             self._apply(self._injected.popleft())
 
-    def _apply(self, action: Action) -> None:
+    def _apply(self, action: lessons.Action) -> None:
         now, self._deserted = self._simulation.time, False
         try:
             self._do(action.verb, *action.arguments)
@@ -285,10 +271,10 @@ class InteractiveRun:
         else:
             self.actions += (replace(action, at=now),)
 
-    def _do(self, verb: Verb, *arguments: Any) -> None:
+    def _do(self, verb: lessons.Verb, *arguments: Any) -> None:
         simulation = self._simulation
         match verb, *arguments:
-            case "peers", int(wanted) if 0 < wanted <= MAX_PEERS:
+            case "peers", int(wanted) if 0 < wanted <= lessons.MAX_PEERS:
                 simulation.resize(wanted)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
@@ -324,14 +310,14 @@ class InteractiveRun:
     def _write_events(self) -> None:
         simulation = self._simulation
         fired, self._faults = simulation.network.fired[self._faults :], len(simulation.network.fired)
-        happened = [(fault.at, describe_fault(fault.name, fault.arguments)) for fault in fired]
+        happened = [(fault.at, lessons.describe_fault(fault.name, fault.arguments)) for fault in fired]
         events, self._events = self._events, []
         for event, name in sorted(events, key=lambda one: (one[0].at, one[1])):
             if isinstance(event, RoundFinished):
                 if event.step in self._rounds:  # another peer has reported it
                     continue
                 self._rounds.add(event.step)
-            happened.append((event.at, describe_event(name, event)))
+            happened.append((event.at, lessons.describe_event(name, event)))
         for at, words in sorted(happened, key=lambda one: one[0]):
             if words:
                 self._write(at, words)
@@ -360,7 +346,7 @@ class LessonControls:
         self._rows: list[Any] = []
         self._alive: set[str] = set()
 
-    def make(self, peers: Sequence[SimulatedPeer]) -> list[Any]:
+    def make(self, peers: Sequence[lessons.SimulatedPeer]) -> list[Any]:
         """Return the widgets, in rows."""
         import ipywidgets
 
@@ -398,18 +384,18 @@ class LessonControls:
         self._offer(peers)
         return self._rows
 
-    def update(self, snapshot: LessonSnapshot) -> LessonSnapshot:
+    def update(self, snapshot: lessons.LessonSnapshot) -> lessons.LessonSnapshot:
         """Offer the present peers; disable everything after the end. Returns the snapshot."""
         if self._rows:
             self._updating = True
             self._offer(snapshot.simulation.peers)
             self._updating = False
-            if snapshot.state in OVER:
+            if snapshot.state in lessons.OVER:
                 for widget in (child for row in self._rows for child in row.children):
                     widget.disabled = True
         return snapshot
 
-    def _offer(self, peers: Sequence[SimulatedPeer]) -> None:
+    def _offer(self, peers: Sequence[lessons.SimulatedPeer]) -> None:
         names = tuple(peer.name for peer in peers)
         if self._who.options != names:
             chosen = self._who.value
@@ -423,7 +409,7 @@ class LessonControls:
         update_button(self._kill, disabled=not alive)
         update_button(self._back, disabled=alive)
 
-    def _inject(self, verb: Verb, *arguments: float) -> None:
+    def _inject(self, verb: lessons.Verb, *arguments: float) -> None:
         self._lesson.inject(verb, self._who.value, *arguments)
 
     def _on_change(self, act: Callable[[Any], None], change: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import colab_swarm as cs
 from colab_swarm.moe.layer import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
+from tests.swarm import wait
 
 GRID, DIM = (3, 3), 8
 OPTIONS = cs.NetworkOptions(lan=False)
@@ -55,8 +55,9 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
         assert trainer.fit(batches(6)).updates == 6
         one = bob.expert(host.uids[0], grid=GRID)
         assert one(torch.ones(2, DIM)).shape == (2, DIM) and one.info().peer == alice.id
-        assert wait_for(lambda: repr(bob.experts_panel("ffn", grid=GRID)), "4 of 9 places live on 1 host")
-        assert wait_for(lambda: host.panel()._repr_mimebundle_()["text/plain"], "ffn.")
+        # the first look at a swarm does not wait for the answers
+        wait(lambda: "4 of 9 places live on 1 host" in repr(bob.experts_panel("ffn", grid=GRID)))
+        wait(lambda: "ffn." in host.panel()._repr_mimebundle_()["text/plain"])
         with pytest.raises(cs.errors.NoExpertsError, match="no expert of other"):
             bob.mixture_of_experts("other", DIM, grid=GRID)(torch.ones(1, DIM))
     steps = {expert.uid: expert.step for expert in host.snapshot().experts}
@@ -66,14 +67,6 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
     again = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
     worked = {uid: step for uid, step in steps.items() if step}
     assert {expert.uid: expert.step for expert in again.snapshot().experts if expert.step} == worked
-
-
-def wait_for(shown: Callable[[], str], text: str) -> bool:
-    """Until a panel shows it: the first look at a swarm does not wait for the answers."""
-    until = time.monotonic() + 30
-    while text not in shown() and time.monotonic() < until:
-        time.sleep(0.05)
-    return text in shown()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:

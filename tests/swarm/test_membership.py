@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.errors import JoinError
 from colab_swarm.swarm.swarm import Swarm
+from tests.swarm import wait
 from tests.training.toy import join_training, model
 
 QUIET = cs.NetworkOptions(lan=False)
@@ -47,13 +47,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     thread.join()
 
 
-def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.02)
-
-
 def linked(one: Swarm, other: Swarm) -> bool:
     return other.id in one.services.peers.linked()
 
@@ -81,7 +74,7 @@ def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -
         invite = swarm.invite(role="viewer", uses=1)
         with cs.join(invite, peer_name="bob", options=QUIET) as bob:
             assert bob.snapshot().run == "roles" and bob.reachability.addresses
-            with pytest.raises(PermissionError, match="joined as a viewer"):
+            with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):
                 join_training(bob, model())
             with pytest.raises(PermissionError, match="only the"):
                 bob.invite(role="worker")

@@ -26,6 +26,7 @@ from colab_swarm.swarm import network
 from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
+from tests.swarm import wait
 from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
 
 
@@ -173,11 +174,8 @@ def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, t
 def test_a_new_peer_is_saved_at_once_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LOOK_S", 0.01)
     with cs.create("test-run", state_dir=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
-        deadline = time.monotonic() + 20
-        while (kept := read_saved(tmp_path)) is None or not kept.contacts:
-            assert time.monotonic() < deadline, "one that is killed now would not find back"
-            time.sleep(0.01)
-        assert [contact.id for contact in kept.contacts] == [bob.id]
+        # one that is killed now finds back
+        wait(lambda: (kept := read_saved(tmp_path)) and [one.id for one in kept.contacts] == [bob.id])
 
 
 # --- killed ----------------------------------------------------------------------------------------------------------
@@ -271,8 +269,7 @@ def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
             loss_of(net, batch).backward()
             optimizer.step(samples=BATCH)
             batch += 1
-    while not alice.left:
-        time.sleep(0.01)
+    wait(lambda: alice.left)
     assert stopped and len(alice.events.recent(SessionEnding)) == 2
     with pytest.raises(RuntimeError, match=r"cs\.resume"):
         optimizer.step(samples=BATCH)
@@ -311,7 +308,4 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
 def test_an_idle_kernel_leaves_too(alice: Swarm) -> None:
     join_training(alice, model())
     alice.session.begin(SessionClock("Binder", alice.runtime.time(), 0.3, leave_before_s=0.2))
-    deadline = time.monotonic() + 20
-    while not alice.left and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alice.left
+    wait(lambda: alice.left)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from colab_swarm.net.reachability import ReachabilityLevel
 from colab_swarm.swarm.swarm import Swarm
 from tests.net.test_tunnels import agent_of, needs_posix, ngrok, running
 from tests.net.test_tunnels import folder as folder
+from tests.swarm import wait
 from tests.training.toy import join_training, loss_of, model, wait_for_peers
 
 pytestmark = needs_posix
@@ -27,13 +26,6 @@ DIALS_OUT = cs.NetworkOptions(listen=False, use_relays=False, lan=False)
 KILLS = 3
 BATCH_S = 0.05
 """What a batch takes; the toy model alone would make a hundred steps while one record travels."""
-
-
-def wait(condition: Callable[[], object], *, timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.02)
 
 
 def _is_loss(event: object) -> bool:
