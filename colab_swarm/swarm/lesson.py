@@ -195,7 +195,11 @@ class InteractiveRun:
             if not self._live:
                 raise
         finally:
-            self._end()
+            try:
+                self._simulation.end()
+                self._look()
+            finally:
+                self._over.set()
 
     def _pass_slices(self) -> str:
         """Advance slice by slice, at the chosen speed if live; return the final state."""
@@ -206,7 +210,8 @@ class InteractiveRun:
                 return "finished"
             if self._is_idle() or (self._state == "paused" and not self._single_steps):
                 self._look()
-                self._rest(None)
+                self._wake.wait()
+                self._wake.clear()
                 continue
             self._single_steps = max(0, self._single_steps - 1)
             if self._pass_slice():
@@ -214,23 +219,13 @@ class InteractiveRun:
             if began - self._looked_at > LOOK_S:
                 self._look()
             if self._live:
-                self._rest(SLICE_S / max(self.speed, MIN_SPEED) - (time.monotonic() - began))
+                rest_s = SLICE_S / max(self.speed, MIN_SPEED) - (time.monotonic() - began)
+                self._wake.wait(max(0.0, rest_s))
+                self._wake.clear()
         return "stopped"
 
     def _is_idle(self) -> bool:
         return self._deserted and not self._injected and not self._scripted
-
-    def _rest(self, seconds: float | None) -> None:
-        if seconds is None or seconds > 0:
-            self._wake.wait(seconds)
-        self._wake.clear()
-
-    def _end(self) -> None:
-        try:
-            self._simulation.end()
-            self._look()
-        finally:
-            self._over.set()
 
     def _look(self) -> None:
         """Take a snapshot; only while no time passes."""

@@ -21,18 +21,15 @@ def test_a_simulated_day_takes_no_time() -> None:
     assert time.perf_counter() - began < 1
 
 
-def test_timers_fire_in_the_order_of_their_times() -> None:
-    async def main() -> list[float]:
-        woken: list[float] = []
+async def test_timers_fire_in_the_order_of_their_times() -> None:
+    woken: list[float] = []
 
-        async def sleeper(seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            woken.append(virtual_time())
+    async def sleeper(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        woken.append(virtual_time())
 
-        await asyncio.gather(*map(sleeper, (3, 1, 2)))
-        return woken
-
-    assert run_virtual(main()) == pytest.approx([1, 2, 3])
+    await asyncio.gather(*map(sleeper, (3, 1, 2)))
+    assert woken == pytest.approx([1, 2, 3])
 
 
 def test_a_deadlock_is_an_error() -> None:
@@ -60,16 +57,11 @@ def test_leftover_tasks_are_cancelled() -> None:
     assert run_virtual(main()).cancelled() and ended == ["background"]
 
 
-def test_a_function_in_an_executor_takes_no_virtual_time_and_runs_at_once() -> None:
-    async def main() -> tuple[int, float]:
-        return await asyncio.to_thread(threading.get_ident), virtual_time()
-
-    assert run_virtual(main()) == (threading.get_ident(), 0.0)
+async def test_a_function_in_an_executor_takes_no_virtual_time_and_runs_at_once() -> None:
+    assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+    assert virtual_time() == 0.0
 
 
-def test_the_error_of_a_function_in_an_executor_reaches_the_awaiting_task() -> None:
-    async def main() -> None:
-        await asyncio.to_thread(int, "x")
-
+async def test_the_error_of_a_function_in_an_executor_reaches_the_awaiting_task() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        run_virtual(main())
+        await asyncio.to_thread(int, "x")

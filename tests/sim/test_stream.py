@@ -9,7 +9,7 @@ import pytest
 from colab_swarm.errors import CallRefused, PeerLost, ProtocolError
 from colab_swarm.net.mux import STREAM_WINDOW_BYTES, item_cost
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Message, Refusal, Stream, StreamEnded
-from colab_swarm.sim import run_virtual, virtual_time
+from colab_swarm.sim import virtual_time
 from colab_swarm.sim.link import encode
 from tests.sim.talk import Ask, Tell, Unserved, pair
 
@@ -53,16 +53,13 @@ async def test_a_slow_reader_slows_the_sender() -> None:
     assert sent == -(-STREAM_WINDOW_BYTES // item_cost(encode(Tell(0)), CHUNK)) and virtual_time() > 60
 
 
-def test_the_end_comes_after_everything_sent() -> None:
-    async def main() -> Tell:
-        _, alice, bob = pair()
-        async with await alice.stream(bob.id, Ask(0), timeout_s=5) as stream:
-            for number in range(200):
-                await stream.send(Tell(number), CHUNK)
-            await stream.end()
-            return (await stream.receive(Tell))[0]
-
-    assert run_virtual(main()) == Tell(200 * len(CHUNK))
+async def test_the_end_comes_after_everything_sent() -> None:
+    _, alice, bob = pair()
+    async with await alice.stream(bob.id, Ask(0), timeout_s=5) as stream:
+        for number in range(200):
+            await stream.send(Tell(number), CHUNK)
+        await stream.end()
+        assert (await stream.receive(Tell))[0] == Tell(200 * len(CHUNK))
 
 
 @pytest.mark.parametrize(
@@ -142,15 +139,12 @@ async def test_a_payload_over_the_limit_is_the_senders_mistake() -> None:
             await stream.send(Tell(0), bytes(MAX_PAYLOAD_BYTES + 1))
 
 
-def test_a_stream_to_oneself_works() -> None:
-    async def main() -> Tell:
-        _, _, bob = pair()
-        async with await bob.stream(bob.id, Ask(0), timeout_s=5) as stream:
-            await stream.send(Tell(0), b"four")
-            await stream.end()
-            return (await stream.receive(Tell))[0]
-
-    assert run_virtual(main()) == Tell(4)
+async def test_a_stream_to_oneself_works() -> None:
+    _, _, bob = pair()
+    async with await bob.stream(bob.id, Ask(0), timeout_s=5) as stream:
+        await stream.send(Tell(0), b"four")
+        await stream.end()
+        assert (await stream.receive(Tell))[0] == Tell(4)
 
 
 async def test_an_unread_stream_that_is_left_does_not_block_its_sender() -> None:
