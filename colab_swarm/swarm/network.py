@@ -94,11 +94,7 @@ class NetworkOptions:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> NetworkOptions:
-        """Read what `to_saved` returned.
-
-        Raises:
-            TypeError: an option is unknown.
-        """
+        """Read what `to_saved` returned; an unknown option is a TypeError."""
         relay = saved.get("relay")
         quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
         return cls(**{**saved, **quota})
@@ -147,9 +143,7 @@ class NetworkSession:
         """Join the run through any of its entries, detect how others reach this peer, and save it in a folder.
 
         Raises:
-            StateError: the folder cannot be written.
-            JoinError: there are entries, and none of them could be reached, or this peer is not admitted.
-            TunnelError: the tunnel cannot be opened.
+            StateError, JoinError, TunnelError: see `colab_swarm.swarm.joining.create` and ``join``.
         """
         try:
             await self._enter()
@@ -291,11 +285,7 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    """Link to the first entry that answers.
-
-    Raises:
-        JoinError: none does.
-    """
+    """Link to the first entry that answers; raise `JoinError` if none does."""
     tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
     reasons = []
     try:
@@ -326,11 +316,7 @@ def assemble(
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
-    """Join the DHT through the entries.
-
-    Raises:
-        JoinError: there are entries, and none of them answered.
-    """
+    """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
         reasons = {one.reason for one in services.events.recent(PeerLeft) if isinstance(one, PeerLeft)}
         why = "; ".join(sorted(reasons)) or "they do not answer"

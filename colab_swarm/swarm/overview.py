@@ -203,9 +203,8 @@ class Overview:
             rows.append(self._row(peer, assistants[peer].name, "assistant", True))
         if peers.id not in shown:
             rows.append(self._row(peers.id, self._swarm.name, "peer", bool(peers.contact.addresses)))
-        rows += [
-            self._row(peer, f"peer-{short(peer)}", "peer", None) for peer in sorted(peers.linked() - shown)
-        ]
+        for peer in sorted(peers.linked() - shown):
+            rows.append(self._row(peer, f"peer-{short(peer)}", "peer", None))
         return tuple(rows)
 
     def _row(
@@ -214,17 +213,15 @@ class Overview:
         peers, me = self._services.peers, peer == self._services.peers.id
         rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
         row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
-        return (
-            row
-            if record is None
-            else replace(
-                row,
-                step=record.step,
-                samples_per_s=record.samples_per_s,
-                samples=record.samples,
-                upload_bps=record.upload_bps,
-                download_bps=record.download_bps,
-            )
+        if record is None:
+            return row
+        return replace(
+            row,
+            step=record.step,
+            samples_per_s=record.samples_per_s,
+            samples=record.samples,
+            upload_bps=record.upload_bps,
+            download_bps=record.download_bps,
         )
 
     def _last_share(self) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -35,7 +36,7 @@ ENTRIES = 4
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 
 
-class Simulation:
+class Simulation(AbstractContextManager["Simulation"]):
     """A simulated run. ``network.at(12.0).crash("bob")`` scripts a fault; `run` and `play` let the peers work."""
 
     def __init__(self, profile: NetworkProfile, *, seed: int, samples_per_s: float) -> None:
@@ -275,9 +276,6 @@ class Simulation:
         """End the simulation."""
         self._stop_lesson()
         self._runtime.close()
-
-    def __enter__(self) -> Simulation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
