@@ -24,7 +24,7 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.swarm import Swarm
+    from colab_swarm.swarm.session import PeerContext, SwarmTraining
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000
@@ -94,8 +94,9 @@ class Overview:
     A simulated peer has no leaderboard.
     """
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm, self._services, runtime = swarm, swarm.services, swarm.runtime
+    def __init__(self, context: PeerContext, training: SwarmTraining) -> None:
+        self._context, self._training = context, training
+        self._services, runtime = context.services, context.runtime
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._rare: tuple[Event, ...] = ()
@@ -105,10 +106,10 @@ class Overview:
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
         self._joined_at = runtime.time()
-        if swarm.network is not None:
-            prefix, contributions = f"{swarm.run_id}/{MODEL}", swarm.network.trust.contributions
+        if context.network is not None:
+            prefix, contributions = f"{context.run_id}/{MODEL}", context.network.trust.contributions
             self._trainers = Background(
-                lambda: runtime.call(_read(swarm.services, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(_read(context.services, prefix)), every_s=TRAINERS_S
             )
             self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
         self._services.events.listen(self._on_event)
@@ -132,13 +133,13 @@ class Overview:
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         """Return one frozen record. Thread-safe; waits for nothing."""
-        now, total = self._swarm.runtime.time(), self._services.peers.statistics()
+        now, total = self._context.runtime.time(), self._services.peers.statistics()
         with self._rates_lock:
             sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
         seen_at = float("-inf") if left else now
         shown = SwarmSnapshot(
-            run=self._swarm.run,
-            me=self._swarm.name,
+            run=self._context.run_id.rpartition("-")[0],
+            me=self._context.name,
             reached=reached,
             state="left" if left else "joined",
             peers=self._rows(*self._records(seen_at)),
@@ -160,9 +161,9 @@ class Overview:
             session=session,
             paused=self._services.gate.closed,
         )
-        if self._swarm.training.latest is None:
+        if self._training.latest is None:
             return shown
-        progress = self._swarm.training.latest.collaboration.progress
+        progress = self._training.latest.collaboration.progress
         eta_s = progress.seconds_to_batch(now)
         return replace(
             shown,
@@ -186,8 +187,8 @@ class Overview:
         return self._names
 
     def _records(self, now: float) -> Records:
-        if self._swarm.training.latest is not None:
-            collaboration = self._swarm.training.latest.collaboration
+        if self._training.latest is not None:
+            collaboration = self._training.latest.collaboration
             return dict(collaboration.progress.records), dict(collaboration.assistants.records)
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
@@ -202,7 +203,7 @@ class Overview:
         for peer in sorted(assistants.keys() - trainers.keys()):
             rows.append(self._row(peer, assistants[peer].name, "assistant", True))
         if peers.id not in shown:
-            rows.append(self._row(peers.id, self._swarm.name, "peer", bool(peers.contact.addresses)))
+            rows.append(self._row(peers.id, self._context.name, "peer", bool(peers.contact.addresses)))
         for peer in sorted(peers.linked() - shown):
             rows.append(self._row(peer, f"peer-{short(peer)}", "peer", None))
         return tuple(rows)
@@ -233,9 +234,9 @@ class Overview:
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        names, rows = {**self._names, short(self._swarm.id): self._swarm.name}, []
+        names, rows = {**self._names, short(self._services.peers.id): self._context.name}, []
         for one in (found or ())[:MAX_CONTRIBUTORS]:
-            id, me = short(one.peer), one.peer == self._swarm.id
+            id, me = short(one.peer), one.peer == self._services.peers.id
             name = names.get(id, f"peer-{id}")
             rows.append(ContributionRow(name, id, one.samples, one.reduced_bytes, me))
         return tuple(rows)

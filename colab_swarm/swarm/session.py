@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +14,17 @@ from typing import TYPE_CHECKING
 from colab_swarm.averaging.moshpit import ArrayAverages
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
+from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import SessionTime
 from colab_swarm.training.assistant import Assistance, Assistant
+from colab_swarm.training.settings import PeerServices
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticSettings
-    from colab_swarm.swarm.swarm import Swarm
+    from colab_swarm.swarm.network import NetworkSession
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.replica import UpdateRule
     from colab_swarm.training.settings import TrainingSettings
@@ -29,6 +32,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
 HAND_OVER_S = 60.0  # for a last round then
+
+
+@dataclass(frozen=True)
+class PeerContext:
+    """What every part of a `Swarm` uses; ``network`` is None in a simulation."""
+
+    runtime: Runner
+    services: PeerServices
+    network: NetworkSession | None
+    run_id: str
+    name: str
 
 
 class SwarmTraining:
@@ -41,9 +55,9 @@ class SwarmTraining:
         assistance: this peer's help to others as a reducer; None without.
     """
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm, services = swarm, swarm.services
-        self.averages = ArrayAverages(services.router, services.dht, services.averager, swarm.run_id)
+    def __init__(self, context: PeerContext) -> None:
+        self._context, services = context, context.services
+        self.averages = ArrayAverages(services.router, services.dht, services.averager, context.run_id)
         self.latest: SwarmOptimizer | None = None
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
@@ -54,12 +68,12 @@ class SwarmTraining:
         from colab_swarm.training.checkpoint import CheckpointFolder
         from colab_swarm.training.optimizer import SwarmOptimizer
 
-        swarm = self._swarm
+        context = self._context
         if name in self.optimizers:
             self.optimizers.pop(name).close()
-        store = None if swarm.network is None else swarm.network.store
+        store = None if context.network is None else context.network.store
         folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
-        optimizer = SwarmOptimizer(swarm.runtime, swarm.services, settings, rule, swarm.name, folder)
+        optimizer = SwarmOptimizer(context.runtime, context.services, settings, rule, context.name, folder)
         self.latest = self.optimizers[name] = optimizer
         return optimizer
 
@@ -70,7 +84,7 @@ class SwarmTraining:
         from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
 
-        runtime, services = self._swarm.runtime, self._swarm.services
+        runtime, services = self._context.runtime, self._context.services
         if name in self.elastic:
             self.elastic.pop(name).close()
         enter, events = partial(enter_group, services), services.events
@@ -79,17 +93,17 @@ class SwarmTraining:
 
     def serve_as_reducer(self, name: str | None) -> Assistance:
         """Start helping others; an earlier help ends."""
-        swarm = self._swarm
+        context = self._context
         if self.assistance is not None:
             self.assistance.stop()
-        assistant = Assistant(swarm.services, swarm.run_id, name=swarm.name, collaboration=name)
-        self.assistance = Assistance(swarm.runtime, assistant)
+        assistant = Assistant(context.services, context.run_id, name=context.name, collaboration=name)
+        self.assistance = Assistance(context.runtime, assistant)
         return self.assistance
 
     def on_pause(self) -> None:
         """Let every optimizer notice that the pause gate opened or closed. Thread-safe."""
         for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
-            self._swarm.runtime.call(optimizer.collaboration.on_gate())
+            self._context.runtime.call(optimizer.collaboration.on_gate())
 
     def closings(self, hand_over_s: float) -> list[Callable[[], object]]:
         """Return the calls that hand over and end all training, in order."""
@@ -115,74 +129,74 @@ class SwarmSession:
         stops: called before the peer leaves because its session ends: hosts and volunteers give their work back.
     """
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
+    def __init__(self, context: PeerContext, training: SwarmTraining, leave: Callable[[], None]) -> None:
+        self._context, self._training, self._leave = context, training, leave
         self._clock: SessionClock | None = None
         self.stops: list[Callable[[], None]] = []
 
     @property
     def folder(self) -> Path | None:
         """The folder that saves this peer; None without one."""
-        store = None if self._swarm.network is None else self._swarm.network.store
+        store = None if self._context.network is None else self._context.network.store
         return None if store is None else store.folder
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pause inside the block; see `Swarm.paused`."""
         try:
-            with self._swarm.services.gate.block():
-                self._swarm.training.on_pause()
+            with self._context.services.gate.block():
+                self._training.on_pause()
                 yield
         finally:
-            self._swarm.training.on_pause()
+            self._training.on_pause()
 
     def pause(self, wanted: bool) -> None:
         """Pause or continue; see `Swarm.pause`."""
-        gate = self._swarm.services.gate
+        gate = self._context.services.gate
         if wanted:
             gate.hold()
         else:
             gate.release()
-        self._swarm.training.on_pause()
+        self._training.on_pause()
 
     def time(self) -> SessionTime | None:
         """Return how long this session may last and when this peer leaves; None if no end is known."""
-        return None if self._clock is None else self._clock.read(self._swarm.runtime.time())
+        return None if self._clock is None else self._clock.read(self._context.runtime.time())
 
     def begin(self, clock: SessionClock | None) -> None:
         """Leave by this clock; None: no end is known."""
         self._clock = clock
         if clock is not None:
-            self._swarm.runtime.call(self._start_timer(clock))
+            self._context.runtime.call(self._start_timer(clock))
 
     async def _start_timer(self, clock: SessionClock) -> None:
-        assert self._swarm.network is not None
-        self._swarm.network.node.linker.spawn(self._leave_in_time(clock))  # until the node is closed
+        assert self._context.network is not None
+        self._context.network.node.linker.spawn(self._leave_in_time(clock))  # until the node is closed
 
     async def _leave_in_time(self, clock: SessionClock) -> None:
-        await wait_for_end(clock, self._swarm.events)
+        await wait_for_end(clock, self._context.services.events)
         # leaving blocks, and ends the task that this is
         threading.Thread(target=self._end, args=(clock,), name="colab-swarm-leave", daemon=True).start()
 
     def _end(self, clock: SessionClock) -> None:
         """Hand over, give work back, leave; a failure skips none of these. On its own thread."""
-        ends: list[Callable[[], None]] = [partial(self._hand_over, clock), *self.stops, self._swarm.leave]
+        ends: list[Callable[[], None]] = [partial(self._hand_over, clock), *self.stops, self._leave]
         for end in ends:
             try:
                 end()
             except Exception as error:
                 logger.exception("leaving at the session's end failed")
-                now = self._swarm.runtime.time()
-                self._swarm.events.emit(Fault.of(now, "leaving at the session's end", error))
+                now = self._context.runtime.time()
+                self._context.services.events.emit(Fault.of(now, "leaving at the session's end", error))
 
     def _hand_over(self, clock: SessionClock) -> None:
         again = "join again in a new one"
         if self.folder is not None:
             again = f"continue in a new one with cs.resume({str(self.folder)!r})"
         why = f"this peer has handed over and left before its session ends ({clock.reason}): {again}"
-        clock_s, most_s = self._swarm.runtime.time, clock.leave_before_s / 4
+        clock_s, most_s = self._context.runtime.time, clock.leave_before_s / 4
         deadline = clock_s() + min(PATIENCE_S, most_s)
-        optimizers = list(self._swarm.training.optimizers.values())
+        optimizers = list(self._training.optimizers.values())
         for optimizer in optimizers:
             optimizer.turn.end(why, hand_over_s=min(HAND_OVER_S, most_s))
         for optimizer in optimizers:  # `leave` closes those that the user no longer steps

@@ -25,7 +25,7 @@ from colab_swarm.notebook.views import render_html
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
-from colab_swarm.swarm.session import SwarmSession, SwarmTraining
+from colab_swarm.swarm.session import PeerContext, SwarmSession, SwarmTraining
 from colab_swarm.training.settings import AveragingOptions, PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Contribution, Leaderboard
 
@@ -82,8 +82,10 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.is_owner = network is not None and invitation is None
         self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
         self._role = Role.WORKER if invitation is None else invitation.role
-        self.training, self.session = SwarmTraining(self), SwarmSession(self)
-        self._overview = Overview(self)
+        self._context = context = PeerContext(runtime, services, network, run_id, name)
+        self.training = SwarmTraining(context)
+        self.session = SwarmSession(context, self.training, self.leave)
+        self._overview = Overview(context, self.training)
         self._stats = LocalStats(services)
         self._experts: SwarmExperts | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
@@ -409,7 +411,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm import work
 
         self._check(worker=True)
-        return work.coordinate(self, self._require_network(), job, options)
+        coordinator = work.coordinate(self._context, self._require_network(), job, options)
+        self.session.stops.append(coordinator.stop)
+        return coordinator
 
     def volunteer(
         self,
@@ -430,7 +434,9 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
-        return work.volunteer(self, self._require_network(), **options)
+        volunteer = work.volunteer(self._context, self._require_network(), **options)
+        self.session.stops.append(volunteer.stop)
+        return volunteer
 
     def panel(self) -> Panel[SwarmSnapshot]:
         """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colab_swarm.errors import JoinError, PeerError
 from colab_swarm.swarm.network import NetworkSession
+from colab_swarm.swarm.session import PeerContext
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions, open_coordinator
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
-if TYPE_CHECKING:
-    from colab_swarm.swarm.swarm import Swarm
-
 TTL_S = 180.0
 PUBLISH_EVERY_S = 60.0
 
 
 def coordinate(
-    swarm: Swarm, network: NetworkSession, job: Job | str | Path, options: CoordinatorOptions
+    context: PeerContext, network: NetworkSession, job: Job | str | Path, options: CoordinatorOptions
 ) -> Coordinator:
     """Coordinate ``job`` as this peer and announce it in the DHT; see `Swarm.coordinate`."""
     job = job if isinstance(job, Job) else Job.load(job)
@@ -35,20 +33,19 @@ def coordinate(
     async def announce() -> None:
         while not coordinator.stopped:
             with contextlib.suppress(PeerError):
-                key = f"{swarm.run_id}/coordinators"
-                await swarm.services.dht.store(
-                    key, coordinator.url, subkey=swarm.id, ttl_s=TTL_S, signed=True
+                key = f"{context.run_id}/coordinators"
+                await context.services.dht.store(
+                    key, coordinator.url, subkey=network.node.id, ttl_s=TTL_S, signed=True
                 )
             await asyncio.sleep(PUBLISH_EVERY_S)
 
-    swarm.runtime.call(begin())
-    swarm.session.stops.append(coordinator.stop)
+    context.runtime.call(begin())
     return coordinator
 
 
-def volunteer(swarm: Swarm, network: NetworkSession, **options: Any) -> Volunteer:
+def volunteer(context: PeerContext, network: NetworkSession, **options: Any) -> Volunteer:
     """Work for the swarm's coordinator, the one announced last; ``options`` are those of `open_volunteer`."""
-    found = swarm.runtime.call(swarm.services.dht.get(f"{swarm.run_id}/coordinators"))
+    found = context.runtime.call(context.services.dht.get(f"{context.run_id}/coordinators"))
     urls = [
         record.value
         for subkey, record in sorted(found.items(), key=lambda item: -item[1].expires_at)
@@ -65,11 +62,9 @@ def volunteer(swarm: Swarm, network: NetworkSession, **options: Any) -> Voluntee
     authority = None if admission is None else admission.authority
 
     def client(_: Path) -> CoordinatorClient:
-        return CoordinatorClient(urls[0], _token(network), run_id=swarm.run_id, authority=authority)
+        return CoordinatorClient(urls[0], _token(network), run_id=context.run_id, authority=authority)
 
-    volunteer = open_volunteer(client, name=swarm.name, gate=swarm.services.gate, **options)
-    swarm.session.stops.append(volunteer.stop)
-    return volunteer
+    return open_volunteer(client, name=context.name, gate=context.services.gate, **options)
 
 
 def _token(network: NetworkSession) -> Token:
