@@ -252,28 +252,28 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
         or not {"step", "lineage", "parameters", "optimizer", "scheduler"} <= state.keys()
     ):
         raise StateError("this is not the state of a collaboration")
-    theirs = state["parameters"]
-    tensors = isinstance(theirs, list) and all(isinstance(t, torch.Tensor) for t in theirs)
-    fits = tensors and [tuple(t.shape) for t in theirs] == [tuple(t.shape) for t in mine]
+    theirs = state["parameters"] if isinstance(state["parameters"], list) else []
+    fits = [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]
     if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
         raise StateError(
             f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
             "build the model with the same settings as the swarm"
         )
-    return list(theirs)
+    return theirs
 
 
 def _check_sane(state: Any) -> None:
     """Refuse a donor's state with values that are not finite, or with absurd settings."""
-    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in _tensors(state)):
+    if not all(bool(tensor.isfinite().all()) for tensor in _tensors(state)):
         raise StateError("the donor's state holds NaN or infinite values")
-    optimizer = state.get("optimizer") if isinstance(state, dict) else None
-    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    for group in groups if isinstance(groups, list) else ():
-        for name, value in group.items() if isinstance(group, dict) else ():
-            least = 0 if name == "lr" else -MAX_SETTING
-            if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
-                raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
+    try:
+        settings = [item for group in state["optimizer"]["param_groups"] for item in group.items()]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StateError(f"this is not the state of a collaboration: {error!r}") from error
+    for name, value in settings:
+        least = 0 if name == "lr" else -MAX_SETTING
+        if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
+            raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
