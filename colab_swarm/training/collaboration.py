@@ -288,10 +288,13 @@ class Collaboration:
         return Due.NOTHING
 
     async def on_gate(self) -> None:
-        """Publish that this peer was paused or resumed, so that no round waits for it."""
+        """Publish that this peer was paused or resumed, so that no round waits for it.
+
+        After a pause it is idle first (see `_end_idle`): two peers that resume together must not outvote a third.
+        """
         paused = self.services.gate.closed
         if paused != self.progress.own.paused:
-            self._update(paused=paused)
+            self._update(paused=paused, idle=not paused)
             self._throughput.wait() if paused else self._throughput.work(self._now())
             self._wake.set()
 
