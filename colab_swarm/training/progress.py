@@ -17,7 +17,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +26,9 @@ import msgspec
 from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
-from colab_swarm.dht.service import DHT, is_sound
-from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers
+from colab_swarm.dht.service import DHT
+from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.tensors.codecs import Floats
-
-logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
@@ -348,27 +346,11 @@ def assistants_key(prefix: str) -> str:
     return f"{prefix.partition('/')[0]}/assistants"
 
 
-async def read_progress(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, ProgressRecord]:
-    """Return the live progress records of a collaboration."""
-    return await _read(dht, peers, progress_key(prefix), ProgressRecord)
-
-
-async def read_assistants(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, AssistantRecord]:
-    """Return the live records of a run's assistants."""
-    return await _read(dht, peers, assistants_key(prefix), AssistantRecord)
-
-
-async def _read(dht: DHT, peers: Peers, key: str, kind: type[M]) -> dict[PeerId, M]:
-    """Return the valid records by peer, and learn the addresses in them."""
-    records: dict[PeerId, M] = {}
-    for subkey, found in (await dht.get(key)).items():
-        try:
-            record = msgspec.convert(found.value, kind, strict=False)
-        except (msgspec.ValidationError, ValueError) as error:
-            logger.info("record of %s ignored: %s", subkey.hex()[:8], error)
-            continue
-        contact = Contact(PeerId(subkey), record.addresses)  # type: ignore[attr-defined]
-        if is_sound(contact):
-            peers.learn(contact)
-            records[contact.id] = record
-    return records
+async def read_participants(
+    dht: DHT, prefix: str
+) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
+    """Return the live records of a collaboration's trainers and of its run's assistants."""
+    return await asyncio.gather(
+        dht.published(progress_key(prefix), ProgressRecord),
+        dht.published(assistants_key(prefix), AssistantRecord),
+    )

@@ -12,7 +12,7 @@ from colab_swarm.averaging.assembly import Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundCall, RoundRefused, Ticket
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.net.peers import Message
+from colab_swarm.net.peers import Message, Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
 WINDOW_S = 5.0
@@ -123,11 +123,11 @@ async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> Non
     assert {len(group.members) for group in await meeting} == {2}
 
 
-class Garbage:
-    """In place of a DHT: it stores nothing, and every read returns this."""
+class Garbage(DHT):
+    """It stores nothing, and every read returns this."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, peers: Peers, value: Any) -> None:
+        self._peers, self._value = peers, value
 
     async def store(self, *_: object, **__: object) -> int:
         return 0
@@ -153,7 +153,7 @@ anything = st.recursive(
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")
-        assembly = Assembly(PrefixRouter(peers), Garbage(value), "run/meeting", window_s=0.5)  # type: ignore[arg-type]
+        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting", window_s=0.5)
         assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
         assembly.close()
 

@@ -138,7 +138,7 @@ class Answers:
     def __init__(self, during: Any) -> None:
         self.during = during
 
-    async def get(self, key: str) -> dict[bytes, Any]:
+    async def published(self, key: str, kind: type) -> dict[PeerId, Any]:
         await self.during()
         return {}
 
