@@ -24,8 +24,7 @@ from colab_swarm.averaging.group import (
     equal_shares,
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.elastic.settings import ElasticSettings, Piece
-from colab_swarm.elastic.steps import ElasticSteps
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, short

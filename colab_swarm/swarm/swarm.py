@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
-    from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
+    from colab_swarm.elastic.steps import ElasticOptions, ElasticSnapshot
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
@@ -246,7 +246,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             ValueError: a setting is not usable, or differs from the other members'.
             StateError: the group did not form.
         """
-        from colab_swarm.elastic.settings import ElasticSettings
+        from colab_swarm.elastic.steps import ElasticSettings
 
         self._check(worker=True)
         settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.group import GroupMember
 from colab_swarm.elastic.group import READY, ElasticLink, PeerExchange
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.settings import ElasticSettings, Piece
-from colab_swarm.elastic.steps import ElasticSteps, PieceExchange
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
