@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+from colab_swarm.sim import run_virtual
+from tests.net.swarm import run
 
 
 @pytest.hookimpl(wrapper=True)
@@ -14,3 +18,14 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     report = yield
     report.sections = [(title, text.encode("utf-8", "replace").decode()) for title, text in report.sections]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an `async def` test on the virtual clock, or in a real event loop if it is marked `real_time`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    main = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    (run if pyfuncitem.get_closest_marker("real_time") else run_virtual)(main)
+    return True

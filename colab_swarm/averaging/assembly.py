@@ -16,9 +16,9 @@ import msgspec
 
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket, equal_shares
 from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
-from colab_swarm.dht.service import DHT, is_sound
+from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Contact, Message, PeerId
+from colab_swarm.net.peers import Message, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -149,28 +149,19 @@ class Assembly:
     async def _publish(self, *, ttl_s: float) -> None:
         record = WaitingPeer(self.number, self._peers.contact.addresses)
         try:
-            await self._dht.store(self._prefix, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
+            await self._dht.publish(self._prefix, record, ttl_s=ttl_s)
         except PeerError as error:
             logger.info("could not publish that this peer waits: %s", error)
 
     async def _read(self) -> dict[PeerId, int]:
         """Return the other waiting peers, and the meeting that each waits for."""
         try:
-            found = await self._dht.get(self._prefix)
+            records = await self._dht.published(self._prefix, WaitingPeer)
         except PeerError as error:
             logger.info("could not read the waiting peers: %s", error)
             return {}
-        waiting: dict[PeerId, int] = {}
-        for subkey, record in found.items():
-            try:
-                other = msgspec.convert(record.value, WaitingPeer, strict=False)
-            except (msgspec.ValidationError, ValueError):
-                continue
-            contact = Contact(PeerId(subkey), other.addresses)
-            if is_sound(contact) and self._plausible(other.number) and contact.id != self._peers.id:
-                self._peers.learn(contact)
-                waiting[contact.id] = other.number
-        return waiting
+        records.pop(self._peers.id, None)
+        return {peer: other.number for peer, other in records.items() if self._plausible(other.number)}
 
 
 def _now() -> float:

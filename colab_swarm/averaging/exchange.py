@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, GroupMember, Span
+from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.events import MemberTrace
@@ -249,7 +249,7 @@ class AllReduce:
         spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
         self._pace = Pace(spans, now=asyncio.get_running_loop().time())
         self._paced = asyncio.Event()
-        longest = max((chunk.numel for chunks in self.ledger.chunks for chunk in chunks), default=0)
+        longest = min(chunk_values(group.codec, group.mean_codec), group.numel)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
         self._more_means = asyncio.Event()
@@ -257,13 +257,16 @@ class AllReduce:
         self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
         self._limits: dict[int, asyncio.Timeout] = {}
         self._reported: set[int] = set()  # as silent
-        if not collects:  # no means are coming here
-            for reducer in range(len(group.members)):
-                if reducer != me:
-                    self.settled[reducer].set()
         self._publish(self.reducer.start())
         if not collects:
-            self.drop(me, "it assists")
+            self._only_reduce()
+
+    def _only_reduce(self) -> None:
+        """Contribute nothing and expect no means: this peer assists."""
+        for reducer, settled in enumerate(self.settled):
+            if reducer != self.me:
+                settled.set()
+        self.drop(self.me, "it assists")
 
     def member(self, index: int) -> GroupMember:
         """The member at ``index``."""
@@ -474,21 +477,27 @@ class AllReduce:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
-            # A reducer may be silent because it waits for a contributor, which is then the one to name.
-            for member in [m for m in self.reducer.awaited() if m != self.me] or list(self._limits):
-                if member not in self._reported and now - self._heard_at[member] > SILENT_S:
-                    self._reported.add(member)
-                    on_silent(self.member(member).id, now - self._heard_at[member])
+            self._report_silent(on_silent, now)
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
                     limit.reschedule(now)
-            for member in self.reducer.awaited():
-                if member != self.me and now - self._heard_at[member] > self.settings.patience_s:
+            for member in self._awaited_others():
+                if now - self._heard_at[member] > self.settings.patience_s:
                     self.drop(member, f"too slow: nothing came for {self.settings.patience_s:g} s")
             linked = self.peers.linked()
-            absent = [m for m in self.reducer.awaited() if m != self.me and m not in self._streaming]
+            absent = [m for m in self._awaited_others() if m not in self._streaming]
             absent = [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
             await asyncio.gather(*map(self._probe, absent))
+
+    def _awaited_others(self) -> list[int]:
+        return [member for member in self.reducer.awaited() if member != self.me]
+
+    def _report_silent(self, on_silent: Callable[[PeerId, float], None], now: float) -> None:
+        # A reducer may be silent because it waits for a contributor, which is then the one to name.
+        for member in self._awaited_others() or list(self._limits):
+            if member not in self._reported and now - self._heard_at[member] > SILENT_S:
+                self._reported.add(member)
+                on_silent(self.member(member).id, now - self._heard_at[member])
 
     def on_timeout(self) -> None:
         """Record which members were not done when the round timed out."""

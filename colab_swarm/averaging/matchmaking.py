@@ -239,9 +239,6 @@ class Matchmaker:
                     alone = silent_s > self._settings.window_s
                     for organizer in self._rank(ticket.step, candidates, alone=alone):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
-                            for member in group.members:
-                                if member.addresses and member.id != self._peers.id:
-                                    self._peers.learn(Contact(member.id, member.addresses))
                             self._remember(group)
                             return group
                     if self._answered_at > began and _now() - began > self._settings.window_s:
@@ -271,19 +268,9 @@ class Matchmaker:
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
         """Join at ``organizer``, or where it redirects to; returns None if it has no group."""
-        try:
-            joined = await self._join_at(organizer, ticket)
-            if joined.group is not None:
-                joined.group.check()
-        except ValueError as error:
-            logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
-            self._organizers.skip(organizer, now=_now())
+        joined = await self._answer_of(organizer, ticket)
+        if joined is None:
             return None
-        except PeerError as error:
-            logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.step, error)
-            return None
-        if organizer != self._peers.id or joined.reason is not None:
-            self._answered_at = _now()
         if refusal := self._refusal(joined, ticket):
             if organizer != self._peers.id and self._organizers.on_refusal(
                 organizer, ticket.step, now=_now()
@@ -298,6 +285,23 @@ class Matchmaker:
             return None
         self._peers.learn(other)
         return await self._ask(other.id, ticket, hops=hops - 1)
+
+    async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
+        """Return the organizer's answer; None if it failed, or sent an invalid group and is left out."""
+        try:
+            joined = await self._join_at(organizer, ticket)
+            if joined.group is not None:
+                joined.group.check()
+        except ValueError as error:
+            logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
+            self._organizers.skip(organizer, now=_now())
+            return None
+        except PeerError as error:
+            logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.step, error)
+            return None
+        if organizer != self._peers.id or joined.reason is not None:
+            self._answered_at = _now()
+        return joined
 
     async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
         message = JoinRound(ticket, self._peers.contact)
@@ -333,6 +337,9 @@ class Matchmaker:
     def _remember(self, group: Group) -> None:
         if group.index_of(self._peers.id) is None:  # only its members know whether it still stands
             return
+        for member in group.members:
+            if member.addresses and member.id != self._peers.id:
+                self._peers.learn(Contact(member.id, member.addresses))
         self._groups[group.step, group.lineage] = group, _now()
         while len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
@@ -367,19 +374,9 @@ class Matchmaker:
             return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
         if group := self._remembered(ticket):
             return _hand_out(group, peer)
-        own = self._own_rounds.get((ticket.step, ticket.lineage))
-        if own is None:
-            ready_in_s = self._on_called(ticket, peer)
-            if ready_in_s is None and any(step == ticket.step for step, _ in self._own_rounds):
-                text = f"step {ticket.step} here is of another lineage: load the state from a peer"
-                return Joined(reason="resync", text=text)
-            if ready_in_s is None:
-                return Joined(reason="unreachable", text="not at this step")
-            now = _now()
-            own = _OwnRound(GroupFormation(ticket, now=now, settings=self._settings))
-            own.formation.on_coming(self._peers.id, ready_in_s, now=now)
-            self._own_rounds[ticket.step, ticket.lineage] = own
-            own.task = asyncio.create_task(self._form(own), name=f"organize step {ticket.step}")
+        own = self._own_rounds.get((ticket.step, ticket.lineage)) or self._organize(ticket, peer)
+        if isinstance(own, Joined):
+            return own
         if refusal := own.formation.on_join(ticket, contact):
             return Joined(reason=refusal[0], text=refusal[1])
         own.changed.set()
@@ -390,13 +387,24 @@ class Matchmaker:
                 own.formation.on_lost(peer)
                 own.changed.set()
             raise
-        if isinstance(outcome, Contact):
-            return Joined(organizer=outcome)
-        if outcome is None:
-            return Joined(reason="unreachable", text="no peer here can reduce")
         return _hand_out(outcome, peer)
 
     # --- organizing -----------------------------------------------------------------------------------------
+
+    def _organize(self, ticket: Ticket, peer: PeerId) -> _OwnRound | Joined:
+        """Begin to form the group of the ticket's step, or return why this peer does not."""
+        ready_in_s = self._on_called(ticket, peer)
+        if ready_in_s is None and any(step == ticket.step for step, _ in self._own_rounds):
+            text = f"step {ticket.step} here is of another lineage: load the state from a peer"
+            return Joined(reason="resync", text=text)
+        if ready_in_s is None:
+            return Joined(reason="unreachable", text="not at this step")
+        now = _now()
+        own = _OwnRound(GroupFormation(ticket, now=now, settings=self._settings))
+        own.formation.on_coming(self._peers.id, ready_in_s, now=now)
+        self._own_rounds[ticket.step, ticket.lineage] = own
+        own.task = asyncio.create_task(self._form(own), name=f"organize step {ticket.step}")
+        return own
 
     async def _form(self, own: _OwnRound) -> Group | Contact | None:
         """Form the group, or find it or its organizer elsewhere; returns None if no group is possible."""
@@ -459,7 +467,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _hand_out(group: Group, peer: PeerId) -> Joined:
+def _hand_out(group: Group | Contact | None, peer: PeerId) -> Joined:
+    if group is None:
+        return Joined(reason="unreachable", text="no peer here can reduce")
+    if isinstance(group, Contact):
+        return Joined(organizer=group)
     if group.index_of(peer) is None:
         return Joined(reason="late", text=f"the group of step {group.step} was formed without you")
     return Joined(group)

@@ -306,12 +306,7 @@ class MoshpitAverager:
             ValueError: the weight, group size or values are not usable.
             RuntimeError: this peer is averaging already.
         """
-        if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
-            raise ValueError("values must be a flat vector of finite float32 values")
-        if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-        if group_size is not None and group_size < 2:
-            raise ValueError(f"group_size={group_size}: a group has 2 members or more")
+        _check_call(values, weight, group_size)
         if self._busy:
             raise RuntimeError("this peer is averaging these values already: wait for that to end")
         begun, self._busy = _now(), True
@@ -425,6 +420,16 @@ class _Pass:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _check_call(values: Floats, weight: float, group_size: int | None) -> None:
+    """Raise the `ValueError` of `MoshpitAverager.average`."""
+    if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
+        raise ValueError("values must be a flat vector of finite float32 values")
+    if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+    if group_size is not None and group_size < 2:
+        raise ValueError(f"group_size={group_size}: a group has 2 members or more")
 
 
 class ArrayAverages:

@@ -94,12 +94,8 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
         await round_.final[opening.reducer].wait()
-    else:  # an assistant recovers on request
-        async with round_.recovering[opening.reducer]:
-            if not round_.final[opening.reducer].is_set():
-                round_.lost.add(opening.reducer)
-                await recover(round_, opening.reducer)
-                round_.final[opening.reducer].set()
+    else:
+        await _recover_on_request(round_, opening.reducer)
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
@@ -110,6 +106,15 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
+
+
+async def _recover_on_request(round_: AllReduce, reducer: int) -> None:
+    """As an assistant: recover a span, once."""
+    async with round_.recovering[reducer]:
+        if not round_.final[reducer].is_set():
+            round_.lost.add(reducer)
+            await recover(round_, reducer)
+            round_.final[reducer].set()
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:

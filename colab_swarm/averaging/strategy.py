@@ -262,7 +262,7 @@ def _waits(slowest: npt.NDArray[np.int64], rates: Array, peers: int) -> str:
     rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
     if count == peers:
         return f"all finish together ({rate})"
-    ways = [("upload", "download")[way] for way in sorted({int(index) // peers for index in slowest})]
+    ways = sorted({("upload", "download")[int(index) // peers] for index in slowest}, reverse=True)
     verb = "is" if len(ways) == 1 else "are"
     return f"{' and '.join(ways)} of {count} peer{'s' if count > 1 else ''} ({rate}) {verb} the bottleneck"
 

@@ -26,8 +26,7 @@ from colab_swarm.training.progress import (
     Branch,
     Progress,
     ProgressRecord,
-    read_assistants,
-    read_progress,
+    read_participants,
 )
 from colab_swarm.training.settings import PeerServices
 
@@ -255,16 +254,15 @@ class Observer:
         Raises:
             PeerError: the swarm's records cannot be read now.
         """
-        peers, dht = self._services.peers, self._services.dht
-        progress, assistants = await asyncio.gather(
-            read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
-        )
+        progress, assistants = await read_participants(self._services.dht, self._prefix)
         now, at = asyncio.get_running_loop().time(), time.time()
-        self._progress.on_records(progress, linked=peers.linked(), now=now)
+        self._progress.on_records(progress, linked=self._services.peers.linked(), now=now)
         self.assistants.on_records(assistants)
         self._see_peers(at)
         branch = self.branch
-        if branch != self._last_branch or (branch is not None and branch.peers & peers.linked()):
+        if branch != self._last_branch or (
+            branch is not None and branch.peers & self._services.peers.linked()
+        ):
             self._last_branch, self._heard_at = branch, now
         points = self.curve.on_records(self.trainers, branch, at=at)
         if points:

@@ -45,7 +45,7 @@ from colab_swarm.dht.records import (
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, M, Message, PeerId, Peers, R, Refusal, Role, short
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
 logger = logging.getLogger(__name__)
@@ -262,6 +262,25 @@ class DHT:
     async def get(self, key: str | bytes) -> dict[bytes, Found]:
         """Return all live values under ``key``, by subkey; empty if there are none."""
         return (await self.read(key)).found
+
+    async def publish(self, key: str, value: Any, *, ttl_s: float) -> None:
+        """Store a value under this peer's own subkey, signed; see `store`."""
+        await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
+
+    async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
+        """Return the valid records that peers published about themselves, and learn the ``addresses`` in them."""
+        records: dict[PeerId, M] = {}
+        for subkey, found in (await self.get(key)).items():
+            try:
+                record = msgspec.convert(found.value, kind, strict=False)
+            except (msgspec.ValidationError, ValueError) as error:
+                logger.info("record of %s under %s ignored: %s", subkey.hex()[:8], key, error)
+                continue
+            contact = Contact(PeerId(subkey), record.addresses)  # type: ignore[attr-defined]
+            if is_sound(contact):
+                self._peers.learn(contact)
+                records[contact.id] = record
+        return records
 
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""

@@ -15,8 +15,6 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
-
 from colab_swarm.averaging.group import (
     Group,
     GroupFormationSettings,
@@ -26,12 +24,10 @@ from colab_swarm.averaging.group import (
     equal_shares,
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.dht.service import is_sound
-from colab_swarm.elastic.settings import ElasticSettings, Piece
-from colab_swarm.elastic.steps import ElasticSteps
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
-from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import StateSharing, download_state
@@ -219,10 +215,12 @@ class WaitingRecord(Message, frozen=True):
     Attributes:
         addresses: at which it can be dialled.
         terms: see `ElasticSettings.terms`.
+        at: its swarm time; an older record may be a leftover.
     """
 
     addresses: tuple[str, ...]
     terms: str
+    at: float
 
 
 @contextlib.asynccontextmanager
@@ -249,7 +247,6 @@ class _Forming:
         self, services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
     ) -> None:
         self._services, self._settings, self._terms = services, settings, terms
-        self._record = WaitingRecord(services.peers.contact.addresses, terms)
         self._ticket = Ticket(
             prefix=settings.prefix,
             step=0,
@@ -261,7 +258,7 @@ class _Forming:
         )
         self._present: set[PeerId] = set()
         self._callers: set[PeerId] = set()  # since the records were last read, which may lack theirs
-        self._others: dict[PeerId, float] = {}  # peers with other terms: when their records expire
+        self._others: dict[PeerId, float] = {}  # peers with other terms: when they published first
         self._key = f"{settings.prefix}/waiting"
         self._called = asyncio.Event()
         self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
@@ -362,27 +359,21 @@ class _Forming:
             await asyncio.sleep(RENEW_S)
 
     async def _publish(self, ttl_s: float) -> None:
+        peers = self._services.peers
         with contextlib.suppress(PeerError):
-            me = self._services.peers.id
-            await self._services.dht.store(self._key, self._record, subkey=me, ttl_s=ttl_s, signed=True)
+            record = WaitingRecord(peers.contact.addresses, self._terms, peers.time())
+            await self._services.dht.publish(self._key, record, ttl_s=ttl_s)
 
     async def _look(self) -> None:
         """Read the records of waiting peers; until the answer is complete, the earlier ones are expected."""
         self._callers.clear()
         present: set[PeerId] = set()
-        for subkey, found in (await self._services.dht.get(self._key)).items():
-            peer = PeerId(subkey)
-            try:
-                record = msgspec.convert(found.value, WaitingRecord, strict=False)
-            except ValueError:
-                continue
-            contact = Contact(peer, record.addresses)
-            if peer == self._services.peers.id or not is_sound(contact):
-                continue
+        records = await self._services.dht.published(self._key, WaitingRecord)
+        records.pop(self._services.peers.id, None)
+        for peer, record in records.items():
             if record.terms == self._terms:
-                self._services.peers.learn(contact)
                 present.add(peer)
-            elif self._others.setdefault(peer, found.expires_at) != found.expires_at:  # renewed: no leftover
+            elif self._others.setdefault(peer, record.at) != record.at:  # renewed: no leftover
                 raise ValueError(
                     f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
                     "Give all peers the same settings"

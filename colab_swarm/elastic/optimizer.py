@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias
 
@@ -14,13 +15,19 @@ import torch
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.meter import Meter
-from colab_swarm.elastic.settings import ElasticSettings, ElasticSnapshot, ElasticStep, Piece
-from colab_swarm.elastic.steps import Buckets, ElasticSteps, PieceExchange
+from colab_swarm.elastic.steps import (
+    ElasticSettings,
+    ElasticSnapshot,
+    ElasticStep,
+    ElasticSteps,
+    Piece,
+    PieceExchange,
+)
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
-from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
 
@@ -33,6 +40,111 @@ parameters and optimizer state into the replica, and gives an exchange to `begin
 
 It raises StateError if the group is not formed, ValueError if another peer has other terms.
 """
+
+
+FEWEST = 4
+"""Fewest buckets of a model that is not tiny, so that most are sent before backward ends."""
+
+
+class Buckets:
+    """A model's gradients, as one flat vector, cut into buckets that fill up during backward.
+
+    The vector starts with the last parameters, whose gradients come first. Buckets have equal size, whatever the sizes
+    of the layers. One is full when all parameters that overlap it have their gradients.
+
+    Args:
+        parameters: in the order of the model's layers.
+        most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
+        on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket is full. The values
+            are a view of `vector` and do not change any more.
+
+    Attributes:
+        sizes: values of each bucket.
+        vector: the gradient of this step, as far as it is complete.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], *, most: int, on_full: Callable[[int, Floats], None]
+    ) -> None:
+        self._on_full = on_full
+        self._lock = threading.Lock()  # a model on several devices gets gradients on several threads
+        self._starts: dict[torch.Tensor, int] = {}
+        numel = 0
+        for parameter in reversed(parameters):
+            self._starts[parameter] = numel
+            numel += parameter.numel()
+        self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
+        self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step without gradients."""
+        self.vector: Floats = np.empty(sum(self.sizes), np.float32)
+        self._tensor = torch.from_numpy(self.vector)
+        self._absent = dict.fromkeys(self._starts)  # in order
+        self._open_parts = [0] * len(self.sizes)
+        for parameter in self._starts:
+            for bucket in self._overlapping(parameter):
+                self._open_parts[bucket] += 1
+
+    @property
+    def lacking(self) -> bool:
+        """Whether a parameter has no gradient yet."""
+        return bool(self._absent)
+
+    def flush(self) -> None:
+        """End backward: parameters without a gradient get a zero one."""
+        for parameter in list(self._absent):
+            self._take(parameter, None)
+
+    def span(self, bucket: int) -> slice:
+        """Return the slice of a bucket in the vector."""
+        return slice(bucket * self._size, bucket * self._size + self.sizes[bucket])
+
+    @torch.no_grad()
+    def to_gradients(self, gradients: Sequence[Floats]) -> None:
+        """Set the parameters' gradients from the values of all buckets."""
+        flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
+        for parameter, start in self._starts.items():
+            part = flat[start : start + parameter.numel()].view(parameter.shape)
+            if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+                parameter.grad = part
+            else:
+                parameter.grad = part.to(parameter)
+
+    def close(self) -> None:
+        """Stop collecting gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _overlapping(self, parameter: torch.Tensor) -> range:
+        start = self._starts[parameter]
+        return range(start // self._size, -(-(start + parameter.numel()) // self._size))
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            if parameter not in self._absent:
+                raise RuntimeError(
+                    "the gradients of this step are already being sent: call optimizer.step() after each backward()"
+                )
+            self._take(parameter, parameter.grad)
+
+    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        del self._absent[parameter]
+        start = self._starts[parameter]
+        part = self._tensor[start : start + parameter.numel()].view(parameter.shape)
+        if gradient is None:
+            part.zero_()
+        else:
+            part.copy_(gradient.detach())
+        for bucket in self._overlapping(parameter):
+            self._open_parts[bucket] -= 1
+            if not self._open_parts[bucket]:
+                self._on_full(bucket, self.vector[self.span(bucket)])
 
 
 class ElasticOptimizer(Optimizer):

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, Piece
-from colab_swarm.elastic.steps import ElasticSteps
+from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSteps, Piece
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer

@@ -1,134 +1,150 @@
-"""Steps of one group member: buckets of its own gradient, and the wait for those of the others.
+"""Steps of one group member: its settings, the wait for the others' buckets, and the result of each step.
 
 `ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received buckets and lost members.
 On the user's thread, the optimizer hands over its own buckets during backward and then waits with `finish`.
-
-`Buckets` cuts a model's gradients, as one flat vector, into buckets that fill up during backward. The vector starts
-with the last parameters, whose gradients come first. Buckets have equal size, whatever the sizes of the layers. One is
-full when all parameters that overlap it have their gradients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import numpy as np
-import torch
+from dataclasses import dataclass, field
+from typing import Protocol, TypedDict
 
 from colab_swarm.elastic.ledger import Closed, GradientLedger
 from colab_swarm.elastic.meter import Meter
-from colab_swarm.elastic.schedulers import AdaptiveBeta
-from colab_swarm.elastic.settings import ElasticSettings, ElasticStep, Piece
-from colab_swarm.net.peers import Buffer
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, all_finite, codec_of
+from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
+from colab_swarm.net.peers import Buffer, Message
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
 
-logger = logging.getLogger(__name__)
+MAX_PEERS = 16
+BUCKET_BYTES = 120 << 10
+"""An encoded bucket is one packet on a peer link."""
+EXCESS = 1.1
 
-FEWEST = 4
-"""Fewest buckets of a model that is not tiny, so that most are sent before backward ends."""
+
+class ElasticOptions(TypedDict, total=False):
+    """Options of an elastic optimizer; see `ElasticSettings`."""
+
+    scheduler: Scheduler
+    compression: str
+    error_feedback: bool
+    wait_s: float
 
 
-class Buckets:
-    """The buckets of one model.
-
-    Args:
-        parameters: in the order of the model's layers.
-        most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
-        on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket is full. The values
-            are a view of `vector` and do not change any more.
+@dataclass(frozen=True)
+class ElasticSettings:
+    """Settings of a group. All members use the same.
 
     Attributes:
-        sizes: values of each bucket.
-        vector: the gradient of this step, as far as it is complete.
+        prefix: name of the group; peers with the same prefix train one model.
+        peers: size of the group, 2 to 16.
+        scheduler: decides when a peer continues with its next step.
+        compression: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
+        error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
+        wait_s: how long to wait for the other peers when the group is formed.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], *, most: int, on_full: Callable[[int, Floats], None]
-    ) -> None:
-        self._on_full = on_full
-        self._lock = threading.Lock()  # a model on several devices gets gradients on several threads
-        self._starts: dict[torch.Tensor, int] = {}
-        numel = 0
-        for parameter in reversed(parameters):
-            self._starts[parameter] = numel
-            numel += parameter.numel()
-        self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
-        self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
-        self.begin()
+    prefix: str
+    peers: int
+    scheduler: Scheduler = field(default_factory=Synchronous)
+    compression: str = "float32"
+    error_feedback: bool = True
+    wait_s: float = 300.0
 
-    def begin(self) -> None:
-        """Start a step without gradients."""
-        self.vector: Floats = np.empty(sum(self.sizes), np.float32)
-        self._tensor = torch.from_numpy(self.vector)
-        self._absent = dict.fromkeys(self._starts)  # in order
-        self._open_parts = [0] * len(self.sizes)
-        for parameter in self._starts:
-            for bucket in self._overlapping(parameter):
-                self._open_parts[bucket] += 1
+    def __post_init__(self) -> None:
+        if not 2 <= self.peers <= MAX_PEERS:
+            raise ValueError(f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
+        if not self.wait_s > 0:
+            raise ValueError(f"wait_s={self.wait_s}: pass seconds, such as 300")
+        codec_of(self.compression)
 
     @property
-    def lacking(self) -> bool:
-        """Whether a parameter has no gradient yet."""
-        return bool(self._absent)
+    def bucket_values(self) -> int:
+        """Most values of a bucket."""
+        codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
+        fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
+        return next(fitting) * BLOCK_VALUES
 
-    def flush(self) -> None:
-        """End backward: parameters without a gradient get a zero one."""
-        for parameter in list(self._absent):
-            self._take(parameter, None)
+    def terms(self, sizes: list[int], schema: bytes) -> str:
+        """Return what all members must agree on, as readable text."""
+        return (
+            f"{self.peers} peers, {self.scheduler!r}, {self.compression}, error_feedback={self.error_feedback}, "
+            f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
+        )
 
-    def span(self, bucket: int) -> slice:
-        """Return the slice of a bucket in the vector."""
-        return slice(bucket * self._size, bucket * self._size + self.sizes[bucket])
 
-    @torch.no_grad()
-    def to_gradients(self, gradients: Sequence[Floats]) -> None:
-        """Set the parameters' gradients from the values of all buckets."""
-        flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
-        for parameter, start in self._starts.items():
-            part = flat[start : start + parameter.numel()].view(parameter.shape)
-            if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-                parameter.grad = part
-            else:
-                parameter.grad = part.to(parameter)
+@dataclass(frozen=True)
+class ElasticStep:
+    """Result of one step at this peer.
 
-    def close(self) -> None:
-        """Stop collecting gradients."""
-        for hook in self._hooks:
-            hook.remove()
+    Attributes:
+        step: from 0, since the group was formed.
+        waited_s: from the end of its own backward pass until the scheduler let it continue.
+        missing: share of the others' values of this step that had not arrived.
+        inconsistency: distance of this peer's parameters from the group's, divided by the learning rate: the root mean
+            square over recent steps whose gradients have all arrived.
+        bound: the theory's limit for it, with M and sigma as estimated so far; None: unknown for this codec.
+        lost: numbers of the lost members.
+    """
 
-    def _overlapping(self, parameter: torch.Tensor) -> range:
-        start = self._starts[parameter]
-        return range(start // self._size, -(-(start + parameter.numel()) // self._size))
+    step: int
+    waited_s: float
+    missing: float
+    inconsistency: float
+    bound: float | None
+    lost: tuple[int, ...]
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        with self._lock:
-            if parameter not in self._absent:
-                raise RuntimeError(
-                    "the gradients of this step are already being sent: call optimizer.step() after each backward()"
-                )
-            self._take(parameter, parameter.grad)
+    @property
+    def passed(self) -> bool:
+        """Whether the inconsistency is above its bound by more than the uncertainty of a mean over few steps."""
+        return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0
 
-    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        del self._absent[parameter]
-        start = self._starts[parameter]
-        part = self._tensor[start : start + parameter.numel()].view(parameter.shape)
-        if gradient is None:
-            part.zero_()
-        else:
-            part.copy_(gradient.detach())
-        for bucket in self._overlapping(parameter):
-            self._open_parts[bucket] -= 1
-            if not self._open_parts[bucket]:
-                self._on_full(bucket, self.vector[self.span(bucket)])
+
+@dataclass(frozen=True)
+class ElasticSnapshot:
+    """State of one member of a group.
+
+    Attributes:
+        scheduler: its scheduler with settings.
+        member, members: its number, and the group's size at its start.
+        steps: the latest, oldest first.
+        left: whether it has left the group.
+    """
+
+    scheduler: str
+    member: int
+    members: int
+    steps: tuple[ElasticStep, ...]
+    left: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the last measured inconsistency is above its bound."""
+        return bool(self.steps) and self.steps[-1].passed
+
+
+class Piece(Message, frozen=True):
+    """One bucket of a gradient; its encoded values are the payload.
+
+    Attributes:
+        squares: squared norm of the values before compression.
+        residual_squares: squared norm of what compression keeps back for the next step.
+    """
+
+    step: int
+    bucket: int
+    squares: float = 0.0
+    residual_squares: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.squares < math.inf and 0 <= self.residual_squares < math.inf):
+            raise ValueError(f"a bucket of squared norms {self.squares} and {self.residual_squares}")
+
+
+logger = logging.getLogger(__name__)
 
 
 class PieceExchange(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from colab_swarm.elastic.settings import ElasticSnapshot
+from colab_swarm.elastic.steps import ElasticSnapshot
 from colab_swarm.notebook import svg, theme
 from colab_swarm.notebook.panel import Panel, Views
 

@@ -21,7 +21,7 @@ from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Precision
-from colab_swarm.training.progress import read_progress
+from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,13 +230,13 @@ def best(found: Sequence[Speed]) -> checks.UplinkFacts | None:
 def trainers(swarm: Swarm) -> Trainers:
     """Return the peers that train the run's model now, by their own records."""
     optimizer, services = swarm.training.latest, swarm.services
-    target, compression, records = None, Trainers.compression, {}
+    target, compression = None, Trainers.compression
+    records: dict[PeerId, ProgressRecord] = {}
     with contextlib.suppress(PeerError):  # then use what is known already
-        if optimizer is None:
-            prefix = f"{swarm.run_id}/{MODEL}"
-            records = swarm.runtime.call(read_progress(services.dht, services.peers, prefix))
-        else:
+        if optimizer is not None:
             swarm.runtime.call(optimizer.collaboration.refresh())
+        else:
+            records, _ = swarm.runtime.call(read_participants(services.dht, f"{swarm.run_id}/{MODEL}"))
     if optimizer is not None:
         records = dict(optimizer.collaboration.progress.records)
         target, compression = round(optimizer._settings.target_batch_size), optimizer._settings.compression

@@ -6,7 +6,6 @@ Slow readings run in the background and appear a moment later.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import threading
@@ -19,8 +18,7 @@ from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
-from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_assistants, read_progress
-from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
 from colab_swarm.trust.contributions import Contribution
 
 if TYPE_CHECKING:
@@ -109,7 +107,7 @@ class Overview:
         if context.network is not None:
             prefix, contributions = f"{context.run_id}/{MODEL}", context.network.trust.contributions
             self._trainers = Background(
-                lambda: runtime.call(_read(context.services, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(read_participants(context.services.dht, prefix)), every_s=TRAINERS_S
             )
             self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
         self._services.events.listen(self._on_event)
@@ -246,11 +244,6 @@ class Overview:
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
-
-
-async def _read(services: PeerServices, prefix: str) -> Records:
-    dht, peers = services.dht, services.peers
-    return await asyncio.gather(read_progress(dht, peers, prefix), read_assistants(dht, peers, prefix))
 
 
 def without_repeats(events: Iterable[Event]) -> list[Event]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from colab_swarm.elastic.optimizer import ElasticOptimizer
-    from colab_swarm.elastic.settings import ElasticSettings
+    from colab_swarm.elastic.steps import ElasticSettings
     from colab_swarm.swarm.network import NetworkSession
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.replica import UpdateRule

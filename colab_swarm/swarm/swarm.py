@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.elastic.settings import ElasticOptions, ElasticSettings, ElasticSnapshot
+from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSnapshot
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel

@@ -29,7 +29,7 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 |---|---|
 | codecs | `colab_swarm.tensors.codecs` |
 | error feedback | `colab_swarm.tensors.feedback` |
-| a model's gradients as one flat float32 vector | `colab_swarm.tensors.flat` |
+| a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | the thread that owns the accelerator | `colab_swarm.tensors.device` |
 

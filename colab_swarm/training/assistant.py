@@ -28,8 +28,7 @@ from colab_swarm.training.progress import (
     assistants_key,
     branch_of,
     participants_of,
-    read_assistants,
-    read_progress,
+    read_participants,
 )
 from colab_swarm.training.rounds import LinkBandwidth
 from colab_swarm.training.settings import PeerServices
@@ -165,9 +164,9 @@ class Assistant:
                 logger.info("could not publish that this peer assists: %s", error)
 
     async def _publish(self, *, ttl_s: float) -> None:
-        peers, key = self._services.peers, assistants_key(self._run_id)
+        peers = self._services.peers
         record = AssistantRecord(self._name, peers.contact.addresses, self._only, peers.time())
-        await self._services.dht.store(key, record, subkey=peers.id, ttl_s=ttl_s, signed=True)
+        await self._services.dht.publish(assistants_key(self._run_id), record, ttl_s=ttl_s)
 
     def enter(self, prefix: str) -> None:
         """Start to help a collaboration whose message arrived."""
@@ -291,10 +290,7 @@ class _Part:
             return
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                peers, dht = self._services.peers, self._services.dht
-                self._records, self._assistants = await asyncio.gather(
-                    read_progress(dht, peers, self._prefix), read_assistants(dht, peers, self._prefix)
-                )
+                self._records, self._assistants = await read_participants(self._services.dht, self._prefix)
             self._lost = {peer: record for peer, record in self._lost.items() if peer in self._records}
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:

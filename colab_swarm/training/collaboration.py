@@ -38,8 +38,7 @@ from colab_swarm.training.progress import (
     next_lineage,
     participants_of,
     progress_key,
-    read_assistants,
-    read_progress,
+    read_participants,
 )
 from colab_swarm.training.rounds import Rounds
 from colab_swarm.training.settings import PeerServices, TrainingSettings
@@ -224,25 +223,21 @@ class Collaboration:
         await self.refresh()
 
     async def _publish(self, *, ttl_s: float) -> None:
-        peers, key, own = self.services.peers, progress_key(self._settings.prefix), self.progress.own
+        own = self.progress.own
         silent = self._throughput.idle(self._now(), report_s=self._settings.max_report_s)
         if silent and not (own.absent or own.syncing):
             self._update(idle=True)
-        addresses = peers.contact.addresses  # a tunnel or a relay may have opened or closed
+        addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         upload_bps, download_bps = self.rounds.bandwidth_bps()
         self._update(
             addresses=addresses, reduces=bool(addresses), upload_bps=upload_bps, download_bps=download_bps
         )
-        await self.services.dht.store(key, self.progress.own, subkey=peers.id, ttl_s=ttl_s, signed=True)
+        await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
 
     async def refresh(self) -> Branch:
         """Read the peers' records now, and return the swarm's branch."""
-        services, prefix = self.services, self._settings.prefix
-        records, assistants = await asyncio.gather(
-            read_progress(services.dht, services.peers, prefix),
-            read_assistants(services.dht, services.peers, prefix),
-        )
-        self.progress.on_records(records, linked=services.peers.linked(), now=self._now())
+        records, assistants = await read_participants(self.services.dht, self._settings.prefix)
+        self.progress.on_records(records, linked=self.services.peers.linked(), now=self._now())
         self.assistants.on_records(assistants)
         self._wake_if_due()
         return self.progress.branch()
@@ -288,10 +283,13 @@ class Collaboration:
         return Due.NOTHING
 
     async def on_gate(self) -> None:
-        """Publish that this peer was paused or resumed, so that no round waits for it."""
+        """Publish that this peer was paused or resumed, so that no round waits for it.
+
+        After a pause it is idle first (see `_end_idle`): two peers that resume together must not outvote a third.
+        """
         paused = self.services.gate.closed
         if paused != self.progress.own.paused:
-            self._update(paused=paused)
+            self._update(paused=paused, idle=not paused)
             self._throughput.wait() if paused else self._throughput.work(self._now())
             self._wake.set()
 

@@ -17,7 +17,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,11 +26,9 @@ import msgspec
 from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
-from colab_swarm.dht.service import DHT, is_sound
-from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers
+from colab_swarm.dht.service import DHT
+from colab_swarm.net.peers import Message, PeerId
 from colab_swarm.tensors.codecs import Floats
-
-logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
@@ -154,14 +152,9 @@ class Progress:
         or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
         """
         self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
-        lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
-        for peer, (last, since) in self._lost.items():
-            record = records.get(peer)
-            unchanged = record is not None and record == last
-            if peer not in linked and (unchanged or now - since < LAST_RECORD_S):
-                lost[peer] = record, since
-        fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in lost}
-        self._lost, self._read = lost, records
+        self._lost = self._still_lost(records, linked, now)
+        self._read = records
+        fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
         for peer, (learnt, reads_left) in list(self._learnt.items()):
             if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
                 del self._learnt[peer]
@@ -172,6 +165,17 @@ class Progress:
             if record != self._others.get(peer):
                 self._updated_at[peer] = now
         self._others = fresh
+
+    def _still_lost(
+        self, records: Mapping[PeerId, ProgressRecord], linked: Container[PeerId], now: float
+    ) -> dict[PeerId, tuple[ProgressRecord | None, float]]:
+        lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
+        for peer, (last, since) in self._lost.items():
+            record = records.get(peer)
+            unchanged = record is not None and record == last
+            if peer not in linked and (unchanged or now - since < LAST_RECORD_S):
+                lost[peer] = record, since
+        return lost
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
         """Move ``members`` to ``step`` after a round, without waiting for their records."""
@@ -267,15 +271,13 @@ class Progress:
 
 def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
     """Return the branch that these records elect, or None if no peer trains."""
-    trainers = {peer: record for peer, record in records.items() if not record.syncing}
+    trainers = {peer: record for peer, record in sorted(records.items()) if not record.syncing}
     if not trainers:
         return None
-    ordered = [trainers[peer] for peer in sorted(trainers)]
-    active = [record for record in ordered if not record.absent] or ordered
+    active = [record for record in trainers.values() if not record.absent] or list(trainers.values())
     voters = [record for record in active if record.reduces] or active
-    for step in sorted({record.step for record in voters}, reverse=True):
-        if 2 * sum(record.step >= step for record in voters) >= len(voters):
-            break
+    steps = sorted((record.step for record in voters), reverse=True)
+    step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
     votes = Counter(record.lineage for record in voters if record.step == step)
     lineage = votes.most_common(1)[0][0]  # the first of equals
     on_it = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
@@ -344,27 +346,11 @@ def assistants_key(prefix: str) -> str:
     return f"{prefix.partition('/')[0]}/assistants"
 
 
-async def read_progress(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, ProgressRecord]:
-    """Return the live progress records of a collaboration."""
-    return await _read(dht, peers, progress_key(prefix), ProgressRecord)
-
-
-async def read_assistants(dht: DHT, peers: Peers, prefix: str) -> dict[PeerId, AssistantRecord]:
-    """Return the live records of a run's assistants."""
-    return await _read(dht, peers, assistants_key(prefix), AssistantRecord)
-
-
-async def _read(dht: DHT, peers: Peers, key: str, kind: type[M]) -> dict[PeerId, M]:
-    """Return the valid records by peer, and learn the addresses in them."""
-    records: dict[PeerId, M] = {}
-    for subkey, found in (await dht.get(key)).items():
-        try:
-            record = msgspec.convert(found.value, kind, strict=False)
-        except (msgspec.ValidationError, ValueError) as error:
-            logger.info("record of %s ignored: %s", subkey.hex()[:8], error)
-            continue
-        contact = Contact(PeerId(subkey), record.addresses)  # type: ignore[attr-defined]
-        if is_sound(contact):
-            peers.learn(contact)
-            records[contact.id] = record
-    return records
+async def read_participants(
+    dht: DHT, prefix: str
+) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
+    """Return the live records of a collaboration's trainers and of its run's assistants."""
+    return await asyncio.gather(
+        dht.published(progress_key(prefix), ProgressRecord),
+        dht.published(assistants_key(prefix), AssistantRecord),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
-from colab_swarm.tensors.flat import FlatVector
 from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
 from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room, spans
@@ -252,28 +251,28 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
         or not {"step", "lineage", "parameters", "optimizer", "scheduler"} <= state.keys()
     ):
         raise StateError("this is not the state of a collaboration")
-    theirs = state["parameters"]
-    tensors = isinstance(theirs, list) and all(isinstance(t, torch.Tensor) for t in theirs)
-    fits = tensors and [tuple(t.shape) for t in theirs] == [tuple(t.shape) for t in mine]
+    theirs = state["parameters"] if isinstance(state["parameters"], list) else []
+    fits = [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]
     if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
         raise StateError(
             f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
             "build the model with the same settings as the swarm"
         )
-    return list(theirs)
+    return theirs
 
 
 def _check_sane(state: Any) -> None:
     """Refuse a donor's state with values that are not finite, or with absurd settings."""
-    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in _tensors(state)):
+    if not all(bool(tensor.isfinite().all()) for tensor in _tensors(state)):
         raise StateError("the donor's state holds NaN or infinite values")
-    optimizer = state.get("optimizer") if isinstance(state, dict) else None
-    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    for group in groups if isinstance(groups, list) else ():
-        for name, value in group.items() if isinstance(group, dict) else ():
-            least = 0 if name == "lr" else -MAX_SETTING
-            if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
-                raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
+    try:
+        settings = [item for group in state["optimizer"]["param_groups"] for item in group.items()]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StateError(f"this is not the state of a collaboration: {error!r}") from error
+    for name, value in settings:
+        least = 0 if name == "lr" else -MAX_SETTING
+        if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
+            raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -429,3 +428,70 @@ class LocalSteps(Gradients):
         super().forget()
         self._since = 0.0
         self._replica.show()
+
+
+SMALL_VALUES = 1 << 16
+"""Tensors with fewer values are small: biases, normalization layers."""
+
+
+class FlatVector:
+    """Layout of parameters in a flat vector, small ones first. They may have any device and floating dtype.
+
+    Attributes:
+        numel: values of all parameters.
+        fine: values of the small ones, at the front.
+        schema: 16-byte digest of the shapes and dtypes in order; it differs between models.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        given = list(parameters)
+        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in given]
+        self._parameters: Sequence[torch.Tensor] = sorted(given, key=lambda one: one.numel() >= SMALL_VALUES)
+        self.fine = sum(one.numel() for one in given if one.numel() < SMALL_VALUES)
+        self.numel = sum(parameter.numel() for parameter in self._parameters)
+        self.schema = hashlib.sha256(repr(layout).encode()).digest()[:16]
+
+    def accumulate(self, total: Floats, weight: float) -> bool:
+        """``total += weight * gradients``; a parameter without gradient counts as zero.
+
+        Returns:
+            False, with ``total`` unchanged, if a gradient is not finite.
+        """
+        largest = [  # a NaN or an infinity shows in the largest magnitude
+            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
+            for p in self._parameters
+            if p.grad is not None and p.grad.numel()
+        ]
+        if largest and not torch.stack(largest).isfinite().all():
+            return False
+        for parameter, part in self._parts(total):
+            if parameter.grad is not None:
+                part.add_(parameter.grad.detach().to(part), alpha=weight)
+        return True
+
+    def to_gradients(self, values: Floats) -> None:
+        """Set every parameter's gradient from the flat vector."""
+        for parameter, part in self._parts(values):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.detach().copy_(part)
+
+    @torch.no_grad()
+    def copy_to(self, values: Floats) -> None:
+        """Copy the parameters' values into the flat vector."""
+        for parameter, part in self._parts(values):
+            part.copy_(parameter)
+
+    @torch.no_grad()
+    def subtract_from(self, values: Floats) -> None:
+        """``values -= parameters``."""
+        for parameter, part in self._parts(values):
+            part.sub_(parameter.to(part))
+
+    def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter with its part of the vector, a view in its shape."""
+        if values.shape != (self.numel,):
+            raise ValueError(f"expected a flat vector of {self.numel} values, got shape {values.shape}")
+        flat = torch.from_numpy(values)
+        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
+        return ((p, part.view(p.shape)) for p, part in zip(self._parameters, parts, strict=True))

@@ -10,7 +10,7 @@ import torch
 
 from colab_swarm.averaging.moshpit import ArrayAverages, flatten
 from colab_swarm.events import EventLog
-from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
 
 
@@ -44,63 +44,52 @@ def test_a_vector_of_ones_own_is_left_as_it_is() -> None:
     assert values.tolist() == [1, 1, 1]
 
 
-def test_peers_average_several_arrays_at_once_by_name() -> None:
-    async def main() -> None:
-        network = SimNetwork(LAN)
-        peers = [network.peer(name) for name in ("alice", "bob")]
-        services = [assemble(one, EventLog(), random.Random(one.name)) for one in peers]
-        await find_others(services[1], [peers[0].contact])
-        averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
-        results = await asyncio.gather(
-            *(
-                one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
-                for name in ("losses", "weights")
-                for one, value, weight in zip(averages, (1.0, 4.0), (2.0, 1.0), strict=True)
-            )
+async def test_peers_average_several_arrays_at_once_by_name() -> None:
+    network = SimNetwork(LAN)
+    peers = [network.peer(name) for name in ("alice", "bob")]
+    services = [assemble(one, EventLog(), random.Random(one.name)) for one in peers]
+    await find_others(services[1], [peers[0].contact])
+    averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
+    results = await asyncio.gather(
+        *(
+            one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
+            for name in ("losses", "weights")
+            for one, value, weight in zip(averages, (1.0, 4.0), (2.0, 1.0), strict=True)
         )
-        for mean, result in results:
-            np.testing.assert_allclose(mean, np.full((2, 2), 2.0))
-            assert len(result.peers) == 2 and result.complete
-        for one in averages:
-            await one.close()
-
-    run_virtual(main())
-
-
-def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
-    async def main() -> None:
-        alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
-        averages = ArrayAverages(alice.router, alice.dht, alice.averager, "run")
-        average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
-        await average(name="losses", compression="topk:0.5")
-        with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
-            await average(name="losses", compression="int8")
-        with pytest.raises(ValueError, match="unknown codec 'zip'"):
-            await average(name="others", compression="zip")
-        await averages.close()
-
-    run_virtual(main())
+    )
+    for mean, result in results:
+        np.testing.assert_allclose(mean, np.full((2, 2), 2.0))
+        assert len(result.peers) == 2 and result.complete
+    for one in averages:
+        await one.close()
 
 
-def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
-    async def main() -> None:
-        network = SimNetwork(LAN)
-        services = [
-            assemble(network.peer(name), EventLog(), random.Random(name)) for name in ("alice", "bob")
-        ]
-        await find_others(services[1], [services[0].peers.contact])
-        averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
-        values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
-        results = await asyncio.gather(
-            *(
-                one.average(values, weight=1.0, group_size=None, name="x", compression="topk:0.02")
-                for one in averages
-            )
+async def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
+    alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
+    averages = ArrayAverages(alice.router, alice.dht, alice.averager, "run")
+    average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
+    await average(name="losses", compression="topk:0.5")
+    with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
+        await average(name="losses", compression="int8")
+    with pytest.raises(ValueError, match="unknown codec 'zip'"):
+        await average(name="others", compression="zip")
+    await averages.close()
+
+
+async def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
+    network = SimNetwork(LAN)
+    services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in ("alice", "bob")]
+    await find_others(services[1], [services[0].peers.contact])
+    averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
+    values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
+    results = await asyncio.gather(
+        *(
+            one.average(values, weight=1.0, group_size=None, name="x", compression="topk:0.02")
+            for one in averages
         )
-        for mean, result in results:
-            np.testing.assert_allclose(mean, values, atol=1e-3)
-            assert sum(one.sent_bytes for one in result.rounds if one) < 0.7 * 4 * len(values)
-        for one in averages:
-            await one.close()
-
-    run_virtual(main())
+    )
+    for mean, result in results:
+        np.testing.assert_allclose(mean, values, atol=1e-3)
+        assert sum(one.sent_bytes for one in result.rounds if one) < 0.7 * 4 * len(values)
+    for one in averages:
+        await one.close()

@@ -12,7 +12,7 @@ from colab_swarm.averaging.assembly import Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundCall, RoundRefused, Ticket
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.net.peers import Message
+from colab_swarm.net.peers import Message, Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
 WINDOW_S = 5.0
@@ -46,41 +46,32 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_all_get_the_same_group_with_everyones_vote() -> None:
-    async def main() -> None:
-        place = await Place(4).open()
-        groups = await asyncio.gather(*(place.meet(i, after_s=i, vote=2 + i) for i in range(4)))
-        assert len(set(groups)) == 1
-        assert sorted(member.weight for member in groups[0].members) == [2, 3, 4, 5]
-        assert now() == pytest.approx(WINDOW_S, abs=0.5)
-
-    run_virtual(main())
+async def test_all_get_the_same_group_with_everyones_vote() -> None:
+    place = await Place(4).open()
+    groups = await asyncio.gather(*(place.meet(i, after_s=i, vote=2 + i) for i in range(4)))
+    assert len(set(groups)) == 1
+    assert sorted(member.weight for member in groups[0].members) == [2, 3, 4, 5]
+    assert now() == pytest.approx(WINDOW_S, abs=0.5)
 
 
-def test_those_of_the_last_meeting_begin_as_soon_as_all_are_back() -> None:
-    async def main() -> None:
-        place = await Place(3).open()
-        for _ in range(5):
-            groups = await asyncio.gather(*(place.meet(i) for i in range(3)))
-            assert len(set(groups)) == 1 and len(groups[0].members) == 3
-        assert now() < WINDOW_S + 4 * 0.5
-
-    run_virtual(main())
+async def test_those_of_the_last_meeting_begin_as_soon_as_all_are_back() -> None:
+    place = await Place(3).open()
+    for _ in range(5):
+        groups = await asyncio.gather(*(place.meet(i) for i in range(3)))
+        assert len(set(groups)) == 1 and len(groups[0].members) == 3
+    assert now() < WINDOW_S + 4 * 0.5
 
 
-def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
-    async def main() -> None:
-        place = await Place(3).open()
-        await asyncio.gather(*(place.meet(i) for i in range(3)))
-        place.network.now().crash("carol")
-        began = now()
-        for _ in range(3):
-            groups = await asyncio.gather(place.meet(0), place.meet(1))
-            assert {len(group.members) for group in groups} == {2}
-        assert now() - began < WINDOW_S + 3.0
-        assert [fault.name for fault in place.network.fired] == ["crash"]
-
-    run_virtual(main())
+async def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
+    place = await Place(3).open()
+    await asyncio.gather(*(place.meet(i) for i in range(3)))
+    place.network.now().crash("carol")
+    began = now()
+    for _ in range(3):
+        groups = await asyncio.gather(place.meet(0), place.meet(1))
+        assert {len(group.members) for group in groups} == {2}
+    assert now() - began < WINDOW_S + 3.0
+    assert [fault.name for fault in place.network.fired] == ["crash"]
 
 
 def test_the_organizer_may_die_when_the_others_come() -> None:
@@ -104,48 +95,39 @@ def test_the_organizer_may_die_when_the_others_come() -> None:
     run_virtual(main())
 
 
-def test_a_late_caller_meets_again_on_its_own() -> None:
-    async def main() -> None:
-        place = await Place(3).open()
-        two = asyncio.gather(place.meet(0), place.meet(1))
-        late = await place.meet(2, after_s=WINDOW_S + 0.3)
-        assert {len(group.members) for group in await two} == {2}
-        assert len(late.members) == 1
-
-    run_virtual(main())
+async def test_a_late_caller_meets_again_on_its_own() -> None:
+    place = await Place(3).open()
+    two = asyncio.gather(place.meet(0), place.meet(1))
+    late = await place.meet(2, after_s=WINDOW_S + 0.3)
+    assert {len(group.members) for group in await two} == {2}
+    assert len(late.members) == 1
 
 
-def test_peers_with_other_vectors_are_not_called() -> None:
-    async def main() -> None:
-        place = await Place(2).open()
-        results = await asyncio.gather(place.meet(0), place.meet(1, numel=11), return_exceptions=True)
-        assert all(
-            isinstance(result, RoundRefused) or (isinstance(result, Group) and len(result.members) == 1)
-            for result in results
-        )
-
-    run_virtual(main())
+async def test_peers_with_other_vectors_are_not_called() -> None:
+    place = await Place(2).open()
+    results = await asyncio.gather(place.meet(0), place.meet(1, numel=11), return_exceptions=True)
+    assert all(
+        isinstance(result, RoundRefused) or (isinstance(result, Group) and len(result.members) == 1)
+        for result in results
+    )
 
 
 @pytest.mark.parametrize("step", [0, 1, (1 << 48) - 1])
-def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
-    async def main() -> None:
-        place = await Place(3).open()
-        terms = Ticket("run/meeting", step, b"", 1.0, 10, SCHEMA)
-        meeting = asyncio.gather(place.meet(0), place.meet(1))
-        await asyncio.sleep(1)
-        answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), JoinEta, timeout_s=5)
-        assert answer == JoinEta(None)
-        assert {len(group.members) for group in await meeting} == {2}
-
-    run_virtual(main())
+async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
+    place = await Place(3).open()
+    terms = Ticket("run/meeting", step, b"", 1.0, 10, SCHEMA)
+    meeting = asyncio.gather(place.meet(0), place.meet(1))
+    await asyncio.sleep(1)
+    answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), JoinEta, timeout_s=5)
+    assert answer == JoinEta(None)
+    assert {len(group.members) for group in await meeting} == {2}
 
 
-class Garbage:
-    """In place of a DHT: it stores nothing, and every read returns this."""
+class Garbage(DHT):
+    """It stores nothing, and every read returns this."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, peers: Peers, value: Any) -> None:
+        self._peers, self._value = peers, value
 
     async def store(self, *_: object, **__: object) -> int:
         return 0
@@ -171,21 +153,18 @@ anything = st.recursive(
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")
-        assembly = Assembly(PrefixRouter(peers), Garbage(value), "run/meeting", window_s=0.5)  # type: ignore[arg-type]
+        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting", window_s=0.5)
         assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
         assembly.close()
 
     run_virtual(main())
 
 
-def test_an_absurd_number_does_not_move_the_meeting() -> None:
-    async def main() -> None:
-        place = await Place(3).open()
-        mallory = place.peers[2]
-        for number in (-1, 0, 1 << 60):
-            record = WaitingPeer(number, mallory.contact.addresses)
-            await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
-            groups = await asyncio.gather(place.meet(0), place.meet(1))
-            assert {len(group.members) for group in groups} == {2}
-
-    run_virtual(main())
+async def test_an_absurd_number_does_not_move_the_meeting() -> None:
+    place = await Place(3).open()
+    mallory = place.peers[2]
+    for number in (-1, 0, 1 << 60):
+        record = WaitingPeer(number, mallory.contact.addresses)
+        await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
+        groups = await asyncio.gather(place.meet(0), place.meet(1))
+        assert {len(group.members) for group in groups} == {2}

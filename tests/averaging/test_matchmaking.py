@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -20,7 +19,7 @@ from colab_swarm.averaging.group import (
 from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
-from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
 
@@ -73,13 +72,6 @@ class Town:
             trainer.candidates = list(peers)
 
 
-def in_town(count: int, script: Callable[[Town], Awaitable[None]], *, clients: int = 0) -> None:
-    async def main() -> None:
-        await script(Town(count, clients=clients))
-
-    run_virtual(main())
-
-
 def joined(message: Message) -> bool:
     return isinstance(message, JoinRound)
 
@@ -93,52 +85,44 @@ def refused(outcome: object) -> str:
     return outcome.reason
 
 
-def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> None:
-    async def script(town: Town) -> None:
-        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 4
-        assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in groups[0].members)
-        assert asyncio.get_running_loop().time() < 0.1
-
-    in_town(4, script)
+async def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> None:
+    town = Town(4)
+    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 4
+    assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in groups[0].members)
+    assert asyncio.get_running_loop().time() < 0.1
 
 
-def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -> None:
-    async def script(town: Town) -> None:
-        late = town.trainers[2]
-        late.ready_in_s = 8.0
-        early = [trainer.join() for trainer in town.trainers if trainer is not late]
-        groups = await asyncio.gather(*early, late.join(after_s=7.9))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 4
-
-    in_town(4, script)
+async def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -> None:
+    town = Town(4)
+    late = town.trainers[2]
+    late.ready_in_s = 8.0
+    early = [trainer.join() for trainer in town.trainers if trainer is not late]
+    groups = await asyncio.gather(*early, late.join(after_s=7.9))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 4
 
 
-def test_a_late_peer_learns_that_the_group_was_formed() -> None:
-    async def script(town: Town) -> None:
-        late = town.trainers[2]
-        late.ready_in_s = None
-        *groups, outcome = await asyncio.gather(
-            *(t.join() for t in town.trainers if t is not late), late.join(after_s=5), return_exceptions=True
-        )
-        assert refused(outcome) == "late" and {len(group.members) for group in groups} == {3}
-
-    in_town(4, script)
+async def test_a_late_peer_learns_that_the_group_was_formed() -> None:
+    town = Town(4)
+    late = town.trainers[2]
+    late.ready_in_s = None
+    *groups, outcome = await asyncio.gather(
+        *(t.join() for t in town.trainers if t is not late), late.join(after_s=5), return_exceptions=True
+    )
+    assert refused(outcome) == "late" and {len(group.members) for group in groups} == {3}
 
 
-def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
-    async def script(town: Town) -> None:
-        asked, keeper, joiner = town.trainers
-        await asyncio.gather(asked.join(), keeper.join())
-        keeper.ready_in_s = None  # it has a group in mind, but does not come again
-        town.network.now().crash(asked.peers.name)
-        joiner.candidates = [keeper.peers.id]
-        outcome = await asyncio.gather(joiner.join(), return_exceptions=True)
-        assert refused(outcome[0]) == "late"
-        group = await joiner.join(after_s=REMEMBERED_S)
-        assert [member.id for member in group.members] == [joiner.peers.id]
-
-    in_town(3, script)
+async def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
+    town = Town(3)
+    asked, keeper, joiner = town.trainers
+    await asyncio.gather(asked.join(), keeper.join())
+    keeper.ready_in_s = None  # it has a group in mind, but does not come again
+    town.network.now().crash(asked.peers.name)
+    joiner.candidates = [keeper.peers.id]
+    outcome = await asyncio.gather(joiner.join(), return_exceptions=True)
+    assert refused(outcome[0]) == "late"
+    group = await joiner.join(after_s=REMEMBERED_S)
+    assert [member.id for member in group.members] == [joiner.peers.id]
 
 
 async def go_on_alone(trainer: Trainer) -> Group:
@@ -151,245 +135,206 @@ async def go_on_alone(trainer: Trainer) -> Group:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_return(first: int) -> None:
-    async def script(town: Town) -> None:
-        alone = town.trainers[first]
-        others = [trainer for trainer in town.trainers if trainer is not alone]
-        old = await go_on_alone(alone)
-        late = await asyncio.gather(*(other.join() for other in others), return_exceptions=True)
-        assert set(map(refused, late)) == {"late"}  # its round may continue
-        alone.followed = False
-        groups = await asyncio.gather(*(other.join() for other in others))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 2
-        alone.ticket = TICKET  # it has caught up, and takes the step once more
-        alone.matchmaker.forget(TICKET.step, TICKET.lineage)
-        again = await asyncio.gather(*(t.join() for t in town.trainers))
-        assert len(set(again)) == 1 and len(again[0].members) == 3 and old not in again
-
-    in_town(3, script)
+async def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_return(first: int) -> None:
+    town = Town(3)
+    alone = town.trainers[first]
+    others = [trainer for trainer in town.trainers if trainer is not alone]
+    old = await go_on_alone(alone)
+    late = await asyncio.gather(*(other.join() for other in others), return_exceptions=True)
+    assert set(map(refused, late)) == {"late"}  # its round may continue
+    alone.followed = False
+    groups = await asyncio.gather(*(other.join() for other in others))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 2
+    alone.ticket = TICKET  # it has caught up, and takes the step once more
+    alone.matchmaker.forget(TICKET.step, TICKET.lineage)
+    again = await asyncio.gather(*(t.join() for t in town.trainers))
+    assert len(set(again)) == 1 and len(again[0].members) == 3 and old not in again
 
 
-def test_no_peer_passes_on_a_group_of_others() -> None:
-    async def script(town: Town) -> None:
-        alone, *others = town.trainers
-        await go_on_alone(alone)
-        for other in others:  # each hears of the group
-            assert refused((await asyncio.gather(other.join(), return_exceptions=True))[0]) == "late"
-        town.network.now().crash(alone.peers.name)
-        groups = await asyncio.gather(*(other.join() for other in others))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 2
-
-    in_town(3, script)
+async def test_no_peer_passes_on_a_group_of_others() -> None:
+    town = Town(3)
+    alone, *others = town.trainers
+    await go_on_alone(alone)
+    for other in others:  # each hears of the group
+        assert refused((await asyncio.gather(other.join(), return_exceptions=True))[0]) == "late"
+    town.network.now().crash(alone.peers.name)
+    groups = await asyncio.gather(*(other.join() for other in others))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 2
 
 
-def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
-    async def script(town: Town) -> None:
-        dying = town.trainers[2]
-        dying.ready_in_s = 50.0
-        town.network.at(1.0).crash(dying.peers.name)
-        groups = await asyncio.gather(*(t.join() for t in town.trainers if t is not dying))
-        assert [fault.name for fault in town.network.fired] == ["crash"]
-        assert len(set(groups)) == 1 and len(groups[0].members) == 3
-        assert asyncio.get_running_loop().time() < 3.0
-
-    in_town(4, script)
+async def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
+    town = Town(4)
+    dying = town.trainers[2]
+    dying.ready_in_s = 50.0
+    town.network.at(1.0).crash(dying.peers.name)
+    groups = await asyncio.gather(*(t.join() for t in town.trainers if t is not dying))
+    assert [fault.name for fault in town.network.fired] == ["crash"]
+    assert len(set(groups)) == 1 and len(groups[0].members) == 3
+    assert asyncio.get_running_loop().time() < 3.0
 
 
-def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
-    async def script(town: Town) -> None:
-        for trainer in town.trainers:
-            trainer.ticket = msgspec.structs.replace(TICKET, reduces=bool(trainer.peers.contact.addresses))
-        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-        assert len(set(groups)) == 1
-        assert sorted(member.share for member in groups[0].members) == [0, 1, 1]
-
-    in_town(3, script, clients=1)
+async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
+    town = Town(3, clients=1)
+    for trainer in town.trainers:
+        trainer.ticket = msgspec.structs.replace(TICKET, reduces=bool(trainer.peers.contact.addresses))
+    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+    assert len(set(groups)) == 1
+    assert sorted(member.share for member in groups[0].members) == [0, 1, 1]
 
 
-def test_alone_a_peer_is_its_own_group() -> None:
-    async def script(town: Town) -> None:
-        assert len((await town.trainers[0].join()).members) == 1
-
-    in_town(1, script)
-    in_town(1, script, clients=1)
+@pytest.mark.parametrize("clients", [0, 1])
+async def test_alone_a_peer_is_its_own_group(clients: int) -> None:
+    assert len((await Town(1, clients=clients).trainers[0].join()).members) == 1
 
 
-def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
-    async def script(town: Town) -> None:
-        liar, *honest = town.trainers
+async def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
+    town = Town(3)
+    liar, *honest = town.trainers
 
-        async def answer(_peer: PeerId, message: JoinRound) -> Joined:
-            asked.append(message)
-            return Joined(Group(b"short", 7, b"lineage", (), 100))
+    async def answer(_peer: PeerId, message: JoinRound) -> Joined:
+        asked.append(message)
+        return Joined(Group(b"short", 7, b"lineage", (), 100))
 
-        asked: list[JoinRound] = []
-        liar.peers.unserve(JoinRound)
-        liar.peers.serve(JoinRound, answer)
-        groups = await asyncio.gather(*(trainer.join() for trainer in honest))
-        assert asked and groups[0] == groups[1] and len(groups[0].members) == 2
-
-    in_town(3, script)
+    asked: list[JoinRound] = []
+    liar.peers.unserve(JoinRound)
+    liar.peers.serve(JoinRound, answer)
+    groups = await asyncio.gather(*(trainer.join() for trainer in honest))
+    assert asked and groups[0] == groups[1] and len(groups[0].members) == 2
 
 
-def test_a_dead_organizer_is_passed_over() -> None:
-    async def script(town: Town) -> None:
-        first, *others = town.trainers
-        town.network.now().crash(first.peers.name)
-        groups = await asyncio.gather(*(trainer.join() for trainer in others))
-        assert town.network.fired and len(set(groups)) == 1 and len(groups[0].members) == 3
-
-    in_town(4, script)
+async def test_a_dead_organizer_is_passed_over() -> None:
+    town = Town(4)
+    first, *others = town.trainers
+    town.network.now().crash(first.peers.name)
+    groups = await asyncio.gather(*(trainer.join() for trainer in others))
+    assert town.network.fired and len(set(groups)) == 1 and len(groups[0].members) == 3
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_an_organizer_may_vanish_while_peers_join(nth: int) -> None:
-    async def script(town: Town) -> None:
-        first, *others = town.trainers
-        town.network.when(joined, receiver=first.peers.name, nth=nth).crash(first.peers.name)
-        groups = await asyncio.gather(*(trainer.join() for trainer in others))
-        assert len(town.network.fired) == 1 and len(set(groups)) == 1 and len(groups[0].members) == 3
-
-    in_town(4, script)
+async def test_an_organizer_may_vanish_while_peers_join(nth: int) -> None:
+    town = Town(4)
+    first, *others = town.trainers
+    town.network.when(joined, receiver=first.peers.name, nth=nth).crash(first.peers.name)
+    groups = await asyncio.gather(*(trainer.join() for trainer in others))
+    assert len(town.network.fired) == 1 and len(set(groups)) == 1 and len(groups[0].members) == 3
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_group_survives_the_organizer_that_vanishes_while_handing_it_out(nth: int) -> None:
-    async def script(town: Town) -> None:
-        first, *_others = town.trainers
-        town.network.when(answered, sender=first.peers.name, nth=nth).crash(first.peers.name)
-        going = [asyncio.create_task(trainer.join()) for trainer in town.trainers]
-        groups = await asyncio.gather(*going[1:])
-        assert len(town.network.fired) == 1 and len(set(groups)) == 1
-        assert len(groups[0].members) == (3 if nth == 1 else 4)
-        going[0].cancel()
-
-    in_town(4, script)
+async def test_a_group_survives_the_organizer_that_vanishes_while_handing_it_out(nth: int) -> None:
+    town = Town(4)
+    first, *_others = town.trainers
+    town.network.when(answered, sender=first.peers.name, nth=nth).crash(first.peers.name)
+    going = [asyncio.create_task(trainer.join()) for trainer in town.trainers]
+    groups = await asyncio.gather(*going[1:])
+    assert len(town.network.fired) == 1 and len(set(groups)) == 1
+    assert len(groups[0].members) == (3 if nth == 1 else 4)
+    going[0].cancel()
 
 
-def test_peers_that_know_different_candidates_still_form_one_group() -> None:
-    async def script(town: Town) -> None:
-        _first, second, third, fourth = town.trainers
-        fourth.candidates = [third.peers.id, fourth.peers.id]
-        third.candidates = [second.peers.id, third.peers.id, fourth.peers.id]
-        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 4
-
-    in_town(4, script)
+async def test_peers_that_know_different_candidates_still_form_one_group() -> None:
+    town = Town(4)
+    _first, second, third, fourth = town.trainers
+    fourth.candidates = [third.peers.id, fourth.peers.id]
+    third.candidates = [second.peers.id, third.peers.id, fourth.peers.id]
+    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 4
 
 
-def test_an_organizer_that_will_not_come_leaves_the_round_to_the_next() -> None:
-    async def script(town: Town) -> None:
-        first, *others = town.trainers
-        first.ready_in_s = None
-        groups = await asyncio.gather(*(trainer.join() for trainer in others))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 3
-
-    in_town(4, script)
+async def test_an_organizer_that_will_not_come_leaves_the_round_to_the_next() -> None:
+    town = Town(4)
+    first, *others = town.trainers
+    first.ready_in_s = None
+    groups = await asyncio.gather(*(trainer.join() for trainer in others))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 3
 
 
-def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
-    async def script(town: Town) -> None:
-        first, second, stray = town.trainers
-        second.ready_in_s = 3.0
-        stray.ticket = msgspec.structs.replace(TICKET, lineage=b"stray")
-        outcomes = await asyncio.gather(
-            first.join(), second.join(after_s=3), stray.join(after_s=1), return_exceptions=True
-        )
-        assert refused(outcomes[2]) == "resync" and outcomes[0] == outcomes[1]
-
-    in_town(3, script)
+async def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
+    town = Town(3)
+    first, second, stray = town.trainers
+    second.ready_in_s = 3.0
+    stray.ticket = msgspec.structs.replace(TICKET, lineage=b"stray")
+    outcomes = await asyncio.gather(
+        first.join(), second.join(after_s=3), stray.join(after_s=1), return_exceptions=True
+    )
+    assert refused(outcomes[2]) == "resync" and outcomes[0] == outcomes[1]
 
 
-def test_a_retry_by_a_member_gets_the_same_group() -> None:
-    async def script(town: Town) -> None:
-        groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-        assert await town.trainers[1].join(after_s=1) == groups[1]
-
-    in_town(3, script)
+async def test_a_retry_by_a_member_gets_the_same_group() -> None:
+    town = Town(3)
+    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
+    assert await town.trainers[1].join(after_s=1) == groups[1]
 
 
-def test_alone_asking_again_gives_another_round() -> None:
-    async def script(town: Town) -> None:
-        first, second = await town.trainers[0].join(), await town.trainers[0].join(after_s=1)
-        assert first.round_id != second.round_id and len(second.members) == 1
-
-    in_town(1, script)
+async def test_alone_asking_again_gives_another_round() -> None:
+    town = Town(1)
+    first, second = await town.trainers[0].join(), await town.trainers[0].join(after_s=1)
+    assert first.round_id != second.round_id and len(second.members) == 1
 
 
-def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
-    async def script(town: Town) -> None:
-        first, second, third = town.trainers
-        third.ready_in_s = 6.0
-        impatient = asyncio.create_task(second.join(timeout_s=2.0))
-        groups = await asyncio.gather(first.join(), third.join(after_s=5.9))
-        assert refused((await asyncio.gather(impatient, return_exceptions=True))[0]) == "unreachable"
-        assert [len(group.members) for group in groups] == [2, 2]
-
-    in_town(3, script)
+async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
+    town = Town(3)
+    first, second, third = town.trainers
+    third.ready_in_s = 6.0
+    impatient = asyncio.create_task(second.join(timeout_s=2.0))
+    groups = await asyncio.gather(first.join(), third.join(after_s=5.9))
+    assert refused((await asyncio.gather(impatient, return_exceptions=True))[0]) == "unreachable"
+    assert [len(group.members) for group in groups] == [2, 2]
 
 
-def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_prefix_refused() -> None:
-    async def script(town: Town) -> None:
-        first, second = town.trainers
-        for change in ({"lineage": b"other"}, {"step": 8}):
-            call = RoundCall(msgspec.structs.replace(TICKET, **change))
-            answer = await first.peers.call(second.peers.id, call, JoinEta, timeout_s=1)
-            assert answer.ready_in_s is None and answer.group is None
-        stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
-        with pytest.raises(CallRefused, match="no part in 'other'"):
-            await first.peers.call(second.peers.id, stray, JoinEta, timeout_s=1)
-
-    in_town(2, script)
+async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_prefix_refused() -> None:
+    town = Town(2)
+    first, second = town.trainers
+    for change in ({"lineage": b"other"}, {"step": 8}):
+        call = RoundCall(msgspec.structs.replace(TICKET, **change))
+        answer = await first.peers.call(second.peers.id, call, JoinEta, timeout_s=1)
+        assert answer.ready_in_s is None and answer.group is None
+    stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
+    with pytest.raises(CallRefused, match="no part in 'other'"):
+        await first.peers.call(second.peers.id, stray, JoinEta, timeout_s=1)
 
 
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
-def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReason) -> None:
-    async def script(town: Town) -> None:
-        liar, *honest = town.trainers
+async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReason) -> None:
+    town = Town(3)
+    liar, *honest = town.trainers
 
-        async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:
-            return Joined(reason=reason, text="no")
+    async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:
+        return Joined(reason=reason, text="no")
 
-        liar.peers.unserve(JoinRound)
-        liar.peers.serve(JoinRound, refuse)
+    liar.peers.unserve(JoinRound)
+    liar.peers.serve(JoinRound, refuse)
 
-        async def insist(trainer: Trainer) -> Group:
-            for _ in range(100):
-                try:
-                    return await trainer.join()
-                except RoundRefused as error:
-                    refusals.append(error)
-                    await asyncio.sleep(1.0)
-            raise AssertionError("refused indefinitely")
+    async def insist(trainer: Trainer) -> Group:
+        for _ in range(100):
+            try:
+                return await trainer.join()
+            except RoundRefused as error:
+                refusals.append(error)
+                await asyncio.sleep(1.0)
+        raise AssertionError("refused indefinitely")
 
-        refusals: list[RoundRefused] = []
-        groups = await asyncio.gather(*map(insist, honest))
-        assert refusals and {len(group.members) for group in groups} == {2}
-        assert 60 <= asyncio.get_running_loop().time() < 70
-
-    in_town(3, script)
+    refusals: list[RoundRefused] = []
+    groups = await asyncio.gather(*map(insist, honest))
+    assert refusals and {len(group.members) for group in groups} == {2}
+    assert 60 <= asyncio.get_running_loop().time() < 70
 
 
-def test_contributing_needs_the_role_of_a_worker() -> None:
-    async def script(town: Town) -> None:
-        first, second = town.trainers
-        second.peers.role = Role.REDUCER
-        outcomes = await asyncio.gather(second.join(), return_exceptions=True)
-        assert refused(outcomes[0]) == "invalid" and "only a worker" in str(outcomes[0])
-        second.ticket = msgspec.structs.replace(TICKET, weight=0.0)
-        joining = asyncio.create_task(second.join())
-        await asyncio.sleep(0.01)
-        assert await first.join() == await joining
-
-    in_town(2, script)
+async def test_contributing_needs_the_role_of_a_worker() -> None:
+    town = Town(2)
+    first, second = town.trainers
+    second.peers.role = Role.REDUCER
+    outcomes = await asyncio.gather(second.join(), return_exceptions=True)
+    assert refused(outcomes[0]) == "invalid" and "only a worker" in str(outcomes[0])
+    second.ticket = msgspec.structs.replace(TICKET, weight=0.0)
+    joining = asyncio.create_task(second.join())
+    await asyncio.sleep(0.01)
+    assert await first.join() == await joining
 
 
-def test_a_client_without_its_only_organizer_continues_alone_after_a_while() -> None:
-    async def script(town: Town) -> None:
-        client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
-        town.network.now().crash(backbone.peers.name)
-        group = await client.join()
-        assert town.network.fired and len(group.members) == 1
-        assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
-
-    in_town(2, script, clients=1)
+async def test_a_client_without_its_only_organizer_continues_alone_after_a_while() -> None:
+    town = Town(2, clients=1)
+    client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+    town.network.now().crash(backbone.peers.name)
+    group = await client.join()
+    assert town.network.fired and len(group.members) == 1
+    assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s

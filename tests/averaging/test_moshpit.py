@@ -12,7 +12,7 @@ from colab_swarm.averaging.group import JoinRound
 from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult
 from colab_swarm.bench.groups import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
-from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.tensors.codecs import Floats
 
@@ -156,52 +156,40 @@ async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tu
     return await averager.average(values)
 
 
-def test_the_first_caller_waits_for_others_within_the_window() -> None:
-    async def main() -> None:
-        alice, bob = await few("alice", "bob")
-        (mine, result), (theirs, _) = await asyncio.gather(
-            after(0.0, alice, ONES), after(WINDOW_S - 1, bob, 3 * ONES)
-        )
-        np.testing.assert_array_equal(mine, 2 * ONES)
-        np.testing.assert_array_equal(theirs, 2 * ONES)
-        assert result.seconds == pytest.approx(WINDOW_S, abs=0.5)
-
-    run_virtual(main())
+async def test_the_first_caller_waits_for_others_within_the_window() -> None:
+    alice, bob = await few("alice", "bob")
+    (mine, result), (theirs, _) = await asyncio.gather(
+        after(0.0, alice, ONES), after(WINDOW_S - 1, bob, 3 * ONES)
+    )
+    np.testing.assert_array_equal(mine, 2 * ONES)
+    np.testing.assert_array_equal(theirs, 2 * ONES)
+    assert result.seconds == pytest.approx(WINDOW_S, abs=0.5)
 
 
-def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
-    async def main() -> None:
-        alice, bob, carol = await few("alice", "bob", "carol")
-        *_, (own, result) = await asyncio.gather(
-            after(0.0, alice, ONES), after(0.0, bob, ONES), after(WINDOW_S + 1, carol, 4 * ONES)
-        )
-        np.testing.assert_array_equal(own, 4 * ONES)
-        assert len(result.peers) == 1
-        again = await asyncio.gather(*(after(0.0, one, result.seconds * ONES) for one in (alice, bob, carol)))
-        assert {len(result.peers) for _, result in again} == {3}
-
-    run_virtual(main())
+async def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
+    alice, bob, carol = await few("alice", "bob", "carol")
+    *_, (own, result) = await asyncio.gather(
+        after(0.0, alice, ONES), after(0.0, bob, ONES), after(WINDOW_S + 1, carol, 4 * ONES)
+    )
+    np.testing.assert_array_equal(own, 4 * ONES)
+    assert len(result.peers) == 1
+    again = await asyncio.gather(*(after(0.0, one, result.seconds * ONES) for one in (alice, bob, carol)))
+    assert {len(result.peers) for _, result in again} == {3}
 
 
-def test_peers_that_met_before_wait_for_each_other_only() -> None:
-    async def main() -> None:
-        averagers = await few("alice", "bob", "carol")
-        await asyncio.gather(*(one.average(ONES) for one in averagers))
-        results = await asyncio.gather(*(after(i, one, i * ONES) for i, one in enumerate(averagers)))
-        for mean, _ in results:
-            np.testing.assert_allclose(mean, ONES)
-        assert results[2][1].seconds < 1.0
-
-    run_virtual(main())
+async def test_peers_that_met_before_wait_for_each_other_only() -> None:
+    averagers = await few("alice", "bob", "carol")
+    await asyncio.gather(*(one.average(ONES) for one in averagers))
+    results = await asyncio.gather(*(after(i, one, i * ONES) for i, one in enumerate(averagers)))
+    for mean, _ in results:
+        np.testing.assert_allclose(mean, ONES)
+    assert results[2][1].seconds < 1.0
 
 
-def test_vectors_of_different_lengths_do_not_meet() -> None:
-    async def main() -> None:
-        alice, bob = await few("alice", "bob")
-        results = await asyncio.gather(alice.average(ONES), bob.average(np.ones(11, np.float32)))
-        assert [len(result.peers) for _, result in results] == [1, 1]
-
-    run_virtual(main())
+async def test_vectors_of_different_lengths_do_not_meet() -> None:
+    alice, bob = await few("alice", "bob")
+    results = await asyncio.gather(alice.average(ONES), bob.average(np.ones(11, np.float32)))
+    assert [len(result.peers) for _, result in results] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -215,24 +203,20 @@ def test_vectors_of_different_lengths_do_not_meet() -> None:
         (ONES, {"group_size": 1}, "2 members"),
     ],
 )
-def test_invalid_arguments_are_refused_at_once(values: Floats, options: dict[str, float], text: str) -> None:
-    async def main() -> None:
-        (alice,) = await few("alice")
-        with pytest.raises(ValueError, match=text):
-            await alice.average(values, **options)  # type: ignore[arg-type]
+async def test_invalid_arguments_are_refused_at_once(
+    values: Floats, options: dict[str, float], text: str
+) -> None:
+    (alice,) = await few("alice")
+    with pytest.raises(ValueError, match=text):
+        await alice.average(values, **options)  # type: ignore[arg-type]
 
-    run_virtual(main())
 
-
-def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
-    async def main() -> None:
-        (alice,) = await few("alice")
-        first = asyncio.create_task(alice.average(ONES))
-        await asyncio.sleep(1)
-        with pytest.raises(RuntimeError, match="already"):
-            await alice.average(ONES)
-        mean, result = await first
-        assert mean is not ONES and repr(result).startswith("MoshpitResult(1 peers on 1, complete")
-        alice.close()
-
-    run_virtual(main())
+async def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
+    (alice,) = await few("alice")
+    first = asyncio.create_task(alice.average(ONES))
+    await asyncio.sleep(1)
+    with pytest.raises(RuntimeError, match="already"):
+        await alice.average(ONES)
+    mean, result = await first
+    assert mean is not ONES and repr(result).startswith("MoshpitResult(1 peers on 1, complete")
+    alice.close()

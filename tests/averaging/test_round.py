@@ -15,7 +15,7 @@ from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.round import Averager, AveragingSettings, RecallSpan
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
-from colab_swarm.sim import HOME, LAN, SimNetwork, run_virtual
+from colab_swarm.sim import HOME, LAN, SimNetwork
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, run_round, vector
 
 EXTRA_S = 3.0
@@ -201,123 +201,107 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
         (0, np.full(10, np.nan, np.float32).tobytes()),
     ],
 )
-def test_a_member_that_sends_garbage_is_left_out_and_still_gets_the_mean(index: int, payload: bytes) -> None:
-    async def main() -> None:
-        network = SimNetwork(seed=1)
-        alice, mallory = network.peer("alice"), network.peer("mallory", listen=False)
-        network.introduce()
-        averager, group, values = (
-            Averager(alice, SETTINGS),
-            make_group([alice, mallory], [1, 9], 10),
-            vector(0, 10),
-        )
-        going = asyncio.create_task(averager.average(group, values))
-        async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
-            await stream.send(Chunk(index), payload)
-            answer, returned = await stream.receive(Chunk)
-        result = await going
-        assert result.contributors == (alice.id,) and answer.averaged
-        np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
-
-    run_virtual(main())
+async def test_a_member_that_sends_garbage_is_left_out_and_still_gets_the_mean(
+    index: int, payload: bytes
+) -> None:
+    network = SimNetwork(seed=1)
+    alice, mallory = network.peer("alice"), network.peer("mallory", listen=False)
+    network.introduce()
+    averager, group, values = (
+        Averager(alice, SETTINGS),
+        make_group([alice, mallory], [1, 9], 10),
+        vector(0, 10),
+    )
+    going = asyncio.create_task(averager.average(group, values))
+    async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
+        await stream.send(Chunk(index), payload)
+        answer, returned = await stream.receive(Chunk)
+    result = await going
+    assert result.contributors == (alice.id,) and answer.averaged
+    np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
 
 
 @pytest.mark.parametrize("payload", [bytes(39), np.full(10, np.nan, np.float32).tobytes()])
-def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> None:
-    async def main() -> None:
-        network = SimNetwork(seed=1)
-        alice, mallory = network.peer("alice", listen=False), network.peer("mallory")
-        network.introduce()
+async def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> None:
+    network = SimNetwork(seed=1)
+    alice, mallory = network.peer("alice", listen=False), network.peer("mallory")
+    network.introduce()
 
-        async def reduce(opening: ReduceSpan, stream: Stream) -> None:
-            await stream.send(Chunk(0, averaged=True), payload)
+    async def reduce(opening: ReduceSpan, stream: Stream) -> None:
+        await stream.send(Chunk(0, averaged=True), payload)
+        await stream.end()
+
+    mallory.serve_stream(ReduceSpan, reduce)
+    values = vector(0, 10)
+    result = await Averager(alice, SETTINGS).average(make_group([alice, mallory], [1, 1], 10), values)
+    assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
+    np.testing.assert_array_equal(values, vector(0, 10))
+
+
+async def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
+    network = SimNetwork(seed=1)
+    alice, bob = network.peer("alice", listen=False), network.peer("bob")
+    network.introduce()
+    streams: list[Stream] = []
+
+    async def reduce(opening: ReduceSpan, stream: Stream) -> None:
+        streams.append(stream)
+        if len(streams) == 1:
+            stream.reset("a link of two was lost")
+        else:
+            await stream.send(Chunk(0, averaged=True), vector(9, 10).tobytes())
             await stream.end()
 
-        mallory.serve_stream(ReduceSpan, reduce)
-        values = vector(0, 10)
-        result = await Averager(alice, SETTINGS).average(make_group([alice, mallory], [1, 1], 10), values)
-        assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
-        np.testing.assert_array_equal(values, vector(0, 10))
-
-    run_virtual(main())
+    bob.serve_stream(ReduceSpan, reduce)
+    values = vector(0, 10)
+    result = await Averager(alice, SETTINGS).average(make_group([alice, bob], [1, 1], 10), values)
+    assert len(streams) == 2 and result.spans_lost == ()
+    np.testing.assert_array_equal(values, vector(9, 10))
 
 
-def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
-    async def main() -> None:
-        network = SimNetwork(seed=1)
-        alice, bob = network.peer("alice", listen=False), network.peer("bob")
-        network.introduce()
-        streams: list[Stream] = []
-
-        async def reduce(opening: ReduceSpan, stream: Stream) -> None:
-            streams.append(stream)
-            if len(streams) == 1:
-                stream.reset("a link of two was lost")
-            else:
-                await stream.send(Chunk(0, averaged=True), vector(9, 10).tobytes())
-                await stream.end()
-
-        bob.serve_stream(ReduceSpan, reduce)
-        values = vector(0, 10)
-        result = await Averager(alice, SETTINGS).average(make_group([alice, bob], [1, 1], 10), values)
-        assert len(streams) == 2 and result.spans_lost == ()
-        np.testing.assert_array_equal(values, vector(9, 10))
-
-    run_virtual(main())
+async def test_at_its_deadline_a_round_ends_with_the_arrived_means_and_is_not_repeated() -> None:
+    network = SimNetwork(seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
+    averager, values = Averager(alice, AveragingSettings(round_timeout_s=5)), vector(0, 10)
+    Averager(bob, SETTINGS)
+    group = make_group([alice, bob], [1, 1], 10)
+    result = await averager.average(group, values)
+    assert result.seconds["total"] == pytest.approx(5) and result.kept_local == ((0, 10),)
+    assert len(result.spans_lost) == 1
+    with pytest.raises(RoundRefused, match="given up"):
+        await averager.average(group, values)
 
 
-def test_at_its_deadline_a_round_ends_with_the_arrived_means_and_is_not_repeated() -> None:
-    async def main() -> None:
-        network = SimNetwork(seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
-        averager, values = Averager(alice, AveragingSettings(round_timeout_s=5)), vector(0, 10)
-        Averager(bob, SETTINGS)
-        group = make_group([alice, bob], [1, 1], 10)
-        result = await averager.average(group, values)
-        assert result.seconds["total"] == pytest.approx(5) and result.kept_local == ((0, 10),)
-        assert len(result.spans_lost) == 1
-        with pytest.raises(RoundRefused, match="given up"):
-            await averager.average(group, values)
-
-    run_virtual(main())
+async def test_rounds_at_once_are_kept_apart() -> None:
+    network = SimNetwork(HOME, seed=3)
+    peers = [network.peer(name) for name in NAMES[:3]]
+    network.introduce()
+    averagers = [Averager(peer, SETTINGS) for peer in peers]
+    vectors = {(r, i): vector(10 * r + i, 50_000) for r in (1, 2) for i in range(3)}
+    expected = {r: sum(vectors[r, i] for i in range(3)) / 3 for r in (1, 2)}
+    groups = {r: make_group(peers, [1, 1, 1], 50_000, round_id=r) for r in (1, 2)}
+    await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
+    for (r, _), values in vectors.items():
+        np.testing.assert_allclose(values, expected[r], atol=1e-6)
 
 
-def test_rounds_at_once_are_kept_apart() -> None:
-    async def main() -> None:
-        network = SimNetwork(HOME, seed=3)
-        peers = [network.peer(name) for name in NAMES[:3]]
-        network.introduce()
-        averagers = [Averager(peer, SETTINGS) for peer in peers]
-        vectors = {(r, i): vector(10 * r + i, 50_000) for r in (1, 2) for i in range(3)}
-        expected = {r: sum(vectors[r, i] for i in range(3)) / 3 for r in (1, 2)}
-        groups = {r: make_group(peers, [1, 1, 1], 50_000, round_id=r) for r in (1, 2)}
-        await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
-        for (r, _), values in vectors.items():
-            np.testing.assert_allclose(values, expected[r], atol=1e-6)
-
-    run_virtual(main())
-
-
-def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:
-    async def main() -> None:
-        network = SimNetwork(seed=1)
-        alice, bob, mallory = (network.peer(name) for name in ("alice", "bob", "mallory"))
-        network.introduce()
-        averager = Averager(alice, SETTINGS)
-        group = make_group([alice, bob], [1, 1], 10)
-        with pytest.raises(ValueError, match="10 float32 values are needed"):
-            await averager.average(group, np.zeros(9, np.float32))
-        with pytest.raises(ValueError, match="member"):
-            await Averager(mallory, SETTINGS).average(group, np.zeros(10, np.float32))
-        going = asyncio.create_task(averager.average(group, np.zeros(10, np.float32)))
-        await asyncio.sleep(0)
-        stream = await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1)
-        with pytest.raises(ConnectionError, match="without you"):
-            await stream.receive(Chunk)
-        going.cancel()
-
-    run_virtual(main())
+async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:
+    network = SimNetwork(seed=1)
+    alice, bob, mallory = (network.peer(name) for name in ("alice", "bob", "mallory"))
+    network.introduce()
+    averager = Averager(alice, SETTINGS)
+    group = make_group([alice, bob], [1, 1], 10)
+    with pytest.raises(ValueError, match="10 float32 values are needed"):
+        await averager.average(group, np.zeros(9, np.float32))
+    with pytest.raises(ValueError, match="member"):
+        await Averager(mallory, SETTINGS).average(group, np.zeros(10, np.float32))
+    going = asyncio.create_task(averager.average(group, np.zeros(10, np.float32)))
+    await asyncio.sleep(0)
+    stream = await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1)
+    with pytest.raises(ConnectionError, match="without you"):
+        await stream.receive(Chunk)
+    going.cancel()
 
 
 @given(seed=st.integers(0, 10**6))
@@ -367,33 +351,27 @@ def test_the_span_of_an_assistant_that_dies_is_recovered(nth: int, clients: Sequ
     assert not any(outcome.results[name].kept_local for name in ("alice", "bob"))
 
 
-def test_a_recall_of_a_span_that_does_not_exist_is_refused() -> None:
-    async def scenario() -> None:
-        network = SimNetwork(LAN, seed=0)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
-        averager = Averager(alice, AveragingSettings(round_timeout_s=1))
-        Averager(bob, SETTINGS)
-        group = make_group([alice, bob], [1, 1], 10)
-        averaging = asyncio.create_task(averager.average(group, vector(0, 10)))
-        stream = await bob.stream(alice.id, RecallSpan(group.round_id, 99, (), False), timeout_s=5)
-        with pytest.raises(PeerLost, match="ValueError"):
-            await stream.receive(Chunk)
-        await averaging
-
-    run_virtual(scenario())
+async def test_a_recall_of_a_span_that_does_not_exist_is_refused() -> None:
+    network = SimNetwork(LAN, seed=0)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
+    averager = Averager(alice, AveragingSettings(round_timeout_s=1))
+    Averager(bob, SETTINGS)
+    group = make_group([alice, bob], [1, 1], 10)
+    averaging = asyncio.create_task(averager.average(group, vector(0, 10)))
+    stream = await bob.stream(alice.id, RecallSpan(group.round_id, 99, (), False), timeout_s=5)
+    with pytest.raises(PeerLost, match="ValueError"):
+        await stream.receive(Chunk)
+    await averaging
 
 
-def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None:
-    async def scenario() -> None:
-        network = SimNetwork(LAN, seed=0)
-        alice = network.peer("alice")
-        averager, vectors = Averager(alice, SETTINGS), [vector(n, 10) for n in range(2)]
-        for n, values in enumerate(vectors):
-            group = make_group([alice], [1], 10, round_id=n)
-            await averager.average(msgspec.structs.replace(group, prefix=f"run/{n}"), values)
-        assert all(averager.holds(values) for values in vectors)
-        averager.forget("run/0")
-        assert [averager.holds(values) for values in vectors] == [False, True]
-
-    run_virtual(scenario())
+async def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None:
+    network = SimNetwork(LAN, seed=0)
+    alice = network.peer("alice")
+    averager, vectors = Averager(alice, SETTINGS), [vector(n, 10) for n in range(2)]
+    for n, values in enumerate(vectors):
+        group = make_group([alice], [1], 10, round_id=n)
+        await averager.average(msgspec.structs.replace(group, prefix=f"run/{n}"), values)
+    assert all(averager.holds(values) for values in vectors)
+    averager.forget("run/0")
+    assert [averager.holds(values) for values in vectors] == [False, True]

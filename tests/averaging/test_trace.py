@@ -11,7 +11,7 @@ from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Message, PeerId
-from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, SimNetwork
 from tests.averaging.swarm import NAMES, SETTINGS, Outcome, make_group, run_round, vector
 
 
@@ -56,20 +56,17 @@ def test_a_crashed_peer_shows_why_it_is_missing() -> None:
         assert [other for other in traces if traces[other].dropped] == ["bob"]
 
 
-def test_a_member_that_never_joins_is_reported_as_silent_first_and_as_too_slow_in_the_end() -> None:
-    async def main() -> None:
-        network = SimNetwork(LAN, seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob", listen=False)
-        network.introduce()
-        events, group = EventLog(), make_group([alice, bob], [1, 1], 1000)
-        result = await Averager(alice, SETTINGS, events).average(group, vector(0, 1000))
-        (silent,) = events.recent(PeerSilent)
-        assert isinstance(silent, PeerSilent) and silent.peer == bob.id.hex()
-        assert silent.at < 5.0 < asyncio.get_running_loop().time()
-        (dropped,) = (trace.dropped for trace in result.members if trace.peer == bob.id.hex())
-        assert dropped == "too slow: nothing came for 10 s"
-
-    run_virtual(main())
+async def test_a_member_that_never_joins_is_reported_as_silent_first_and_as_too_slow_in_the_end() -> None:
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob", listen=False)
+    network.introduce()
+    events, group = EventLog(), make_group([alice, bob], [1, 1], 1000)
+    result = await Averager(alice, SETTINGS, events).average(group, vector(0, 1000))
+    (silent,) = events.recent(PeerSilent)
+    assert isinstance(silent, PeerSilent) and silent.peer == bob.id.hex()
+    assert silent.at < 5.0 < asyncio.get_running_loop().time()
+    (dropped,) = (trace.dropped for trace in result.members if trace.peer == bob.id.hex())
+    assert dropped == "too slow: nothing came for 10 s"
 
 
 def test_a_reducer_that_refuses_shows_as_that() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from colab_swarm.elastic.group import enter_group
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.settings import ElasticSettings
+from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import BATCH, loss_of, model, parameters_of
 

@@ -16,7 +16,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.elastic.schedulers import CrashTolerant
-from colab_swarm.elastic.settings import ElasticStep
+from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 

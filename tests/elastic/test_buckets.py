@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.elastic.steps import FEWEST, Buckets
+from colab_swarm.elastic.optimizer import FEWEST, Buckets
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
 
 MOST = 2 * BLOCK_VALUES

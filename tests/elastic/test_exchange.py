@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.group import GroupMember
 from colab_swarm.elastic.group import READY, ElasticLink, PeerExchange
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.settings import ElasticSettings, Piece
-from colab_swarm.elastic.steps import ElasticSteps, PieceExchange
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
@@ -84,71 +83,59 @@ class Group:
         await asyncio.gather(*(exchange.close() for exchange in self.exchanges))
 
 
-def test_all_others_receive_buckets_in_order_up_to_the_goodbye() -> None:
-    async def main() -> None:
-        group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
-        await group.begin(list(seen))
-        sent = [(Piece(0, bucket, 1.5), bytes([bucket]) * 100_000) for bucket in range(20)]
-        for item in sent:
-            group.exchanges[1].send(*item)
-        await group.exchanges[1].close()
-        for other in (0, 2):
-            await seen[other].wait(lambda: 1 in seen[other].lost)  # noqa: B023
-            assert seen[other].pieces == [(1, *item) for item in sent]
-        assert not seen[1].pieces and len(group.events.recent(PeerLeft)) == 2
-        await group.close()
-        await group.close()
-
-    run_virtual(main())
+async def test_all_others_receive_buckets_in_order_up_to_the_goodbye() -> None:
+    group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+    await group.begin(list(seen))
+    sent = [(Piece(0, bucket, 1.5), bytes([bucket]) * 100_000) for bucket in range(20)]
+    for item in sent:
+        group.exchanges[1].send(*item)
+    await group.exchanges[1].close()
+    for other in (0, 2):
+        await seen[other].wait(lambda: 1 in seen[other].lost)  # noqa: B023
+        assert seen[other].pieces == [(1, *item) for item in sent]
+    assert not seen[1].pieces and len(group.events.recent(PeerLeft)) == 2
+    await group.close()
+    await group.close()
 
 
-def test_a_crash_is_reported_once_and_within_two_seconds() -> None:
-    async def main() -> None:
-        group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
-        await group.begin(list(seen))
-        clock = asyncio.get_running_loop().time
-        victim = group.peers[2].name
-        group.exchanges[2].send(Piece(0, 0), b"half of it")
-        group.network.at(clock() + 1.0).crash(victim)
-        for one in seen[:2]:
-            await one.wait(lambda: 2 in one.lost)  # noqa: B023
-            assert one.pieces == [(2, Piece(0, 0), b"half of it")]
-        assert [fault.name for fault in group.network.fired] == ["crash"]
-        assert clock() < group.network.fired[0].at + 2.0
-        group.exchanges[0].send(Piece(0, 1), b"more")
-        await seen[1].wait(lambda: len(seen[1].pieces) == 2)
-        await asyncio.gather(*(exchange.close() for exchange in group.exchanges[:2]))
-
-    run_virtual(main())
+async def test_a_crash_is_reported_once_and_within_two_seconds() -> None:
+    group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+    await group.begin(list(seen))
+    clock = asyncio.get_running_loop().time
+    victim = group.peers[2].name
+    group.exchanges[2].send(Piece(0, 0), b"half of it")
+    group.network.at(clock() + 1.0).crash(victim)
+    for one in seen[:2]:
+        await one.wait(lambda: 2 in one.lost)  # noqa: B023
+        assert one.pieces == [(2, Piece(0, 0), b"half of it")]
+    assert [fault.name for fault in group.network.fired] == ["crash"]
+    assert clock() < group.network.fired[0].at + 2.0
+    group.exchanges[0].send(Piece(0, 1), b"more")
+    await seen[1].wait(lambda: len(seen[1].pieces) == 2)
+    await asyncio.gather(*(exchange.close() for exchange in group.exchanges[:2]))
 
 
-def test_a_member_that_does_not_come_is_named() -> None:
-    async def main() -> None:
-        group = Group.of("alice", "bob", silent="bob")
-        with pytest.raises(StateError, match="restart all peers"):
-            await group.begin([Seen()])
-        group.exchanges[0].kill()
-
-    run_virtual(main())
+async def test_a_member_that_does_not_come_is_named() -> None:
+    group = Group.of("alice", "bob", silent="bob")
+    with pytest.raises(StateError, match="restart all peers"):
+        await group.begin([Seen()])
+    group.exchanges[0].kill()
 
 
-def test_a_stranger_and_a_second_stream_of_a_member_are_refused() -> None:
-    async def main() -> None:
-        group, seen = Group.of("alice", "bob"), [Seen(), Seen()]
-        stranger = group.network.peer("mallory")
-        group.network.introduce()
-        await group.begin(list(seen))
-        first, second = group.peers
-        opening = ElasticLink(PREFIX, (first.id, second.id))
-        for peer, said in ((stranger, opening), (first, opening), (first, ElasticLink(PREFIX, (first.id,)))):
-            async with await peer.stream(second.id, said, timeout_s=5.0) as stream:
-                await stream.send(Piece(0, 0), b"lies")
-                with pytest.raises(PeerError):
-                    await stream.receive(Piece)
-        assert not seen[1].pieces and not seen[1].lost
-        await group.close()
-
-    run_virtual(main())
+async def test_a_stranger_and_a_second_stream_of_a_member_are_refused() -> None:
+    group, seen = Group.of("alice", "bob"), [Seen(), Seen()]
+    stranger = group.network.peer("mallory")
+    group.network.introduce()
+    await group.begin(list(seen))
+    first, second = group.peers
+    opening = ElasticLink(PREFIX, (first.id, second.id))
+    for peer, said in ((stranger, opening), (first, opening), (first, ElasticLink(PREFIX, (first.id,)))):
+        async with await peer.stream(second.id, said, timeout_s=5.0) as stream:
+            await stream.send(Piece(0, 0), b"lies")
+            with pytest.raises(PeerError):
+                await stream.receive(Piece)
+    assert not seen[1].pieces and not seen[1].lost
+    await group.close()
 
 
 LIES = {
@@ -163,29 +150,26 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_member_that_lies_is_dropped_and_the_step_continues(lie: str) -> None:
-    async def main() -> None:
-        group = Group.of("alice", "bob")
-        honest = ElasticSteps(group.exchanges[0], SETTINGS, SIZES)
-        liar = Seen()
-        await group.begin([honest, liar])
-        own(honest)
-        if lie == "ready again":  # harmless, and ignored
-            group.exchanges[1].send(*LIES[lie])
-            for bucket, size in enumerate(SIZES):
-                group.exchanges[1].send(Piece(0, bucket), bytes(4 * size))
-        else:
-            group.exchanges[1].send(*LIES[lie])
-        async with asyncio.timeout(5):
-            await honest.finish()
-        assert honest.finished is not None
-        assert honest.finished[1].lost == (() if lie == "ready again" else (1,))
-        honest.ledger.check_invariants()
-        if lie != "ready again":
-            await liar.wait(lambda: 0 in liar.lost)
-        await group.close()
-
-    run_virtual(main())
+async def test_a_member_that_lies_is_dropped_and_the_step_continues(lie: str) -> None:
+    group = Group.of("alice", "bob")
+    honest = ElasticSteps(group.exchanges[0], SETTINGS, SIZES)
+    liar = Seen()
+    await group.begin([honest, liar])
+    own(honest)
+    if lie == "ready again":  # harmless, and ignored
+        group.exchanges[1].send(*LIES[lie])
+        for bucket, size in enumerate(SIZES):
+            group.exchanges[1].send(Piece(0, bucket), bytes(4 * size))
+    else:
+        group.exchanges[1].send(*LIES[lie])
+    async with asyncio.timeout(5):
+        await honest.finish()
+    assert honest.finished is not None
+    assert honest.finished[1].lost == (() if lie == "ready again" else (1,))
+    honest.ledger.check_invariants()
+    if lie != "ready again":
+        await liar.wait(lambda: 0 in liar.lost)
+    await group.close()
 
 
 def own(steps: ElasticSteps) -> None:

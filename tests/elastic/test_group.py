@@ -12,7 +12,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.elastic.group import _Forming
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
-from colab_swarm.elastic.settings import ElasticSettings
+from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
@@ -138,7 +138,7 @@ class Answers:
     def __init__(self, during: Any) -> None:
         self.during = during
 
-    async def get(self, key: str) -> dict[bytes, Any]:
+    async def published(self, key: str, kind: type) -> dict[PeerId, Any]:
         await self.during()
         return {}
 

@@ -17,7 +17,7 @@ from colab_swarm.elastic.schedulers import (
     Synchronous,
     VarianceBounded,
 )
-from colab_swarm.elastic.settings import ElasticStep
+from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation

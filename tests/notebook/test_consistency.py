@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from colab_swarm.elastic.settings import ElasticSnapshot, ElasticStep
+from colab_swarm.elastic.steps import ElasticSnapshot, ElasticStep
 from colab_swarm.notebook.consistency import render_html, render_text, summary
 
 

@@ -88,20 +88,18 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
 
 
 @pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
-def test_a_clock_that_is_far_off_is_named_as_the_reason(
+@pytest.mark.real_time
+async def test_a_clock_that_is_far_off_is_named_as_the_reason(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-        services, network = await _start(found, identity("authority"), "authority", ALONE)
-        invitation: Invite = found.invite(network.node, network.trust.authority)
-        start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
-        monkeypatch.setattr(Node, "start", start)
-        with pytest.raises(JoinError, match="clock"):
-            await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
-        await close(services, network)
-
-    run(main())
+    found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
+    services, network = await _start(found, identity("authority"), "authority", ALONE)
+    invitation: Invite = found.invite(network.node, network.trust.authority)
+    start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
+    monkeypatch.setattr(Node, "start", start)
+    with pytest.raises(JoinError, match="clock"):
+        await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
+    await close(services, network)
 
 
 def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(

@@ -8,7 +8,7 @@ import pytest
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HOME, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import HOME, SimNetwork, SimPeers
 from colab_swarm.training.state import ChunkOf, Mirror, Snapshot, StateSharing
 from tests.training.test_state import BLOB, snapshot
 
@@ -47,39 +47,27 @@ class Scene:
         return await sharing.download([self.backbone.id])
 
 
-def test_a_state_passes_through_whole() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()})
-        got = await scene.download()
-        assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
-        assert scene.sent_bytes == BLOB.nbytes and scene.joiner.linked() == {scene.backbone.id}
-
-    run_virtual(scenario())
+async def test_a_state_passes_through_whole() -> None:
+    scene = Scene({"alice": snapshot()})
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
+    assert scene.sent_bytes == BLOB.nbytes and scene.joiner.linked() == {scene.backbone.id}
 
 
-def test_a_donor_that_vanishes_half_way_is_replaced() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot(), "bob": snapshot()})
-        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="alice").crash("alice")
-        assert np.array_equal((await scene.download()).blob, BLOB)
-        assert [fault.name for fault in scene.network.fired] == ["crash"]
-
-    run_virtual(scenario())
+async def test_a_donor_that_vanishes_half_way_is_replaced() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot()})
+    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="alice").crash("alice")
+    assert np.array_equal((await scene.download()).blob, BLOB)
+    assert [fault.name for fault in scene.network.fired] == ["crash"]
 
 
-def test_a_donor_that_lies_is_passed_over() -> None:
-    async def scenario() -> None:
-        scene = Scene({"mallory": Snapshot(snapshot().manifest, np.zeros_like(BLOB)), "bob": snapshot()})
-        assert np.array_equal((await scene.download()).blob, BLOB)
-
-    run_virtual(scenario())
+async def test_a_donor_that_lies_is_passed_over() -> None:
+    scene = Scene({"mallory": Snapshot(snapshot().manifest, np.zeros_like(BLOB)), "bob": snapshot()})
+    assert np.array_equal((await scene.download()).blob, BLOB)
 
 
-def test_without_a_donor_in_reach_it_says_so() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()})
-        sharing = StateSharing(PrefixRouter(scene.joiner), "run", lambda: scene.give(snapshot()))
-        with pytest.raises(StateError, match="no trainer linked to this assistant"):
-            await sharing.download([scene.backbone.id])
-
-    run_virtual(scenario())
+async def test_without_a_donor_in_reach_it_says_so() -> None:
+    scene = Scene({"alice": snapshot()})
+    sharing = StateSharing(PrefixRouter(scene.joiner), "run", lambda: scene.give(snapshot()))
+    with pytest.raises(StateError, match="no trainer linked to this assistant"):
+        await sharing.download([scene.backbone.id])

@@ -17,7 +17,7 @@ from colab_swarm.averaging.group import JoinRound, RoundCall
 from colab_swarm.averaging.round import Averager
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
-from colab_swarm.sim import SimNetwork, run_virtual
+from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
@@ -423,21 +423,17 @@ def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     assert isinstance(first, RoundFinished) and len(first.contributors) == 3
 
 
-def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
-    async def main() -> tuple[float, float]:
-        averager = Averager(SimNetwork().peer("alice"))
-        exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()
-        averager._finished["p"] = exchange
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        await averager.drain("p")
-        gave_up = clock() - began
-        asyncio.get_running_loop().call_later(
-            1.0, lambda: (setattr(exchange, "serving", 0), exchange.served.set())
-        )
-        began = clock()
-        await averager.drain("p")
-        return gave_up, clock() - began
-
-    gave_up, waited = run_virtual(main())
-    assert gave_up == pytest.approx(5.0) and waited == pytest.approx(1.0)
+async def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
+    averager = Averager(SimNetwork().peer("alice"))
+    exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()
+    averager._finished["p"] = exchange
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await averager.drain("p")
+    gave_up = clock() - began
+    asyncio.get_running_loop().call_later(
+        1.0, lambda: (setattr(exchange, "serving", 0), exchange.served.set())
+    )
+    began = clock()
+    await averager.drain("p")
+    assert gave_up == pytest.approx(5.0) and clock() - began == pytest.approx(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -68,29 +69,39 @@ def test_a_step_that_one_peer_takes_alone_while_the_others_idle_stops_no_peer(ea
 IDLE_UNTIL_S, LAST = 300.0, 90
 
 
-def train_beside_idle_peers(swarm: Swarm, active: str) -> tuple[int, bytes]:
-    """All stop after `COMMON_STEPS` but the active one; at `IDLE_UNTIL_S` all train on, to the same step."""
+def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[int, bytes, bool]:
+    """All stop after `COMMON_STEPS` but the active one; at `IDLE_UNTIL_S` all train on, to the same step.
+
+    Returns the step before that, the lineage at the end, and whether the step only rose in between.
+    """
     optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
     wait_for_peers(swarm, optimizer, 3)
+    steps: list[int] = []
 
     def train_while(more: Callable[[], bool]) -> None:
         while more():
             loss_of(net, optimizer.global_step, slice(0, 2)).backward()
             optimizer.step(samples=2)
+            steps.append(optimizer.global_step)
 
     train_while(lambda: optimizer.global_step < COMMON_STEPS)
     if swarm.name == active:
         train_while(lambda: swarm.runtime.time() < IDLE_UNTIL_S)
     reached = optimizer.global_step
-    swarm.runtime.call(asyncio.sleep(max(0.0, IDLE_UNTIL_S - swarm.runtime.time())))
+    steps.clear()
+    with swarm.paused() if pauses and swarm.name != active else contextlib.nullcontext():
+        swarm.runtime.call(asyncio.sleep(max(0.0, IDLE_UNTIL_S - swarm.runtime.time())))
     train_while(lambda: optimizer.global_step < LAST)
-    return reached, optimizer.lineage
+    return reached, optimizer.lineage, steps == sorted(steps)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pauses", [False, True])
 @pytest.mark.parametrize("active", ["alice", "carol"])
-def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_again(active: str) -> None:
+def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_again(
+    active: str, pauses: bool
+) -> None:
     with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
-        ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active), seconds=900)
-    assert len({lineage for _, lineage in ended.values()}) == 1
+        ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
+    assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]
     assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for

@@ -16,7 +16,6 @@ from colab_swarm.errors import StateError
 from colab_swarm.net.peers import Message
 from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
-from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.training.state import ChunkOf, FetchChunks, Snapshot, StateManifest, StateSharing
 
 SIZE_BYTES = 5_000_000
@@ -55,91 +54,67 @@ class Scene:
         return await self.sharing.download([self.donors[name].id for name in names or self.donors])
 
 
-def test_a_state_arrives_whole_from_several_donors() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot(), "bob": snapshot(), "carol": snapshot()}, HOME)
-        got = await scene.download()
-        assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
-        assert set(got.donors) == {peers.id for peers in scene.donors.values()}
-
-    run_virtual(scenario())
+async def test_a_state_arrives_whole_from_several_donors() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot(), "carol": snapshot()}, HOME)
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
+    assert set(got.donors) == {peers.id for peers in scene.donors.values()}
 
 
-def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
-        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="bob").crash("bob")
-        got = await scene.download()
-        assert np.array_equal(got.blob, BLOB)
-        assert [fault.name for fault in scene.network.fired] == ["crash"]
-
-    run_virtual(scenario())
+async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
+    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="bob").crash("bob")
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB)
+    assert [fault.name for fault in scene.network.fired] == ["crash"]
 
 
-def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> None:
-    async def scenario() -> None:
-        lie = snapshot()
-        scene = Scene({"alice": snapshot(), "mallory": Snapshot(lie.manifest, np.zeros_like(BLOB))})
-        got = await scene.download()
-        assert np.array_equal(got.blob, BLOB)
-        assert got.donors == (scene.donors["alice"].id,)
-
-    run_virtual(scenario())
+async def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> None:
+    lie = snapshot()
+    scene = Scene({"alice": snapshot(), "mallory": Snapshot(lie.manifest, np.zeros_like(BLOB))})
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB)
+    assert got.donors == (scene.donors["alice"].id,)
 
 
-def test_all_donors_lost_is_a_clear_error() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()}, HOME)
-        scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk == 3).crash("alice")
-        with pytest.raises(StateError, match="chunks of the state could not be fetched"):
-            await scene.download()
-        assert scene.network.fired
-
-    run_virtual(scenario())
-
-
-def test_a_donor_on_another_step_is_left_out() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot(7), "bob": snapshot(8)})
-        got = await scene.download("alice", "bob")
-        assert got.manifest.step == 7 and got.donors == (scene.donors["alice"].id,)
-
-    run_virtual(scenario())
-
-
-def test_late_joiners_share_one_copy_until_the_state_changes() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()})
+async def test_all_donors_lost_is_a_clear_error() -> None:
+    scene = Scene({"alice": snapshot()}, HOME)
+    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk == 3).crash("alice")
+    with pytest.raises(StateError, match="chunks of the state could not be fetched"):
         await scene.download()
-        await scene.download()
-        assert scene.taken == 1
-        scene.shares["alice"].outdate()
-        await scene.download()
-        assert scene.taken == 2
-
-    run_virtual(scenario())
+    assert scene.network.fired
 
 
-def test_a_donor_without_a_state_says_so() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()})
-        with pytest.raises(StateError, match="nothing here yet"):
-            await scene.shares["alice"].download([scene.joiner.id])
-
-    run_virtual(scenario())
+async def test_a_donor_on_another_step_is_left_out() -> None:
+    scene = Scene({"alice": snapshot(7), "bob": snapshot(8)})
+    got = await scene.download("alice", "bob")
+    assert got.manifest.step == 7 and got.donors == (scene.donors["alice"].id,)
 
 
-def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
-    async def scenario() -> None:
-        scene = Scene({"alice": snapshot()})
-        root = (await scene.download()).manifest.root
-        stream = await scene.joiner.stream(
-            scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5
-        )
-        with pytest.raises(ConnectionError, match="no chunk"):
-            await stream.receive(ChunkOf)
+async def test_late_joiners_share_one_copy_until_the_state_changes() -> None:
+    scene = Scene({"alice": snapshot()})
+    await scene.download()
+    await scene.download()
+    assert scene.taken == 1
+    scene.shares["alice"].outdate()
+    await scene.download()
+    assert scene.taken == 2
 
-    run_virtual(scenario())
+
+async def test_a_donor_without_a_state_says_so() -> None:
+    scene = Scene({"alice": snapshot()})
+    with pytest.raises(StateError, match="nothing here yet"):
+        await scene.shares["alice"].download([scene.joiner.id])
+
+
+async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
+    scene = Scene({"alice": snapshot()})
+    root = (await scene.download()).manifest.root
+    stream = await scene.joiner.stream(
+        scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5
+    )
+    with pytest.raises(ConnectionError, match="no chunk"):
+        await stream.receive(ChunkOf)
 
 
 @given(st.integers(-5, 2**40), st.integers(-5, 2**21), st.binary(max_size=100))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from colab_swarm.tensors.flat import FlatVector
+from colab_swarm.training.replica import FlatVector
 
 
 def parameters() -> list[torch.nn.Parameter]:
