@@ -32,8 +32,8 @@ import msgspec
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
-from colab_swarm.workunits.job import MAX_CODE_CHARACTERS
 from colab_swarm.workunits.messages import (
+    MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
     Backoff,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-import re
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from colab_swarm.markup import facts, name_of, settings
+from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
 from colab_swarm.workunits.weights import Floats, Schema
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
@@ -168,8 +170,6 @@ def _check(rows: Rows) -> None:
         raise ValueError("the data hold no sample")
 
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-MAX_CODE_CHARACTERS = 1 << 20
 UNITS_PER_VOLUNTEER = 4
 """Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
 BATCHES_PER_UNIT = 4
@@ -532,3 +532,40 @@ class Evaluator:
         """Return the accuracy of a model with these parameters (numel,)."""
         self.schema.load(self._model, values)
         return measure(self._job, self._model, self.rows)
+
+
+def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
+    """Cut the data into subsets and write each to ``folder``; delete all other files in it.
+
+    The same data make the same files, so volunteers need not fetch them again after a restart.
+
+    Raises:
+        ValueError, TypeError: the data cannot be cut, or the job cannot learn from them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = job.rows()
+    parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
+    _try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
+    subsets = []
+    for part in parts:
+        data = part.encode()
+        subsets.append(Subset(hashlib.sha256(data).hexdigest(), len(data), len(part)))
+        half = folder / f"{subsets[-1].sha256}.half"
+        half.write_bytes(data)
+        os.replace(half, half.with_suffix(""))  # whole or not at all, whatever a crash left there
+    for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
+        (folder / name).unlink()
+    return tuple(subsets)
+
+
+def _try_out(job: Job, rows: Rows) -> None:
+    """Train one batch and measure the accuracy, to find faults before volunteers do."""
+    doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
+    try:
+        UnitTraining(job, rows, local_epochs=1, batch_size=plan.batch_size, seed=0, model=model).step()
+        doing = "the accuracy could not be measured"
+        accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
+    except Exception as error:  # whatever it is, with its traceback
+        raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
+    if not 0 <= accuracy <= 1:
+        raise ValueError(f"the accuracy is {accuracy:g}: it must be between 0 and 1")

@@ -8,14 +8,16 @@ The page of `colab_swarm.workunits` lists the requests.
 from __future__ import annotations
 
 import random
+import re
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from colab_swarm.net.membership import Signed
 from colab_swarm.net.peers import Message
-from colab_swarm.workunits.job import NAME
 
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """Of a request that is no upload."""
 MAX_UNITS = 64
@@ -124,6 +126,14 @@ class Problem(Message, frozen=True):
 
     code: str
     text: str
+
+
+class Refused(Exception):
+    """A request is refused; ``received``: bytes of an upload so far, if its piece does not continue it."""
+
+    def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
+        super().__init__(text)
+        self.problem, self.received = Problem(code, text), received
 
 
 MAX_ASKED_S = 900.0

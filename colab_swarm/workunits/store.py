@@ -13,6 +13,8 @@ megabytes four times as fast to read and write as the usual 4 KiB.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sqlite3
 import threading
 import time
@@ -22,14 +24,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
+from colab_swarm.workunits.dispatcher import Dispatcher
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, decode_entry, encode_entry
 from colab_swarm.workunits.weights import Floats
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Compute new parameters from the current ones, which are read-only and only lent."""
@@ -135,6 +140,81 @@ class ParameterStore(ABC):
     def _began(self, accepted: Accepted) -> float:
         """Return when this process claimed the result; now, if another process did."""
         return self._claimed_at.pop(accepted.assignment, time.perf_counter())
+
+
+class Logbook:
+    """The log as one coordinator reads and writes it, on one event loop.
+
+    Before deciding, hold the `lock` and call `settle`.
+
+    Attributes:
+        lock: of the log and of the state made from it.
+        version: of the newest parameters.
+        fault: the store's current error, for people; empty while it works.
+        finished: set when the job is done.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        dispatcher: Dispatcher,
+        on_accepted: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.lock, self.finished = asyncio.Lock(), asyncio.Event()
+        self.version, self.fault = 0, ""
+        self._store, self._dispatcher, self._on_accepted, self._clock = store, dispatcher, on_accepted, clock
+        self._position = 0
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
+        self._up_to_date = False
+
+    async def settle(self) -> None:
+        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
+        await self._read()
+        self._up_to_date = True
+        await self.write(self._dispatcher.expired(now=self._clock()))
+        while due := self._dispatcher.advance(now=self._clock()):
+            await self.write(due)
+
+    async def write(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
+        if entries:
+            self._mine.update(map(encode_entry, entries))
+            await self.call(lambda: self._store.append(entries, put=put, drop=drop))
+            await self._read()
+
+    async def _read(self) -> None:
+        for position, entry in await self.call(lambda: self._store.entries(self._position)):
+            if not isinstance(entry, Assimilated | Measured):
+                written = encode_entry(entry)
+                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
+                    self.fault = (
+                        "another coordinator has taken over this job: stop this one, or rename its job"
+                    )
+                    raise StoreError(self.fault)
+                self._mine.discard(written)
+            self._dispatcher.apply(entry)
+            self._position = position
+            if isinstance(entry, Accepted):
+                self._on_accepted(entry.change)
+            elif isinstance(entry, Assimilated):
+                self.version = max(self.version, entry.version)
+        if self._dispatcher.finished is not None:
+            self.finished.set()
+
+    async def call(self, method: Callable[[], T]) -> T:
+        """Call the store on a thread, and note in `fault` whether it works."""
+        try:
+            answer = await asyncio.to_thread(method)
+        except StoreError as error:
+            if not self.fault:
+                logger.warning("the store fails, volunteers wait: %s", error)
+            self.fault = str(error)
+            raise
+        self.fault = ""
+        return answer
 
 
 MEMORY = ":memory:"

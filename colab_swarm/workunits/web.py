@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,12 +28,14 @@ from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.workunits.coordination import Coordination, Refused
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Taken
+from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Refused, Taken
 from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.page import render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import RequestGate
+
+if TYPE_CHECKING:
+    from colab_swarm.workunits.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
@@ -167,17 +169,17 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve a coordination that has started; ``running`` counts transfers under way, by kind."""
+    """Serve a coordinator that has started; ``running`` counts transfers under way, by kind."""
 
     def __init__(
         self,
-        coordination: Coordination,
+        coordinator: Coordinator,
         gate: RequestGate,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = ""
-        self._coordination, self._gate, self._clock = coordination, gate, clock
+        self._coordinator, self._gate, self._clock = coordinator, gate, clock
         self.running = {"upload": 0, "download": 0}
         self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
         self._complete: set[str] = set()  # uploads whose results are being checked
@@ -189,9 +191,9 @@ class CoordinatorServer:
     @cached_property
     def uploads(self) -> UploadBuffer:
         """The results that have arrived in part."""
-        schema = self._coordination.schema
+        schema = self._coordinator.schema
         size_bytes = len(schema.head()) + 4 * schema.numel
-        return UploadBuffer(self._coordination.folder / "uploads", size_bytes=size_bytes)
+        return UploadBuffer(self._coordinator.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
@@ -263,7 +265,7 @@ class CoordinatorServer:
                 )
             except NotAdmitted as error:
                 raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
-            self._coordination.check_ban(volunteer)
+            self._coordinator.check_ban(volunteer)
             request[VOLUNTEER], request[DIGEST] = volunteer, digest
         return await handler(request)
 
@@ -306,18 +308,18 @@ class CoordinatorServer:
     # -- the job, units and results
 
     async def _job(self, request: web.Request) -> web.Response:
-        return _answer(self._coordination.card)
+        return _answer(self._coordinator.card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._coordination.job.code)
+        return web.Response(text=self._coordinator.job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
         message = await self._message(request, AskForUnits)
-        return _answer(await self._coordination.ask(request[VOLUNTEER], message))
+        return _answer(await self._coordinator.ask(request[VOLUNTEER], message))
 
     async def _return(self, request: web.Request) -> web.Response:
         message = await self._message(request, GiveBack)
-        return _answer(await self._coordination.give_back(request[VOLUNTEER], message))
+        return _answer(await self._coordinator.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
         received = self.uploads.received(self._wanted(request))
@@ -343,7 +345,7 @@ class CoordinatorServer:
         assignment = _assignment(request)
         if assignment in self._complete:
             raise Refused("busy", "this result is complete and is being checked: ask again in a second")
-        self._coordination.check(request[VOLUNTEER], assignment)
+        self._coordinator.check(request[VOLUNTEER], assignment)
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
@@ -351,7 +353,7 @@ class CoordinatorServer:
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
-                self.uploads.sweep(self._coordination.awaits)
+                self.uploads.sweep(self._coordinator.awaits)
             received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
             if received < self.uploads.size_bytes:
                 return Taken(received)
@@ -359,7 +361,7 @@ class CoordinatorServer:
         try:
             async with self._checking:
                 data = await asyncio.to_thread(self.uploads.read, assignment)
-                await self._coordination.take(request[VOLUNTEER], assignment, data)
+                await self._coordinator.take(request[VOLUNTEER], assignment, data)
         except (StoreError, asyncio.CancelledError):
             self.uploads.cut(assignment, start)
             raise
@@ -375,9 +377,9 @@ class CoordinatorServer:
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        if not any(subset.sha256 == digest for subset in self._coordination.card.subsets):
+        if not any(subset.sha256 == digest for subset in self._coordinator.card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._coordination.folder / "data" / digest).open("rb") as file:
+        with (self._coordinator.folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         cached = {"Cache-Control": "private, max-age=31536000, immutable"}
         return await self._send(request, data, f'"{digest}"', cached)
@@ -389,7 +391,7 @@ class CoordinatorServer:
             if found is None:
                 raise Refused("unknown", "no such unit: ask for units")
             unit = Unit(int(found[1]), int(found[2]))
-        version, data = await self._coordination.parameters_file(unit)
+        version, data = await self._coordinator.parameters_file(unit)
         headers = {"Version": str(version), "Cache-Control": "no-cache"}
         return await self._send(request, data, f'"{version}"', headers)
 
@@ -431,7 +433,7 @@ class CoordinatorServer:
             return web.Response(status=429, text=text, headers={"Retry-After": "1"})
         kind, render = PAGES[request.path]
         if request.path not in self._pages:
-            made = render(self._coordination.status())
+            made = render(self._coordinator.status())
             self._pages[request.path] = made.encode() if isinstance(made, str) else made
         body = self._pages[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=PAGE_HEADERS)

@@ -11,8 +11,8 @@ from colab_swarm.errors import InviteError
 from colab_swarm.invite import Access
 from colab_swarm.net.identity import Identity
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.workunits.coordinator import WorkLink
-from colab_swarm.workunits.tokens import RequestGate
+from colab_swarm.workunits.coordinator import shown
+from colab_swarm.workunits.tokens import RequestGate, WorkLink
 
 URL = "http://192.0.2.7:8000/"
 organizer, alice = Identity(b"o" * 32), Identity(b"a" * 32)
@@ -66,7 +66,7 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
     text, _ = issued()
     link = WorkLink.parse(text)
     assert repr(link) == f"WorkLink({URL}, digits)"
-    html = link.shown()._repr_html_()
+    html = shown(link)._repr_html_()
     assert "volunteer.ipynb" in html and "join digits as volunteer" in html
 
 
@@ -92,5 +92,5 @@ def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
 )
 def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
     entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
-    shown = WorkLink.issue(url, entrance, organizer, hours=1.0).shown()
-    assert ("same local network" in shown.warning and "tunnel=" in shown.warning) is local
+    warning = shown(WorkLink.issue(url, entrance, organizer, hours=1.0)).warning
+    assert ("same local network" in warning and "tunnel=" in warning) is local

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.workunits.coordination import Refused
+from colab_swarm.workunits.messages import Refused
 from colab_swarm.workunits.web import UploadBuffer
 
 ONE, OTHER = "0" * 32, "f" * 32

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from colab_swarm.workunits.coordination import lay_out
-from colab_swarm.workunits.job import Rows
+from colab_swarm.workunits.job import Rows, lay_out
 from tests.workunits.local import tiny_job
 
 

@@ -19,7 +19,6 @@ from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits.messages import GivenUnits
 from colab_swarm.workunits.state import Rejected
-from colab_swarm.workunits.tokens import RequestGate
 from colab_swarm.workunits.web import MAX_PIECE_BYTES
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.local import RUN, Answer, Scene, Stranger, coordinating, run, tiny_job, until
@@ -218,7 +217,7 @@ def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: P
         )
 
     async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path, gate=RequestGate(admission)) as scene:
+        async with coordinating(tiny_job(), tmp_path, admission=admission) as scene:
 
             async def ask(membership: bytes) -> Answer:
                 stranger = Stranger(scene, membership)
