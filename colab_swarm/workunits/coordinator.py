@@ -49,7 +49,7 @@ from colab_swarm.workunits.assimilation import (
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Job, lay_out, unit_seed
 from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
-from colab_swarm.workunits.overview import JobStatus, overview_of
+from colab_swarm.workunits.overview import JobStatus
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejected, Unit, UnitReplica
 from colab_swarm.workunits.store import Logbook, ParameterStore, open_store
 from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink
@@ -345,7 +345,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return GivenUnits(
             tuple(given),
             wait_s=0.0 if given else self.dispatcher.wait_s(volunteer, now=now),
-            finished=self.dispatcher.finished is not None,
+            finished=self.dispatcher.state.finished is not None,
             epoch=self.dispatcher.epoch,
             accuracy=epochs[-1].accuracy if epochs else None,
         )
@@ -439,9 +439,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 return self._newest_file
         try:
             values = await asyncio.to_thread(self.store.blob, _base_blob(unit))
-        except KeyError as error:
+            version = self.dispatcher.state.units[unit].replicas[0].version
+        except LookupError as error:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
-        version = self.dispatcher.state.unit(unit).replicas[0].version
         return version, memoryview(self.schema.head() + values)
 
     async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
@@ -452,7 +452,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         newest = await asyncio.to_thread(self.store.parameters)
         blob = newest.values.astype("<f4", copy=False).tobytes()
         for place, one in enumerate(units):
-            before = self.dispatcher.state.unit(one.unit).replicas
+            before = self.dispatcher.state.units[one.unit].replicas
             version = before[0].version if before else newest.version
             units[place] = msgspec.structs.replace(one, version=version)
             if not before:
@@ -504,7 +504,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             server_deaths=self._pool.deaths,
             backlog=self._backlog,
             fault=self._log.fault,
-            overview=overview_of(self.dispatcher.state, self.dispatcher.epoch, self.job.plan.max_epochs, now),
+            overview=self.dispatcher.overview(now=now),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colab_swarm.workunits.state import EpochEnded, JobState, Measured, UnitState
+from colab_swarm.workunits.state import EpochEnded, JobState, Measured, Unit, UnitState
 
 MAX_MARKS = 400
 """Units shown one by one."""
@@ -110,7 +110,7 @@ def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> Job
         )
         for name, one in state.volunteers.items()
     ]
-    units = [unit for _, unit in state.units_of(epoch)]
+    units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
     assimilated = sum(unit.assimilated for unit in units)
     accepted = sum(unit.accepted is not None for unit in units)
     training = sum(bool(unit.live()) for unit in units)

@@ -110,18 +110,18 @@ class _Fleet:
     async def _instance(self, name: str) -> None:
         """Run one instance and its replacements; each unit time it is preempted with the model's probability."""
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
-        while not self._dispatcher.finished:
+        while not self._dispatcher.state.finished:
             life_s = self._rng.expovariate(rate) if rate else None
             try:
                 async with asyncio.timeout(life_s), asyncio.TaskGroup() as slots:
                     for _ in range(self._model.slots):
                         slots.create_task(self._slot(name))
             except TimeoutError:
-                self._kills += not self._dispatcher.finished
+                self._kills += not self._dispatcher.state.finished
                 await asyncio.sleep(self._model.restart_s)
 
     async def _slot(self, instance: str) -> None:
-        while not self._dispatcher.finished:
+        while not self._dispatcher.state.finished:
             now = virtual_time()
             self._commit(*self._dispatcher.expired(now=now))
             given = self._dispatcher.assign(instance, 1, (), now=now, version=self._version)
@@ -132,7 +132,7 @@ class _Fleet:
             try:
                 await asyncio.sleep(self._model.unit_s)
             except asyncio.CancelledError:
-                self._lost += not self._dispatcher.finished
+                self._lost += not self._dispatcher.state.finished
                 raise
             now = self._ended_at = virtual_time()
             self._version += 1
@@ -144,8 +144,9 @@ class _Fleet:
                 ),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )
-            self._commit(*self._dispatcher.advance(now=now))
+            while due := self._dispatcher.advance(now=now):
+                self._commit(*due)
 
     def _commit(self, *entries: AnyEntry) -> None:
         for entry in entries:
-            self._dispatcher.apply(entry)
+            self._dispatcher.state.apply(entry)

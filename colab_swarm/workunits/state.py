@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -143,33 +142,13 @@ class Finished(Entry, frozen=True):
     reason: str
 
 
-AnyEntry: TypeAlias = (
-    Met
-    | Assigned
-    | Returned
-    | Accepted
-    | Rejected
-    | Expired
-    | GaveBack
-    | Assimilated
-    | Measured
-    | EpochEnded
-    | Finished
+ServerEntry: TypeAlias = Assimilated | Measured
+CoordinatorEntry: TypeAlias = (
+    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished
 )
-
-_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
-
-
-def encode_entry(entry: AnyEntry) -> bytes:
-    """Encode an entry for a store."""
-    return msgspec.msgpack.encode(entry)
-
-
-def decode_entry(data: bytes) -> AnyEntry:
-    """Decode what `encode_entry` made."""
-    return _decoder.decode(data)
-
-
+AnyEntry: TypeAlias = CoordinatorEntry | ServerEntry
+encode_entry = msgspec.msgpack.Encoder().encode
+decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
 FIRST_ERROR_RATE = 0.1
 RELIABLE = 0.5
@@ -209,6 +188,11 @@ class Reliability:
     rests_until: float = -math.inf
 
     @property
+    def idle_until(self) -> float:
+        """End of its ban or rest: it gets no units before."""
+        return max(self.banned_until, self.rests_until)
+
+    @property
     def reliability(self) -> float:
         """Share of its latest units that succeeded, between 0 and 1."""
         return 1 - self.error_rate
@@ -220,8 +204,7 @@ class Reliability:
 
     def on_accepted(self) -> None:
         """Count a good result."""
-        self.accepted += 1
-        self.returns = 0
+        self.accepted, self.returns = self.accepted + 1, 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
@@ -268,11 +251,6 @@ class UnitReplica:
     fate: Fate = "out"
     result: str = ""
 
-    @property
-    def live(self) -> bool:
-        """True while its result is awaited, or waits for a majority."""
-        return self.fate in {"out", "returned"}
-
 
 @dataclass
 class UnitState:
@@ -294,7 +272,7 @@ class UnitState:
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
-        return [replica for replica in self.replicas if replica.live]
+        return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
         """Return True if a volunteer has a live replica."""
@@ -331,7 +309,7 @@ class JobState:
     open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
-    assimilated: dict[int, int] = field(default_factory=dict)  # units by epoch
+    assimilated: int = 0  # units of `epoch`
     done_at: dict[int, float] = field(default_factory=dict)  # when the last unit of an epoch was assimilated
     measured: dict[int, dict[Unit, Measured]] = field(default_factory=dict)  # by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
@@ -347,14 +325,7 @@ class JobState:
     def _begin_epoch(self) -> None:
         self.open = {Unit(self.epoch, subset): UnitState() for subset in range(self.subsets)}
         self.units |= self.open
-
-    def unit(self, unit: Unit) -> UnitState:
-        """Return a unit's state; an empty one if its epoch has not begun."""
-        return self.units.get(unit) or UnitState()
-
-    def units_of(self, epoch: int) -> Iterator[tuple[Unit, UnitState]]:
-        """Yield all units of an epoch that has begun."""
-        return ((unit, self.units[unit]) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
+        self.assimilated = 0
 
     def volunteer(self, volunteer: str) -> VolunteerState:
         """Return a volunteer's record; an empty one if it is unknown."""
@@ -368,8 +339,7 @@ class JobState:
             case Assigned():
                 self._assigned(entry)
             case Returned():
-                replica = self._back(entry.assignment, entry.at)
-                replica.fate, replica.result = "returned", entry.result
+                self._back(entry.assignment, entry.at, result=entry.result)
             case Accepted():
                 self._accepted(entry)
             case Rejected() | Expired() | GaveBack():
@@ -401,13 +371,13 @@ class JobState:
         self.units[entry.unit].replicas.append(replica)
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
-    def _back(self, assignment: str, at: float) -> UnitReplica:
-        """Record that a replica's result has arrived, and return the replica."""
+    def _back(self, assignment: str, at: float, *, result: str = "") -> None:
+        """Record that a replica's result has arrived."""
         replica = self.replicas[assignment]
         self._seen(replica.volunteer, at).out.discard(assignment)
         if replica.fate != "returned":
             self.unit_s.append(at - replica.began)
-        return replica
+        replica.fate, replica.result = "returned", result or replica.result
 
     def _accepted(self, entry: Accepted) -> None:
         self._back(entry.assignment, entry.at)
@@ -416,7 +386,7 @@ class JobState:
         del self.open[entry.unit]
         for replica in unit.replicas:
             volunteer = self.volunteers[replica.volunteer]
-            if replica.assignment == entry.assignment or replica.fate == "returned":
+            if replica.fate == "returned":
                 replica.fate = "accepted"
                 volunteer.standing.on_accepted()
             elif replica.fate == "out":
@@ -448,8 +418,8 @@ class JobState:
         unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
-        self.assimilated[entry.unit.epoch] = self.assimilated.get(entry.unit.epoch, 0) + 1
-        if self.assimilated.get(self.epoch) == self.subsets:
+        self.assimilated += 1
+        if self.assimilated == self.subsets:
             self.done_at[self.epoch] = entry.at
             self.epoch += 1
             self._begin_epoch()

@@ -30,7 +30,14 @@ import numpy as np
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, decode_entry, encode_entry
+from colab_swarm.workunits.state import (
+    Accepted,
+    AnyEntry,
+    Assimilated,
+    ServerEntry,
+    decode_entry,
+    encode_entry,
+)
 from colab_swarm.workunits.weights import Floats
 
 logger = logging.getLogger(__name__)
@@ -187,7 +194,7 @@ class Logbook:
 
     async def _read(self) -> None:
         for position, entry in await self.call(lambda: self._store.entries(self._position)):
-            if not isinstance(entry, Assimilated | Measured):
+            if not isinstance(entry, ServerEntry):
                 written = encode_entry(entry)
                 if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
                     self.fault = (
@@ -195,13 +202,13 @@ class Logbook:
                     )
                     raise StoreError(self.fault)
                 self._mine.discard(written)
-            self._dispatcher.apply(entry)
+            self._dispatcher.state.apply(entry)
             self._position = position
             if isinstance(entry, Accepted):
                 self._on_accepted(entry.change)
             elif isinstance(entry, Assimilated):
                 self.version = max(self.version, entry.version)
-        if self._dispatcher.finished is not None:
+        if self._dispatcher.state.finished is not None:
             self.finished.set()
 
     async def call(self, method: Callable[[], T]) -> T:

@@ -41,7 +41,7 @@ class Desk:
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         for entry in entries:
-            self.core.apply(entry)
+            self.core.state.apply(entry)
         self.log += entries
         return list(entries)
 
@@ -87,6 +87,12 @@ class Desk:
                 )
                 if accuracy is not None:
                     self.commit(Measured(at=self.now, unit=entry.unit, accuracy=accuracy))
+
+    def advance(self) -> list[AnyEntry]:
+        ended = list[AnyEntry]()
+        while due := self.core.advance(now=self.now):
+            ended += self.commit(*due)
+        return ended
 
     def prove(self, *volunteers: str) -> None:
         """Each does one unit."""
@@ -218,19 +224,19 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
         assert desk.core.advance(now=desk.now) == []
         for accuracy, entry in zip((0.1, 0.2, 0.3, 0.4), entries, strict=True):
             desk.assimilate([entry], accuracy=accuracy)
-        ended += desk.commit(*desk.core.advance(now=desk.now))
+        ended += desk.advance()
     assert [type(entry) for entry in ended] == [EpochEnded, EpochEnded, EpochEnded, Finished]
     assert isinstance(ended[0], EpochEnded)
     assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
-    assert desk.core.finished == "all 3 epochs are done"
+    assert desk.core.state.finished == "all 3 epochs are done"
     assert desk.ask(ALICE) == []
 
 
 def test_the_job_ends_at_the_target_accuracy() -> None:
     desk = Desk(subsets=1, target_accuracy=0.9)
     desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.95)
-    desk.commit(*desk.core.advance(now=desk.now))
-    assert desk.core.finished == "accuracy 0.950 reached the target 0.9"
+    desk.advance()
+    assert desk.core.state.finished == "accuracy 0.950 reached the target 0.9"
 
 
 def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
@@ -248,7 +254,7 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert desk.ask(ALICE) == desk.ask(DAVE) == []
     assert [type(entry) for entry in desk.result(alices, 1.0)] == [Returned]
     assert [type(entry) for entry in desk.result(bobs, 5.0)] == [Returned]
-    assert len(desk.core.results_of(alices.unit)) == 2
+    assert len(desk.core.state.units[alices.unit].returned()) == 2
     _, rejected, accepted = desk.result(carols, 1.01)
     assert isinstance(rejected, Rejected)
     assert rejected.assignment == bobs.assignment
@@ -387,7 +393,7 @@ def test_a_job_whose_end_was_moved_to_the_past_is_finished() -> None:
     desk = Desk(subsets=1, max_epochs=3)
     for _ in range(2):
         desk.prove(ALICE)
-        desk.commit(*desk.core.advance(now=desk.now))
+        desk.advance()
     log = [*desk.log]
     again = Desk(subsets=1, max_epochs=1)
     again.commit(*log)
