@@ -62,10 +62,9 @@ def figures(status: JobStatus) -> dict[str, str]:
     overview = status.overview
     left = len(status.rows) - overview.units.assimilated
     stale = [mark.staleness for mark in overview.marks if mark.staleness is not None]
-    ended = [one.accuracy for one in overview.epochs if math.isfinite(one.accuracy)]
     target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
     known = {
-        f"accuracy{target}": f"{ended[-1]:.1%}" if ended else "",
+        f"accuracy{target}": "" if overview.accuracy is None else f"{overview.accuracy:.1%}",
         "epoch done in": duration(left / status.units_per_s) if status.units_per_s else "",
         "samples/s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "",
         "staleness": f"{sum(stale) / len(stale):.1f} updates" if stale else "",

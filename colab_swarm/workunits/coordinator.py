@@ -44,7 +44,6 @@ from colab_swarm.workunits.assimilation import (
     Validator,
     WorkerPool,
     code_of_servers,
-    moved,
 )
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Job, lay_out, unit_seed
@@ -54,7 +53,7 @@ from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejec
 from colab_swarm.workunits.store import Logbook, ParameterStore, open_store
 from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink
 from colab_swarm.workunits.web import CoordinatorServer
-from colab_swarm.workunits.weights import Floats, Schema
+from colab_swarm.workunits.weights import Floats, Schema, moved
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -101,10 +100,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
 
     Args:
-        job: the job.
-        store: its state; the caller closes it.
-        token: of the peer that coordinates.
-        access: to the run.
+        job, store: the job and its state; the caller closes the store.
+        token, access: of the peer that coordinates, and of its run.
         folder: for the data of volunteers and for unfinished uploads.
         servers: number of parameter servers; ``auto``: as many as the results need.
         tick_s: interval of the check for passed deadlines.
@@ -114,9 +111,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
         url: address of the status page, which is public.
         stopped: True after `stop`.
-        schema: of the job's parameters.
-        card: the job as volunteers see it.
-        dispatcher: its decisions.
+        schema, card: of the job's parameters, and the job as volunteers see it.
     """
 
     link: Invitation
@@ -226,12 +221,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     # -- life
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
-        """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none.
-
-        Raises:
-            ValueError, TypeError: the data cannot be cut, or the store holds another job of this name.
-            StoreError: the store cannot be used.
-        """
+        """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
         try:
             await self._begin()
             host, self.url = options.get("host", ""), options.get("url", "")
@@ -351,7 +341,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
     def check_ban(self, volunteer: PeerId) -> None:
-        """Raise Refused if a volunteer is banned."""
         if (ban := self.dispatcher.ban_of(volunteer.hex(), now=self._clock())) is not None:
             raise Refused("banned", ban)
 
@@ -375,22 +364,19 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         unit = self.dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
         base = self.schema.decode(file)
-        values, change, fault = await asyncio.to_thread(self._judge, data, base)
+        values, change, fault = base, 0.0, ""
+        try:
+            values = self.schema.decode(data)
+            change = await asyncio.to_thread(self._validator.judge, values, base)
+        except ValueError as error:
+            fault = str(error)
         async with self._log.lock:
             await self._log.settle()
             self.check(volunteer, assignment)
-            if fault is not None:
+            if fault:
                 await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             await self._save(assignment, values, change, base)
-
-    def _judge(self, data: bytes, base: Floats) -> tuple[Floats, float, str | None]:
-        """Values of a result, how far they moved, and why they are refused."""
-        try:
-            values = self.schema.decode(data)
-        except ValueError as error:
-            return base, 0.0, str(error)
-        return values, moved(values, base), self._validator.judge(values, base)
 
     async def _save(self, assignment: str, values: Floats, change: float, base: Floats) -> None:
         """Save a valid result in the store, with all entries that follow from it."""
@@ -509,7 +495,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
 
 def _base_blob(unit: Unit) -> str:
-    """Name of the blob with the initial parameters of a unit's replicas."""
     return f"base-{unit}"
 
 
@@ -534,8 +519,8 @@ def coordinate(
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died or was stopped resumes from its folder, and its link stays valid. Calling this again while
-    it works returns the same coordinator, so you can re-run cells freely.
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid.
+    Calling this again while it works returns the same coordinator, so you can re-run cells freely.
 
     Args:
         job: a `Job`, or the file that defines one.

@@ -1,7 +1,7 @@
 """The decisions of a coordinator: which volunteer trains which unit.
 
-A decision is a list of entries. It takes effect when they are applied, after they are in the store's log. So decisions
-read `JobState` and change nothing. The rules:
+A decision is a list of entries. It takes effect when they are applied, after they are in the
+store's log. So decisions read `JobState` and change nothing. The rules:
 
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import JobOverview, overview_of
+from colab_swarm.workunits.overview import PRESENT_S, JobOverview, overview_of
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
     Accepted,
@@ -43,8 +43,6 @@ SLACK_S = 30.0
 LONGEST_DEADLINE_S = 86_400.0
 FEW = 2
 """Units in flight of a volunteer that is new or unreliable."""
-PRESENT_S = 600.0
-"""A volunteer without an entry in the log for longer counts as gone."""
 MORE_REPLICAS = 3
 """Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
 MEASURE_S = 30.0
@@ -111,13 +109,11 @@ class Dispatcher:
         return [replicas[one] for one in out if replicas[one].deadline > now]
 
     def _missing(self, unit: UnitState) -> int:
-        """Replicas that the unit lacks."""
         if unit.accepted is not None:
             return 0
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
     def _present(self, now: float) -> set[str]:
-        """Volunteers seen lately in the log, and not banned."""
         return {
             name
             for name, volunteer in self.state.volunteers.items()
@@ -313,7 +309,6 @@ class Dispatcher:
         return []
 
     def overview(self, *, now: float) -> JobOverview:
-        """Return the job's progress, for the status page."""
         return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
 
     def check_invariants(self) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from colab_swarm.workunits.state import EpochEnded, JobState, Measured, Unit, UnitState
 
 MAX_MARKS = 400
 """Units shown one by one."""
+PRESENT_S = 600.0
+"""A volunteer that has been silent for longer counts as gone."""
 
 
 @dataclass(frozen=True)
 class VolunteerRow:
-    """One volunteer.
+    """One volunteer: its id in hex, the name it chose, its reliability (0 to 1), and numbers of units.
 
-    Attributes:
-        volunteer, name: its id in hex, and the name it chose.
-        reliability: between 0 and 1.
-        accepted, rejected, expired, in_flight: numbers of units.
-        banned_until, last_seen: seconds since the epoch; None: not banned.
+    Times are seconds since the epoch; ``banned_until`` is None if it is not banned.
     """
 
     volunteer: str
@@ -46,11 +45,9 @@ class UnitCounts:
 class UnitMark:
     """One unit of the epoch.
 
-    Attributes:
-        state: ``waiting``, ``training``, ``queued`` (for a parameter server), ``assimilated``; or it waits again
-            because its last volunteer was ``late`` or its result ``rejected``.
-        volunteer: name of its last volunteer; empty before the first.
-        staleness: results assimilated while it was trained.
+    ``state`` is ``waiting``, ``training``, ``queued`` (for a parameter server) or ``assimilated``;
+    or the unit waits again because its last ``volunteer`` was ``late`` or its result ``rejected``.
+    ``staleness``: results assimilated while it was trained.
     """
 
     state: str
@@ -65,12 +62,9 @@ class JobOverview:
     Attributes:
         epoch, max_epochs: the current epoch, from 1, and the plan's last one.
         finished: why the job ended; None before.
-        units: of this epoch.
         volunteers: all so far, by their accepted units.
-        epochs: those that ended.
-        measured: accuracies of this epoch so far.
-        unit_s: durations of the latest units, from assignment to result.
-        update_s: durations of the latest updates of the parameters.
+        epochs, measured: the epochs that ended, and this epoch's accuracies so far.
+        unit_s, update_s: durations of the latest units, from assignment to result, and of the latest updates.
         assimilated_at: times of the latest assimilations, seconds since the epoch.
         marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
     """
@@ -86,6 +80,11 @@ class JobOverview:
     update_s: tuple[float, ...]
     assimilated_at: tuple[float, ...]
     marks: tuple[UnitMark, ...] = ()
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy of the newest epoch that has one."""
+        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
 
     def units_per_minute(self, now: float) -> float:
         """Return the rate of the latest assimilations; 0 if there were none."""
@@ -147,17 +146,13 @@ class JobStatus:
     """A job and its coordinator. Times are seconds since the epoch.
 
     Attributes:
-        name: of the job.
-        at, since: now, and the start of this coordinator.
-        target_accuracy: the job ends when an epoch's mean reaches it.
+        since: start of this coordinator.
         rows: samples of each subset.
         local_epochs: passes over its subset that a unit makes.
-        numel: values of the model.
-        version: of the parameters: results assimilated so far.
+        numel, version: values of the model, and results assimilated so far.
         servers, server_deaths: parameter servers that run, and that died.
         backlog: accepted results that wait for a parameter server.
         fault: the store's current error; empty while it works.
-        overview: epochs, units and volunteers.
     """
 
     name: str

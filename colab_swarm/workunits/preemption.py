@@ -24,8 +24,8 @@ from colab_swarm.workunits.state import AnyEntry, Assimilated, Measured
 class PreemptionModel:
     """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the job ``epochs``.
 
-    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted during a unit with
-    ``kill_probability`` (p) and replaced after ``restart_s``.
+    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted
+    during a unit with ``kill_probability`` (p) and replaced after ``restart_s``.
     """
 
     volunteers: int
@@ -96,8 +96,9 @@ class _Fleet:
         plan = WorkPlan(
             subsets=model.units, max_epochs=model.epochs, deadline_s=model.deadline_s, in_flight=model.slots
         )
-        digests = [f"{subset:064x}" for subset in range(model.units)]
-        self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
+        self._dispatcher = Dispatcher(
+            plan, [f"{n:064x}" for n in range(model.units)], random.Random(seed + 1)
+        )
         self._kills = self._lost = self._version = 0
         self._ended_at = 0.0
 

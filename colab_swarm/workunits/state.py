@@ -11,9 +11,9 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends
-as ``accepted`` (also if it agreed with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded``
-(its unit was accepted without it).
+A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a
+majority agrees, and ends as ``accepted`` (also if it agreed with the accepted one), ``rejected``,
+``expired``, ``given back`` or ``superseded`` (its unit was accepted without it).
 
 Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
 starts at 0.1. It forgets within some ten units instead of twenty, because a job of notebooks lasts hours, not months.
@@ -54,11 +54,9 @@ class Met(Entry, frozen=True):
 
 
 class Assigned(Entry, frozen=True):
-    """A volunteer gets a unit, to be trained before ``deadline``.
+    """A volunteer gets a unit, to be trained before ``deadline``, from the parameters of ``version``.
 
-    Attributes:
-        assignment: random name, 32 hex digits; an upload carries nothing else.
-        version: of the parameters at that time.
+    ``assignment`` is a random name of 32 hex digits; an upload carries nothing else.
     """
 
     unit: Unit
@@ -78,9 +76,7 @@ class Returned(Entry, frozen=True):
 class Accepted(Entry, frozen=True):
     """The unit's result, blob ``result``, waits for a parameter server; ``alpha`` weighs the server's parameters.
 
-    Attributes:
-        base: version of the unit's initial parameters.
-        change: how far training moved the parameters (L2 norm).
+    ``base`` is the version of the unit's initial parameters, ``change`` how far training moved them (L2 norm).
     """
 
     unit: Unit
@@ -170,8 +166,7 @@ class Reliability:
         error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
         accepted, rejected, expired: numbers of units.
-        bans: number so far; each is twice as long as the one before.
-        banned_until: end of the latest ban.
+        bans, banned_until: number so far, each twice as long as the one before, and the end of the latest.
         returns: times it gave units back since its last good result, the last time at ``returned_at``.
         rests_until: it gets no units before.
     """
@@ -203,13 +198,11 @@ class Reliability:
         return self.accepted > 0 and self.reliability >= RELIABLE
 
     def on_accepted(self) -> None:
-        """Count a good result."""
         self.accepted, self.returns = self.accepted + 1, 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
     def on_expired(self) -> None:
-        """Count a unit whose deadline passed."""
         self.expired += 1
         self._err()
 
@@ -256,12 +249,8 @@ class UnitReplica:
 class UnitState:
     """One unit of an epoch.
 
-    Attributes:
-        replicas: in order of assignment.
-        accepted: the assignment whose result was accepted; None so far.
-        assimilated: True once the result is part of the parameters.
-        staleness: results assimilated between its initial parameters and its own assimilation.
-        failed_by: volunteers that failed it, and when they last did.
+    ``accepted`` is the assignment whose result was accepted; ``staleness`` counts the results assimilated between its
+    initial parameters and its own assimilation. ``failed_by``: volunteers that failed it, and when they last did.
     """
 
     replicas: list[UnitReplica] = field(default_factory=list)
@@ -275,7 +264,6 @@ class UnitState:
         return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
-        """Return True if a volunteer has a live replica."""
         return any(replica.volunteer == volunteer for replica in self.live())
 
     def returned(self) -> list[UnitReplica]:
@@ -372,7 +360,6 @@ class JobState:
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
     def _back(self, assignment: str, at: float, *, result: str = "") -> None:
-        """Record that a replica's result has arrived."""
         replica = self.replicas[assignment]
         self._seen(replica.volunteer, at).out.discard(assignment)
         if replica.fate != "returned":

@@ -4,11 +4,10 @@ Every method is atomic and durable where the store is. A process killed at any m
 The coordinator and the parameter servers use a store at once, from several threads and processes. A call that raises
 `StoreError` because the connection broke may have taken effect or not: read the log again.
 
-`SqliteStore` is the default: one file, durable, for several processes on one machine. Its log is written ahead (WAL),
-so committed entries survive the death of any process. A power failure may lose the last seconds, and the job resumes
-from a moment before; a sync per entry would cost ten times the time. Writers take turns: an assimilation holds the
-file's one write lock, and readers are not blocked. Pages are 64 KiB, the most that SQLite allows. They make vectors of
-megabytes four times as fast to read and write as the usual 4 KiB.
+`SqliteStore` is the default: one durable file for several processes on one machine. Its log is written ahead (WAL):
+committed entries survive the death of any process, and a power failure may lose the last seconds. A sync per entry
+would cost ten times the time. Writers take turns, readers are not blocked. Pages are 64 KiB, the most that SQLite
+allows: vectors of megabytes are read and written four times as fast as with the usual 4 KiB.
 """
 
 from __future__ import annotations
@@ -54,11 +53,9 @@ That saves 7,000 page faults and half of the processor's time per update of 5 M 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The server's parameters.
+    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,).
 
-    Attributes:
-        version: assimilations so far; under eventual consistency ``values`` may lack some of them.
-        values: read-only, (numel,).
+    Under eventual consistency the values may lack some of them.
     """
 
     version: int
@@ -116,7 +113,6 @@ class ParameterStore(ABC):
         """Release files and connections. The state stays."""
 
     def _check_size(self, first: Floats) -> None:
-        """Raise StoreError if the job has another number of parameters than ``first``."""
         if (numel := len(self.parameters().values)) != len(first):
             raise StoreError(
                 f"the store holds a job {self._job!r} of {numel:,} parameters, but the model has {len(first):,}: "
@@ -132,30 +128,22 @@ class ParameterStore(ABC):
         self._claimed_at[accepted.assignment] = time.perf_counter()
         return accepted
 
-    def _assimilated(
-        self, accepted: Accepted, version: int, *, server: str, now: float, began: float
-    ) -> Assimilated:
+    def _assimilated(self, accepted: Accepted, version: int, *, server: str, now: float) -> Assimilated:
+        ended = time.perf_counter()
         return Assimilated(
             at=now,
             unit=accepted.unit,
             assignment=accepted.assignment,
             server=server,
             version=version,
-            seconds=time.perf_counter() - began,
+            seconds=ended - self._claimed_at.get(accepted.assignment, ended),
         )
-
-    def _began(self, accepted: Accepted) -> float:
-        """Return when this process claimed the result; now, if another process did."""
-        return self._claimed_at.pop(accepted.assignment, time.perf_counter())
 
 
 class Logbook:
-    """The log as one coordinator reads and writes it, on one event loop.
-
-    Before deciding, hold the `lock` and call `settle`.
+    """The log as one coordinator reads and writes it, on one event loop. Hold the `lock` and `settle` before deciding.
 
     Attributes:
-        lock: of the log and of the state made from it.
         version: of the newest parameters.
         fault: the store's current error, for people; empty while it works.
         finished: set when the job is done.
@@ -312,7 +300,6 @@ class SqliteStore(ParameterStore):
         return self._claimed(found[0][0]) if found else None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        began = self._began(accepted)
         with self._transaction() as connection:
             taken = connection.execute(
                 "DELETE FROM queue WHERE job = ? AND assignment = ?", (self._job, accepted.assignment)
@@ -327,7 +314,7 @@ class SqliteStore(ParameterStore):
                 vector.write(new.astype("<f4", copy=False).data.cast("B"))
             connection.execute("UPDATE jobs SET version = ? WHERE id = ?", (version, row))
             self._drop(connection, [accepted.result])
-            self._log(connection, [self._assimilated(accepted, version, server=server, now=now, began=began)])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
 
     def waiting(self) -> int:
@@ -404,13 +391,9 @@ ELSEWHERE = {
 
 def open_store(url: str, job: str) -> ParameterStore:
     """Open the state of ``job`` at ``url``, one of `FORMS` (else ValueError); StoreError if that fails."""
-    scheme, _, rest = url.rpartition("://")
-    if url == "memory":
-        return SqliteStore(MEMORY, job)
-    if scheme == "sqlite" and len(rest) > 1 and rest[0] == "/":
-        return SqliteStore(rest[1:], job)
-    if not scheme and (Path(url).suffix or Path(url).name != url):  # else a word such as "redis"
-        return SqliteStore(url, job)
+    path, scheme = MEMORY if url == "memory" else _file_of(url), url.rpartition("://")[0]
+    if path:
+        return SqliteStore(path, job)
     if scheme not in ELSEWHERE:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
     module, name = ELSEWHERE[scheme]
@@ -418,3 +401,11 @@ def open_store(url: str, job: str) -> ParameterStore:
         return cast(ParameterStore, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
+
+
+def _file_of(url: str) -> str:
+    """Path of the SQLite file at an address; empty if it names none."""
+    scheme, _, rest = url.rpartition("://")
+    if scheme:
+        return rest[1:] if scheme == "sqlite" and rest.startswith("/") else ""
+    return url if Path(url).suffix or Path(url).name != url else ""  # else a word such as "redis"

@@ -3,9 +3,9 @@
 A link is the coordinator's address, and after ``#`` the content of an invitation: ``https://example.org/#NAME.PAYLOAD``.
 In a browser it opens the status page; the part after ``#`` never reaches the server.
 
-Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: the peer's membership, and its signature
-over the method, the path, the digest of the body, a nonce and the time. The coordinator refuses a request that is over
-a minute old, or was seen before.
+Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: the peer's membership,
+and its signature over the method, the path, the digest of the body, a nonce and the time. The
+coordinator refuses a request that is over a minute old, or was seen before.
 """
 
 from __future__ import annotations
@@ -47,13 +47,9 @@ NO_BODY = sha256(b"").digest()
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header.
+    """Content of the header: the peer's key and membership (none in an open run), and what it signed.
 
-    Attributes:
-        key, membership: of the peer; no membership in an open run.
-        method, target: of the request; the path with its query.
-        digest: SHA-256 of the body.
-        nonce, at: random, and seconds since the epoch.
+    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since the epoch.
     """
 
     key: Key
@@ -69,11 +65,9 @@ _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
 class Token:
-    """Sign a peer's requests. The repr holds no secret.
+    """Sign requests of a peer, by its key. The repr holds no secret.
 
-    Args:
-        identity: the peer's key, or the peer.
-        membership: of the run, encoded; empty in an open run. A function if it is renewed.
+    ``membership`` of the run is encoded, and empty in an open run; a function if it is renewed.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -81,7 +75,6 @@ class Token:
 
     @property
     def membership(self) -> bytes:
-        """The current membership."""
         return self._membership if isinstance(self._membership, bytes) else self._membership()
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:

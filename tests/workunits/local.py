@@ -130,11 +130,15 @@ class Stranger:
         place = f"bytes {start}-{start + len(data) - 1}/{whole or start + len(data)}"
         return await self.send("PUT", f"/api/results/{assignment}", data, Content_Range=place)
 
+    async def unit(self) -> tuple[str, bytes]:
+        """The assignment of a new unit, and a good file for it."""
+        given = await self.ask()
+        return given[0].assignment, self._scene.coordination.schema.encode(self._scene.values())
+
     async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
         """Ask for units and bring results at once."""
-        coordination = self._scene.coordination
         given = await self.ask(count)
-        file = coordination.schema.encode(self._scene.values(change))
+        file = self._scene.coordination.schema.encode(self._scene.values(change))
         return [await self.upload(one.assignment, file) for one in given]
 
 
