@@ -11,7 +11,7 @@ from colab_swarm.markup import aligned, count, duration, plain, text
 from colab_swarm.notebook import svg, theme
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.overview import JobStatus, UnitMark, VolunteerRow
+    from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
 
 MAX_ROWS = 20
 SQUARE, ACROSS = 15, 50

@@ -42,7 +42,7 @@ MOST = 1e18
 """Of a value: no mean of such values is infinite, and no square."""
 LEASE_S = 120.0
 """A result whose server died goes to another after this time."""
-FAREWELL_S, LONGEST_PAUSE_S = 30.0, 60.0
+IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
 
 
 class Validator:
@@ -120,20 +120,14 @@ class ParameterServer:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
-        rng = random.Random()
-        idle, trouble = Backoff(rng, 0.01, 0.1), Backoff(rng, 0.1, 30.0)
-        wait_s = 0.0
+        trouble, wait_s = Backoff(random.Random(), 0.1, 30.0), 0.0
         while not stop.wait(wait_s):
             try:
-                busy = self.run_once(time.time())
+                wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
+                trouble.succeeded()
             except StoreError as error:
                 wait_s = trouble.failed()
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
-            else:
-                trouble.succeeded()
-                if busy:
-                    idle.succeeded()
-                wait_s = 0.0 if busy else idle.failed()
 
     def run_once(self, now: float) -> bool:
         """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""

@@ -48,7 +48,7 @@ from colab_swarm.workunits.assimilation import (
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Job, lay_out, unit_seed
 from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
-from colab_swarm.workunits.overview import JobStatus
+from colab_swarm.workunits.page import JobStatus
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejected, Unit, UnitReplica
 from colab_swarm.workunits.store import Logbook, ParameterStore, open_store
 from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import PRESENT_S, JobOverview, overview_of
+from colab_swarm.workunits.page import PRESENT_S, JobOverview, overview_of
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
     Accepted,

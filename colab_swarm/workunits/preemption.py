@@ -137,12 +137,10 @@ class _Fleet:
                 raise
             now = self._ended_at = virtual_time()
             self._version += 1
-            unit, name = given[0].unit, given[0].assignment
+            unit, name, version = given[0].unit, given[0].assignment, self._version
             self._commit(
                 *self._dispatcher.on_result(name, 1.0, "result", now=now),
-                Assimilated(
-                    at=now, unit=unit, assignment=name, server="", version=self._version, seconds=0.0
-                ),
+                Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )
             while due := self._dispatcher.advance(now=now):

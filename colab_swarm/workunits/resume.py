@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.tensors.statedict import (
-    TensorBytes,
-    decode_skeleton,
-    encode_skeleton,
-    flatten,
-    read_tensors,
-    unflatten,
-    write_tensors,
-)
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import GivenUnit
 
@@ -116,12 +107,7 @@ class UnitSaves:
             "training": held.training,
         }
         try:
-            tensors, skeleton = flatten(state)
-            parts = {}
-            for name, tensor in tensors.items():
-                data = tensor.reshape(-1).view(torch.uint8).numpy().data
-                parts[name] = TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
-            write_tensors(self._file(held.unit), parts, encode_skeleton(skeleton).decode())
+            save_checkpoint(self._file(held.unit), state)
         except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
@@ -151,13 +137,7 @@ class UnitSaves:
 
 
 def _load(path: Path) -> tuple[str, UnitInHand]:
-    parts, skeleton = read_tensors(path)
-    tensors = {}
-    for name, part in parts.items():
-        kind, data = getattr(torch, part.kind), bytearray(part.data)
-        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
-        tensors[name] = flat.reshape(part.shape)
-    state = unflatten(tensors, decode_skeleton(skeleton.encode()))
+    state = load_checkpoint(path)
     unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
     return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
 

@@ -231,9 +231,7 @@ class SqliteStore(ParameterStore):
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
         super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
-        self._local, self._lock = threading.local(), threading.Lock()
-        self._connections: list[tuple[sqlite3.Connection, threading.Lock]] = []
-        self._one_for_all = None if self.shared else self._connect()
+        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
         with self._transaction() as connection:
             for table in TABLES:
                 connection.execute(table)
@@ -323,11 +321,9 @@ class SqliteStore(ParameterStore):
         return int(count[0])
 
     def close(self) -> None:
-        with self._lock:
-            while self._connections:
-                connection, in_use = self._connections.pop()
-                with in_use:  # by its thread: closing it meanwhile would kill the process
-                    connection.close()
+        for connection, in_use in list(self._connections.values()):
+            with in_use:  # by its thread: closing it meanwhile would kill the process
+                connection.close()
 
     def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
         """Row and version of the job's parameters; None if it has none."""
@@ -351,9 +347,10 @@ class SqliteStore(ParameterStore):
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """This thread's connection. A store in memory has one for all threads, which take turns."""
         try:
-            if not hasattr(self._local, "own"):
-                self._local.own = self._one_for_all or self._connect()
-            connection, in_use = self._local.own
+            thread = threading.get_ident() if self.shared else 0
+            if thread not in self._connections:
+                self._connections[thread] = self._connect(), threading.Lock()
+            connection, in_use = self._connections[thread]
             with in_use:
                 yield connection
         except sqlite3.Error as error:
@@ -362,14 +359,11 @@ class SqliteStore(ParameterStore):
                 "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
             ) from error
 
-    def _connect(self) -> tuple[sqlite3.Connection, threading.Lock]:
+    def _connect(self) -> sqlite3.Connection:
         new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        new.execute("PRAGMA page_size = 65536")
-        new.execute("PRAGMA journal_mode = WAL")
-        new.execute("PRAGMA synchronous = NORMAL")
-        with self._lock:
-            self._connections.append((new, threading.Lock()))
-            return self._connections[-1]
+        for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
+            new.execute(f"PRAGMA {setting}")
+        return new
 
 
 def _read(connection: sqlite3.Connection, table: str, row: int) -> bytes:

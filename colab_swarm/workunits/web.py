@@ -29,8 +29,7 @@ from colab_swarm.markup import content_security_policy
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
 from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Refused, Taken
-from colab_swarm.workunits.overview import JobStatus
-from colab_swarm.workunits.page import render_live, render_page, render_prometheus
+from colab_swarm.workunits.page import JobStatus, render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import RequestGate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.workunits.overview import JobStatus
+from colab_swarm.workunits.page import JobStatus
 from colab_swarm.workunits.tokens import RequestGate
 from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs

@@ -166,7 +166,7 @@ async def coordinating(
         await coordinator.close()
 
 
-def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 30.0) -> None:
+def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 90.0) -> None:
     """To its end, in a loop of its own."""
 
     async def bounded() -> None:

@@ -45,7 +45,7 @@ from tests.workunits.stand_in import (
     says,
 )
 
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 90.0
 
 
 @asynccontextmanager
@@ -105,12 +105,13 @@ async def test_an_unreachable_coordinator_shows_in_the_trouble() -> None:
         asking.cancel()
 
 
-async def test_a_refusal_ends_the_call_with_its_reason() -> None:
+@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
+async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -> None:
     async with talking() as (standin, client):
-        standin.meets("POST /api/units", says(403, "banned", "three bad results"))
+        standin.meets("POST /api/units", says(status, code, "three bad results"))
         with pytest.raises(CallRefused, match="three bad results") as refused:
             await client.ask(1)
-        assert refused.value.code == "banned"
+        assert refused.value.code == code
     assert standin.seen == ["POST /api/units"]
 
 
@@ -128,13 +129,6 @@ async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
             assert await slow.card() == standin.card()
             await slow.ask(1)
     assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
-
-
-async def test_a_token_that_is_refused_for_another_reason_is_refused_at_once() -> None:
-    async with talking() as (standin, client):
-        standin.meets("GET /api/job", says(401, "token", "revoked"))
-        with pytest.raises(CallRefused, match="revoked"):
-            await client.card()
 
 
 async def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() -> None:

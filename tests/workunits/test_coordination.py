@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.net.identity import Identity
-from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
-from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import OPEN, Scene, Stranger, coordinating, run, tiny_job, until
+from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
 from tests.workunits.servers import accepted
 
 CODE = """
@@ -147,14 +144,6 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
             "EpochEnded",
             "Finished",
         ]
-
-
-@pytest.mark.parametrize("servers", [0, -1])
-def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
-    with pytest.raises(ValueError, match="1 at least"):
-        Coordinator(
-            tiny_job(), SqliteStore(MEMORY, "tiny"), Token(Identity()), OPEN, tmp_path, servers=servers
-        )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import UnitCounts, UnitMark
+from colab_swarm.workunits.page import UnitCounts, UnitMark
 from colab_swarm.workunits.state import (
     FIRST_BAN_S,
     FREE_RETURNS,

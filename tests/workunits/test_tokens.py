@@ -47,12 +47,6 @@ def test_an_invited_peer_is_admitted_while_the_authority_is_offline() -> None:
     assert gate().check(Token(alice, shown).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
 
 
-def test_an_open_run_admits_every_peer_that_signs() -> None:
-    assert (
-        RequestGate(None).check(Token(alice).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == alice.id
-    )
-
-
 @pytest.mark.parametrize(
     ("header", "message"),
     [

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
+from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
@@ -32,7 +33,7 @@ from tests.workunits.local import RUN, coordinating, run, until
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 from tests.workunits.volunteer_process import SEED
 
-TIME_LIMIT_S = 30.0
+TIME_LIMIT_S = 90.0
 
 
 @asynccontextmanager
@@ -213,6 +214,23 @@ async def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path
     with pytest.raises(ValueError, match=r"not that of 'digits': weight is missing"):
         async with playing(StandIn(digits_job()), tmp_path, other):
             raise AssertionError("it must not start")
+
+
+@pytest.mark.slow
+async def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
+    gate, valve = PauseGate(), Valve(before=2)
+    job = replace(digits_job(), loss=valve)
+    async with playing(StandIn(job, epochs=2), tmp_path, job, gate=gate) as (_, alice):
+        await asyncio.to_thread(valve.reached.wait)
+        gate.hold()
+        valve.go_on.set()
+        await asyncio.sleep(2 * LOOK_S)  # the turn on the thread ends, and another would have begun
+        batches = valve.batches
+        await asyncio.sleep(2 * LOOK_S)
+        assert valve.batches == batches and alice.snapshot().state == "paused"
+        gate.release()
+        await alice.wait_over()
+        assert alice.snapshot().accepted == 4
 
 
 BATCHES = 40
