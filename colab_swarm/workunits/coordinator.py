@@ -366,8 +366,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         base = self.schema.decode(file)
         values, change, fault = base, 0.0, ""
         try:
-            values = self.schema.decode(data)
-            change = await asyncio.to_thread(self._validator.judge, values, base)
+            values, change = await asyncio.to_thread(self._judge, data, base)
         except ValueError as error:
             fault = str(error)
         async with self._log.lock:
@@ -377,6 +376,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             await self._save(assignment, values, change, base)
+
+    def _judge(self, data: bytes, base: Floats) -> tuple[Floats, float]:
+        values = self.schema.decode(data)
+        return values, self._validator.judge(values, base)
 
     async def _save(self, assignment: str, values: Floats, change: float, base: Floats) -> None:
         """Save a valid result in the store, with all entries that follow from it."""

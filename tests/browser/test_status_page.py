@@ -18,15 +18,15 @@ from tests.workunits.statuses import EVIL, status
 pytestmark = needs()
 
 
-class Coordinating:
-    """A coordination, as far as its pages go."""
+class Coordinator:
+    """A coordinator, as far as its pages go."""
 
     def __init__(self, look: Callable[[], JobStatus]) -> None:
         self.status = look
 
 
 async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(Coordinating(look), RequestGate(None))  # type: ignore[arg-type]
+    server = CoordinatorServer(Coordinator(look), RequestGate(None))  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     return server
 

@@ -60,7 +60,7 @@ class Scene:
     """A coordinator over HTTP, and what it wrote."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.coordination, self.server = coordinator, coordinator.server
+        self.coordinator, self.server = coordinator, coordinator.server
         self.store, self.folder = coordinator.store, coordinator.folder
         self.session: aiohttp.ClientSession | None = None
         self.alice, self.bob = Stranger(self), Stranger(self)
@@ -133,12 +133,12 @@ class Stranger:
     async def unit(self) -> tuple[str, bytes]:
         """The assignment of a new unit, and a good file for it."""
         given = await self.ask()
-        return given[0].assignment, self._scene.coordination.schema.encode(self._scene.values())
+        return given[0].assignment, self._scene.coordinator.schema.encode(self._scene.values())
 
     async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
         """Ask for units and bring results at once."""
         given = await self.ask(count)
-        file = self._scene.coordination.schema.encode(self._scene.values(change))
+        file = self._scene.coordinator.schema.encode(self._scene.values(change))
         return [await self.upload(one.assignment, file) for one in given]
 
 

@@ -32,7 +32,6 @@ from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
-    QUICK,
     RUN,
     Fault,
     StandIn,
@@ -116,25 +115,15 @@ async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -
 
 
 async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
-    async with talking() as (standin, _):
-        slow = CoordinatorClient(
-            standin.url,
-            Token(Identity()),
-            run_id=RUN,
-            authority=None,
-            retry_s=QUICK,
-            clock=lambda: time.time() - 3600,
-        )
-        async with slow:
-            assert await slow.card() == standin.card()
-            await slow.ask(1)
+    async with talking() as (standin, _), client_of(standin, clock=lambda: time.time() - 3600) as slow:
+        assert await slow.card() == standin.card()
+        await slow.ask(1)
     assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
 async def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() -> None:
     async with talking() as (standin, client):
-        other = CoordinatorClient(standin.url, Token(Identity()), run_id="other", authority=None)
-        async with other:
+        async with client_of(standin, run_id="other") as other:
             with pytest.raises(NotAdmitted, match="another run"):
                 await other.card()
         renamed = msgspec.structs.replace(standin.card(), name="other")
@@ -151,20 +140,16 @@ async def test_a_coordinator_has_to_belong_to_the_run() -> None:
         plain = Membership(RUN, role, standin.identity.public_key, "carol", now, now + 60)
         return plain.signed(authority.sign).encode()
 
-    async with talking() as (standin, _):
-        client = CoordinatorClient(
-            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, retry_s=QUICK
-        )
-        async with client:
-            with pytest.raises(NotAdmitted):
-                await client.card()
-            standin.membership = membership(standin, Role.VIEWER)
-            with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
-                await client.card()
-            standin.membership = membership(standin, Role.WORKER)
-            assert (await client.card()).key == standin.identity.public_key
-            standin.identity = authority
-            assert (await client.card()).key == authority.public_key
+    async with talking() as (standin, _), client_of(standin, authority=authority.public_key) as client:
+        with pytest.raises(NotAdmitted):
+            await client.card()
+        standin.membership = membership(standin, Role.VIEWER)
+        with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
+            await client.card()
+        standin.membership = membership(standin, Role.WORKER)
+        assert (await client.card()).key == standin.identity.public_key
+        standin.identity = authority
+        assert (await client.card()).key == authority.public_key
 
 
 async def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
@@ -283,10 +268,7 @@ async def test_a_refused_upload_ends_with_the_reason() -> None:
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async with talking() as (standin, _):
         monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
-        client = CoordinatorClient(
-            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
-        )
-        async with client:
+        async with client_of(standin, url="http://coordinator.invalid") as client:
             assert await client.card() == standin.card()
 
 

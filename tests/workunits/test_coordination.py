@@ -34,22 +34,19 @@ job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(s
 async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
     store = SqliteStore(MEMORY, "tiny")
     async with coordinating(tiny_job(), tmp_path, store=store) as scene:
-        alice, first = scene.alice, scene.coordination.card.subsets
+        alice, first = scene.alice, scene.coordinator.card.subsets
         await alice.train()
         await until(lambda: "Measured" in scene.kinds())
         one = (await alice.ask())[0]
-        file = scene.coordination.schema.encode(scene.values())
+        file = scene.coordinator.schema.encode(scene.values())
         await alice.upload(one.assignment, file[:77], whole=len(file))
         before = scene.log
     async with coordinating(tiny_job(), tmp_path, store=store) as scene:
         scene.alice.token = alice.token
-        assert scene.log == before and scene.coordination.card.subsets == first
-        status = scene.coordination.status()
-        assert (status.version, status.overview.units.training, status.overview.units.assimilated) == (
-            1,
-            1,
-            1,
-        )
+        assert scene.log == before and scene.coordinator.card.subsets == first
+        status = scene.coordinator.status()
+        units = status.overview.units
+        assert (status.version, units.training, units.assimilated) == (1, 1, 1)
         head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
         assert head.headers["Received"] == "77"
         answer = await scene.alice.upload(one.assignment, file[77:], start=77)
@@ -76,10 +73,10 @@ async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refuse
             given += [one for one in await stranger.ask(2) if one.subset == 0]
         assert len({one.parameters for one in given}) == 1 and given[0].parameters == "parameters/1-0"
         begun = await strangers[0].send("GET", f"/api/{given[0].parameters}")
-        base = scene.coordination.schema.decode(begun.body)
+        base = scene.coordinator.schema.decode(begun.body)
         statuses = []
         for stranger, one, change in zip(strangers, given, (0.1, 0.9, 0.1001), strict=True):
-            file = scene.coordination.schema.encode(base + np.float32(change))
+            file = scene.coordinator.schema.encode(base + np.float32(change))
             statuses.append((await stranger.upload(one.assignment, file)).status)
         assert statuses == [200, 200, 200]
         good = [entry for entry in scene.log if isinstance(entry, Accepted)]
@@ -106,11 +103,11 @@ async def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> Non
 
 async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path, servers="auto") as scene:
-        await until(lambda: scene.coordination.status().servers == 1)
-        scene.coordination.servers = 3
-        await until(lambda: scene.coordination.status().servers == 3)
-        scene.coordination.servers = 1
-        await until(lambda: scene.coordination.status().servers == 1)
+        await until(lambda: scene.coordinator.status().servers == 1)
+        scene.coordinator.servers = 3
+        await until(lambda: scene.coordinator.status().servers == 3)
+        scene.coordinator.servers = 1
+        await until(lambda: scene.coordinator.status().servers == 1)
 
 
 class Doubtful(SqliteStore):
@@ -129,21 +126,14 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
     store = Doubtful(MEMORY, "tiny")
     async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
         name = (await scene.alice.ask())[0].assignment
-        file, store.name = scene.coordination.schema.encode(scene.values()), "Accepted"
+        file, store.name = scene.coordinator.schema.encode(scene.values()), "Accepted"
         answer = await scene.alice.upload(name, file)
         assert (answer.status, store.broke) == (503, 1)
         answer = await scene.alice.upload(name, file)
         assert (answer.status, answer.problem.code) == (410, "stale")
-        await scene.coordination.wait_finished()
-        assert scene.kinds() == [
-            "Met",
-            "Assigned",
-            "Accepted",
-            "Assimilated",
-            "Measured",
-            "EpochEnded",
-            "Finished",
-        ]
+        await scene.coordinator.wait_finished()
+        ends = ["Accepted", "Assimilated", "Measured", "EpochEnded", "Finished"]
+        assert scene.kinds() == ["Met", "Assigned", *ends]
 
 
 @pytest.mark.slow
@@ -159,7 +149,7 @@ def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_rep
             os.kill(first, signal.SIGKILL)
             await scene.alice.train()
             await until(lambda: scene.kinds().count("Measured") == 2)
-            assert scene.coordination.status().server_deaths == 1
+            assert scene.coordinator.status().server_deaths == 1
             assert servers(scene) == ["server-1", "server-2"]
         assert children() == []
         store.close()
@@ -195,7 +185,7 @@ async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: 
             before = old.log
             answer = await old.alice.send("POST", "/api/units", b"\x91\x01")
             assert (answer.status, answer.problem.code) == (503, "busy")
-            assert "another coordinator" in old.coordination.status().fault
+            assert "another coordinator" in old.coordinator.status().fault
             assert old.log == before
             assert [one.status for one in await new.bob.train()] == [200]
 

@@ -58,7 +58,7 @@ async def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_
         first = await scene.alice.send("GET", "/api/parameters")
         assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
         np.testing.assert_array_equal(
-            scene.coordination.schema.decode(first.body), scene.store.parameters().values
+            scene.coordinator.schema.decode(first.body), scene.store.parameters().values
         )
         headers = {"Range": "bytes=8-", "If_Range": '"0"'}
         assert (await scene.alice.send("GET", "/api/parameters", **headers)).status == 206
@@ -71,11 +71,11 @@ async def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_
 
 async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
-        while not scene.coordination.status().overview.finished:
+        while not scene.coordinator.status().overview.finished:
             for answer in await scene.alice.train(2):
                 assert answer.message(Taken).accepted
             await asyncio.sleep(0.01)
-        await scene.coordination.wait_finished()
+        await scene.coordinator.wait_finished()
         assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
         answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
         assert answer.message(GivenUnits).finished
@@ -129,10 +129,10 @@ async def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(
         ):
             assert (answer.status, answer.problem.code) == (503, "busy")
             assert int(answer.headers["Retry-After"]) > 0
-        assert scene.coordination.status().fault == "the store is away" and store.failures >= 2
+        assert scene.coordinator.status().fault == "the store is away" and store.failures >= 2
         store.broken = False
         assert (await scene.alice.upload(name, file[90:], start=90)).message(Taken).accepted
-        assert scene.coordination.status().fault == ""
+        assert scene.coordinator.status().fault == ""
 
 
 @pytest.mark.parametrize("path", ["/", "/live", "/status.json", "/metrics"])

@@ -97,7 +97,7 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
 ) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         name = (await scene.alice.ask())[0].assignment
-        file, before = scene.coordination.schema.encode(scene.values()), scene.state()
+        file, before = scene.coordinator.schema.encode(scene.values()), scene.state()
         method, target, headers = put(name, size=len(file), whole=len(file))
         sent = asyncio.create_task(scene.alice.raw(method, target, file[:20], **headers))
         await until(lambda: scene.server.running["upload"] == 1)
@@ -196,7 +196,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_voluntee
             assert [one.status for one in await scene.bob.train()] == [200]
         await until(lambda: scene.kinds().count("Measured") == 6)
         one = (await scene.alice.ask())[0]
-        values, schema = scene.values(), scene.coordination.schema
+        values, schema = scene.values(), scene.coordinator.schema
         if fault == "shape":  # as many bytes, another model
             other = Schema(tuple((name, shape[::-1]) for name, shape in schema.entries))
             file, text = other.encode(values), "weight has shape (4, 3), (3, 4) expected"
@@ -241,7 +241,7 @@ async def test_a_result_whose_unit_went_to_another_volunteer_is_refused(tmp_path
 async def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
     async with coordinating(tiny_job(subsets=16), tmp_path) as scene:
         await scene.bob.ask()
-        bad = scene.coordination.schema.encode(scene.values(float("nan")))
+        bad = scene.coordinator.schema.encode(scene.values(float("nan")))
         rejected = 0
         while (given := await scene.alice.send("POST", "/api/units", b"\x91\x01")).status == 200:
             for one in given.message(GivenUnits).units:
@@ -300,7 +300,7 @@ def test_whatever_headers_hold_the_answer_says_what_is_wrong(
 async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
-        file = scene.coordination.schema.encode(scene.values())
+        file = scene.coordinator.schema.encode(scene.values())
         method, target, headers = put(mine.assignment, size=len(file), whole=len(file))
         halves = [scene.alice.raw(method, target, file[:9], **headers) for _ in range(40)]
         tasks = [asyncio.create_task(half) for half in halves]
@@ -316,7 +316,7 @@ async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> Non
 async def test_uploads_of_units_accepted_without_them_are_deleted(tmp_path: Path) -> None:
     async with coordinating(tiny_job(subsets=2, deadline_s=0.05), tmp_path) as scene:
         late = (await scene.alice.ask())[0]
-        file = scene.coordination.schema.encode(scene.values())
+        file = scene.coordinator.schema.encode(scene.values())
         assert (await scene.alice.upload(late.assignment, file[:50], whole=len(file))).status == 200
         answers: list[Answer] = []
         while "Finished" not in scene.kinds() and len(answers) < 3:
