@@ -501,8 +501,6 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
 
 
 class Evaluator:
-    """Measure parameters on the job's validation data."""
-
     def __init__(self, job: Job) -> None:
         self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
         self.schema = Schema.of(self._model)

@@ -99,8 +99,6 @@ class Taken(Message, frozen=True):
 
 
 class GiveBack(Message, frozen=True):
-    """Assignments that the volunteer will not train."""
-
     assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
 

@@ -88,21 +88,15 @@ class Accepted(Entry, frozen=True):
 
 
 class Rejected(Entry, frozen=True):
-    """The result is invalid."""
-
     assignment: str
     reason: str
 
 
 class Expired(Entry, frozen=True):
-    """The deadline passed without a result."""
-
     assignment: str
 
 
 class GaveBack(Entry, frozen=True):
-    """The volunteer returned the unit untrained."""
-
     assignment: str
 
 
@@ -133,8 +127,6 @@ class EpochEnded(Entry, frozen=True):
 
 
 class Finished(Entry, frozen=True):
-    """The job is done."""
-
     reason: str
 
 
