@@ -69,8 +69,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
                 seed=unit_seed(plan.seed, epoch, subset),
                 model=model,
             )
-            while training.done < training.batches:
-                training.step()
+            training.finish()
             values = assimilate(values, evaluator.schema.flatten(model), alpha)
             accuracies.append(evaluator.accuracy(values))
         epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))

@@ -11,7 +11,7 @@ from colab_swarm.markup import aligned, count, duration, plain, text
 from colab_swarm.notebook import svg, theme
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.overview import JobStatus, UnitMark, VolunteerRow
+    from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
 
 MAX_ROWS = 20
 SQUARE, ACROSS = 15, 50
@@ -62,10 +62,9 @@ def figures(status: JobStatus) -> dict[str, str]:
     overview = status.overview
     left = len(status.rows) - overview.units.assimilated
     stale = [mark.staleness for mark in overview.marks if mark.staleness is not None]
-    ended = [one.accuracy for one in overview.epochs if math.isfinite(one.accuracy)]
     target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
     known = {
-        f"accuracy{target}": f"{ended[-1]:.1%}" if ended else "",
+        f"accuracy{target}": "" if overview.accuracy is None else f"{overview.accuracy:.1%}",
         "epoch done in": duration(left / status.units_per_s) if status.units_per_s else "",
         "samples/s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "",
         "staleness": f"{sum(stale) / len(stale):.1f} updates" if stale else "",

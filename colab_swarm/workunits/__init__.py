@@ -1,12 +1,7 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-## The problem
-
-Volunteers' machines may be preempted at any moment. They may sit behind any firewall that lets a browser through,
-without an open port or a long-lived connection. Only the coordinator must be reachable. A volunteer that vanishes costs
-one small piece of work.
-
-## The idea
+Volunteers' machines may be preempted at any moment, and sit behind any firewall that lets a browser through. Only the
+coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work
@@ -16,8 +11,8 @@ one small piece of work.
          |
        queue in the store --> parameter server:  W_s <- alpha W_s + (1 - alpha) W_c
 
-Each result moves the server's parameters a little, in whatever order results arrive. With the paper's `alpha =
-e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
+Each result moves the server's parameters a little, in whatever order results arrive. With the
+paper's `alpha = e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
 
 ## Requests
 
@@ -39,12 +34,10 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
 
 A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
-states).
-
-The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of entries that
-takes effect once they are in the log, and its state is a fold over the log. So a coordinator may be killed
-between any two steps, and the same call resumes the job. A parameter server replaces the parameters, logs the
-assimilation and removes the result from the queue in one step: exactly once, whichever process is killed.
+states). The store's **log** of these entries is the job: a decision of the dispatcher (a pure core) takes effect once
+it is in the log, and the dispatcher's state is a fold over the log. So a coordinator may be killed between any two
+steps, and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and
+removes the result from the queue in one step: exactly once, whichever process is killed.
 
 ## Times
 
@@ -92,22 +85,22 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
-`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
-install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
-`job.train_serially()` is the baseline.
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
+swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
+hold the state elsewhere (`pip install "colab-swarm[workunits]"`). `servers=3` runs three parameter
+servers; the default follows the results. `job.train_serially()` is the baseline.
 
 ## The paper and the modules
 
-Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD), [arXiv
-2103.08894](https://arxiv.org/abs/2103.08894).
+Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD),
+[arXiv 2103.08894](https://arxiv.org/abs/2103.08894).
 
 | section | module |
 |---|---|
-| equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
+| equation 1, VC-ASGD | `weights` |
 | work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `assimilation` |
 | III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `redis_store` |
-| IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
+| IV: preemptible machines, price and time | `preemption` |
 | IV-D: strong consistency (SQL) | `sql`, `store` (SQLite) |
 
 ## Measured

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,14 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Evaluator, Job, WorkPlan
 from colab_swarm.workunits.messages import Backoff
 from colab_swarm.workunits.state import Measured
-from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
-from colab_swarm.workunits.weights import Floats, assimilate
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
+from colab_swarm.workunits.weights import Floats, assimilate, moved
 
+logger = logging.getLogger(__name__)
 LATEST = 100
 KNOWN = 5
 """After this many accepted results the usual change of the parameters is known."""
@@ -37,18 +40,9 @@ FIRST_CHANGE = 1000.0
 """Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
 MOST = 1e18
 """Of a value: no mean of such values is infinite, and no square."""
-PIECE = 1 << 16
-
-
-def moved(values: Floats, base: Floats) -> float:
-    """Return the L2 norm of ``values - base``, both (numel,), summed in float64; not finite if a value is not."""
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # a stranger's values may overflow
-        for start in range(0, len(values), PIECE):
-            piece = slice(start, start + PIECE)
-            change = np.subtract(values[piece], base[piece], dtype=np.float64)
-            total += float(change @ change)
-    return float(np.sqrt(total))
+LEASE_S = 120.0
+"""A result whose server died goes to another after this time."""
+IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
 
 
 class Validator:
@@ -62,29 +56,30 @@ class Validator:
         """Take note of the ``change`` (L2 norm) of an accepted result."""
         self._changes.append(change)
 
-    def judge(self, values: Floats, base: Floats) -> str | None:
-        """Return why a result is refused; None if it is good. ``base``: parameters of about its start."""
+    def judge(self, values: Floats, base: Floats) -> float:
+        """Return the L2 norm of a result's change; raise ValueError if the result is refused.
+
+        ``base``: parameters of about its start.
+        """
         if len(values) != len(base):
-            return f"{len(values):,} values, {len(base):,} expected"
-        bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
-        if bad:
-            return (
-                f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: "
-                "a lower learning rate may help"
+            raise ValueError(f"{len(values):,} values, {len(base):,} expected")
+        if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
+            raise ValueError(
+                f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
             )
         change = moved(values, base)
         if len(self._changes) < KNOWN:
             most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
-            return (
-                None if change <= most else f"training moved the parameters by {change:.3g}, over {most:.3g}"
+            limit = f"over {most:.3g}"
+        else:
+            usual = statistics.median(self._changes)
+            most = self._max_change * usual
+            limit = (
+                f"usually it is {usual:.3g} and {self._max_change:g} times as much is allowed (max_change)"
             )
-        usual = statistics.median(self._changes)
-        if change <= self._max_change * usual:
-            return None
-        return (
-            f"training moved the parameters by {change:.3g}, usually it is {usual:.3g} "
-            f"and {self._max_change:g} times as much is allowed (max_change)"
-        )
+        if change > most:
+            raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
+        return change
 
 
 @dataclass
@@ -94,8 +89,7 @@ class Staffing:
     Attributes:
         most: servers at once; by default the processors of this machine, less one for the coordinator.
         crowd: waiting results per server above which servers are too few.
-        grow_s: time for which they must be too few before another starts.
-        shrink_s: time for which nothing must have waited before one stops. Starting a process takes seconds.
+        grow_s, shrink_s: time for which they must be too few, or nothing must have waited. Starting one takes seconds.
     """
 
     most: int = max(1, (os.cpu_count() or 1) - 1)
@@ -117,12 +111,6 @@ class Staffing:
         return max(1, min(self.most, wanted))
 
 
-logger = logging.getLogger(__name__)
-
-LEASE_S = 120.0
-"""A result whose server died goes to another after this time."""
-
-
 class ParameterServer:
     """Assimilate results of the store until stopped; measure the accuracy after each. ``name`` is for the log."""
 
@@ -132,20 +120,14 @@ class ParameterServer:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
-        rng = random.Random()
-        idle, trouble = Backoff(rng, 0.01, 0.1), Backoff(rng, 0.1, 30.0)
-        wait_s = 0.0
+        trouble, wait_s = Backoff(random.Random(), 0.1, 30.0), 0.0
         while not stop.wait(wait_s):
             try:
-                busy = self.run_once(time.time())
+                wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
+                trouble.succeeded()
             except StoreError as error:
                 wait_s = trouble.failed()
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
-            else:
-                trouble.succeeded()
-                if busy:
-                    idle.succeeded()
-                wait_s = 0.0 if busy else idle.failed()
 
     def run_once(self, now: float) -> bool:
         """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""
@@ -176,36 +158,22 @@ class ParameterServer:
             self._measured = []
 
 
-FAREWELL_S = 30.0
-LONGEST_PAUSE_S = 60.0
-
-
-class ThreadWorker:
+class ThreadWorker(threading.Thread):
     """A parameter server on a thread, for stores that other processes cannot open."""
 
     def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
-        self._stop = threading.Event()
-        self._store, self._job, self._name = store, job, name
-        self._thread = threading.Thread(target=self._run, name=f"parameter server {name}", daemon=True)
-        self._thread.start()
+        super().__init__(name=f"parameter server {name}", daemon=True)
+        self._store, self._job, self._end = store, job, threading.Event()
+        self.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
-            ParameterServer(self._store, Evaluator(self._job), self._name).run(self._stop)
+            ParameterServer(self._store, Evaluator(self._job), self.name.rpartition(" ")[2]).run(self._end)
         except Exception:  # the pool replaces it
-            logger.exception("parameter server %s failed", self._name)
-
-    def alive(self) -> bool:
-        """Return True while it runs."""
-        return self._thread.is_alive()
+            logger.exception("%s failed", self.name)
 
     def stop(self) -> None:
-        """End it after its current update."""
-        self._stop.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended; a thread cannot be killed."""
-        self._thread.join(timeout_s)
+        self._end.set()
 
 
 def code_of_servers(job: Job) -> str:
@@ -215,16 +183,17 @@ def code_of_servers(job: Job) -> str:
 
 
 class ProcessWorker:
-    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file."""
+    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file.
+
+    The first line of the process's input is the store's address: it may hold a password, and arguments are visible to
+    every user of the machine. When the input closes, this process is dead, and the server exits at once.
+    """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
-        module = "colab_swarm.workunits.server_process"
-        options = ["--name", job, "--code", str(code), "--server", name]
         with code.with_name("parameter-servers.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *options],
-                stdin=subprocess.PIPE,  # it closes with this process, which ends the server
-                text=True,
+                [sys.executable, "-c", f"from {__name__} import serve; serve()", job, str(code), name],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=os.environ | KEEP_MEMORY,
@@ -233,18 +202,16 @@ class ProcessWorker:
         assert self._process.stdin is not None  # it is a pipe
         self._input = self._process.stdin
         with contextlib.suppress(OSError):  # it is dead already: the pool notices
-            self._input.write(f"{store}\n")  # it may hold a password, so it is not an argument
+            self._input.write(f"{store}\n".encode())
             self._input.flush()
 
-    def alive(self) -> bool:
-        """Return True while it runs."""
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End it after its current update."""
         self._process.terminate()
 
-    def wait(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> None:
         """Wait until it has ended; after ``timeout_s`` kill it."""
         try:
             self._process.wait(timeout_s)
@@ -253,6 +220,25 @@ class ProcessWorker:
             self._process.wait()
         with contextlib.suppress(OSError):
             self._input.close()
+
+
+def serve() -> None:
+    """Serve in a process that a `ProcessWorker` started, until SIGTERM, or until its input closes."""
+    job, code, name = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    url = sys.stdin.readline().strip()
+    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
+    torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
+    store = open_store(url, job)
+    ParameterServer(store, Evaluator(Job.load(code)), name).run(stop)
+    store.close()
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
 
 
 class WorkerPool:
@@ -269,12 +255,10 @@ class WorkerPool:
 
     @property
     def size(self) -> int:
-        """Number of servers that run."""
-        return sum(one.alive() for one in self._running)
+        return sum(one.is_alive() for one in self._running)
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Start or stop servers until ``wanted`` run."""
-        alive = [one for one in self._running if one.alive()]
+        alive = [one for one in self._running if one.is_alive()]
         if died := len(self._running) - len(alive):
             self.deaths += died
             self._pause_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(self.deaths, 16))
@@ -282,15 +266,14 @@ class WorkerPool:
         self._running, surplus = alive[:wanted], alive[wanted:]
         for one in surplus:
             one.stop()
-        self._stopping = [one for one in self._stopping + surplus if one.alive()]
+        self._stopping = [one for one in self._stopping + surplus if one.is_alive()]
         while len(self._running) < wanted and now >= self._pause_until:
             self._started += 1
             self._running.append(self._start(f"server-{self._started}"))
 
     def close(self) -> None:
-        """Stop all servers and wait for them."""
         workers, self._running = self._running + self._stopping, []
         for one in workers:
             one.stop()
         for one in workers:
-            one.wait(FAREWELL_S)
+            one.join(FAREWELL_S)

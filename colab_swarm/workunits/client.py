@@ -3,10 +3,6 @@
 A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes transferred before a
 connection broke are not transferred again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with
 `CallRefused`, whose code is the problem's. A proxy's error page is retried like any network error.
-
-`SubsetCache` saves subsets of data on the volunteer's disk, so that each is fetched once. It is bounded and evicts the
-least recently used file. A file is named by its SHA-256, which is checked at each read; a garbled file is deleted. Its
-modification time says when it was last used. Several volunteers may share the folder.
 """
 
 from __future__ import annotations
@@ -32,8 +28,8 @@ import msgspec
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
-from colab_swarm.workunits.job import MAX_CODE_CHARACTERS
 from colab_swarm.workunits.messages import (
+    MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
     Backoff,
@@ -65,11 +61,9 @@ class Download:
     etag: str = ""
     data: bytearray = field(default_factory=bytearray)
 
-    def headers(self) -> dict[str, str]:
-        """Return headers that request the rest of this version, or the whole file if the version is unknown."""
-        if not (self.data and self.etag):
-            return {}
-        return {"Range": f"bytes={len(self.data)}-", "If-Range": self.etag}
+    def restart(self, text: str) -> RetryableError:
+        self.data = bytearray()
+        return RetryableError(text)
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +71,11 @@ SUFFIX, PARTIAL = ".subset", ".partial"
 
 
 class SubsetCache:
-    """Files by their SHA-256 in hex, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`."""
+    """Subsets of data on disk, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`.
+
+    A file is named by its SHA-256 in hex, which is checked at each read; a garbled file is deleted.
+    Its modification time says when it was last used. Several volunteers may share the folder.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -115,7 +113,6 @@ class SubsetCache:
         return tuple(path.stem for _, _, path in reversed(self._files()) if path.suffix == SUFFIX)[:MAX_HELD]
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Time of use, size in bytes and path, oldest first; with files that a killed process left half written."""
         found = []
         for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{PARTIAL}")]:
             try:
@@ -165,8 +162,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     Args:
         url: of the coordinator, such as ``https://example.org``.
         token: signs the requests.
-        run_id: the run that the coordinator must belong to.
-        authority: the run's public key; None in an open run, where anyone may coordinate.
+        run_id, authority: the run that the coordinator must belong to, and its public key; None in an open run.
         retry_s: shortest and longest wait between retries.
         rng: random numbers for the waits.
         clock: seconds since the epoch; the coordinator's own clock corrects it.
@@ -208,8 +204,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def code(self, card: JobCard) -> str:
         """Return the job's Python code; empty if it has none."""
-        if not card.code_sha256:
-            return ""
 
         async def attempt() -> str:
             async with self._request("GET", "/api/code") as answer:
@@ -218,7 +212,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 raise RetryableError("the job's code came garbled")
             return body.decode()
 
-        return await self._until_done(attempt)
+        return await self._until_done(attempt) if card.code_sha256 else ""
 
     async def ask(
         self, count: int, *, held: Sequence[str] = (), name: str = "", in_hand: Sequence[str] = ()
@@ -229,20 +223,18 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def give_back(self, assignments: Sequence[str]) -> None:
         """Return units untrained."""
-        await self._message(
-            "POST", "/api/return", GivenUnits, msgspec.msgpack.encode(GiveBack(tuple(assignments)))
-        )
+        body = msgspec.msgpack.encode(GiveBack(tuple(assignments)))
+        await self._message("POST", "/api/return", GivenUnits, body)
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
         download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
         async def attempt() -> bytes:
-            await self._fetch(download, download.headers())
+            await self._fetch(download)
             data = bytes(download.data)
             if await asyncio.to_thread(lambda: sha256(data).hexdigest()) != subset.sha256:
-                download.data.clear()
-                raise RetryableError("a subset of the data came garbled")
+                raise download.restart("a subset of the data came garbled")
             return data
 
         return await self._until_done(attempt)
@@ -253,15 +245,15 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         async def attempt() -> Floats:
             target, etag, values = self._newest or ("", "", None)
-            known = target == download.target and etag and not download.data
-            headers = {"If-None-Match": etag} if known else download.headers()
-            if not await self._fetch(download, headers) and values is not None:
+            if (
+                not await self._fetch(download, etag if target == download.target else "")
+                and values is not None
+            ):
                 return values
             try:
                 values = schema.decode(memoryview(download.data))
             except ValueError as error:
-                download.data = bytearray()
-                raise RetryableError(f"the parameters cannot be used: {error}") from error
+                raise download.restart(f"the parameters cannot be used: {error}") from error
             values.flags.writeable = False
             self._newest = download.target, download.etag, values
             return values
@@ -303,7 +295,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         return await self._until_done(attempt)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -322,21 +313,23 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         return await self._until_done(attempt)
 
-    async def _fetch(self, download: Download, headers: Mapping[str, str]) -> bool:
-        """Continue a download; return False if the known version is the newest."""
-        target, most = download.target, download.size_bytes
+    async def _fetch(self, download: Download, known: str = "") -> bool:
+        """Continue a download, or begin it; return False if the version ``known`` is the newest."""
+        target, most, headers = download.target, download.size_bytes, {}
+        if not download.data:
+            headers = {"If-None-Match": known} if known else {}
+        elif download.etag:
+            headers = {"Range": f"bytes={len(download.data)}-", "If-Range": download.etag}
         async with self._request("GET", target, headers=headers) as answer:
             if answer.status == 304:
                 return False
             if answer.status != 206:
                 download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
             elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
-                download.data = bytearray()
-                raise RetryableError(f"{target} came in another range than requested")
+                raise download.restart(f"{target} came in another range than requested")
             async for piece in answer.content.iter_chunked(READ_BYTES):
                 if len(download.data) + len(piece) > most:
-                    download.data = bytearray()
-                    raise RetryableError(f"{target} is longer than its {most:,} bytes")
+                    raise download.restart(f"{target} is longer than its {most:,} bytes")
                 download.data += piece
                 self.received_bytes += len(piece)
         if len(download.data) < most:
@@ -382,10 +375,11 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             yield answer
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> NoReturn:
-        problem = _problem(await _body(answer, MAX_ANSWER_BYTES))
-        asked_s = _seconds(answer.headers.get("Retry-After", ""))
-        if problem is None:
-            raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s)
+        body, asked_s = await _body(answer, MAX_ANSWER_BYTES), _seconds(answer.headers.get("Retry-After", ""))
+        try:
+            problem = msgspec.msgpack.decode(body, type=Problem)
+        except UNDECODABLE as error:  # something else answered
+            raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s) from error
         if problem.code == "token" and self._set_clock(answer.headers.get("Date", "")):
             raise RetryableError("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
@@ -429,14 +423,6 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(body, type=kind)
     except UNDECODABLE as error:
         raise RetryableError("an answer that no coordinator gives: is the link right?") from error
-
-
-def _problem(body: bytes) -> Problem | None:
-    """Return the coordinator's refusal; None if something else answered."""
-    try:
-        return msgspec.msgpack.decode(body, type=Problem)
-    except UNDECODABLE:
-        return None
 
 
 def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:

@@ -1,10 +1,8 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-A link lets volunteers in. It is the coordinator's address, and after ``#`` the content of an invitation:
-
-    https://example.org/#NAME.PAYLOAD
-
-In a browser it opens the status page; the part after ``#`` never reaches the server.
+All state is the store's log. Requests are answered one at a time, in three steps: read the new entries of the log, let
+the dispatcher decide, append the decision. What is not in the log has not happened, so a coordinator may be killed
+between any two steps. When the store fails, the step is not done and the volunteer retries.
 """
 
 from __future__ import annotations
@@ -13,23 +11,25 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import os
+import random
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
 
+import msgspec
+import numpy as np
 from filelock import FileLock, Timeout
 from torch import nn
 
-from colab_swarm.errors import InviteError
+from colab_swarm.errors import StoreError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import PROJECT_URL, Access, Invite
+from colab_swarm.invite import Access
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, Membership
-from colab_swarm.net.peers import Peers, Role
+from colab_swarm.net.peers import PeerId
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import render_html, render_text, summary
 from colab_swarm.notebook.invitation import Invitation
@@ -37,14 +37,23 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.authority import AuthoritySettings
-from colab_swarm.workunits.coordination import Coordination
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.overview import JobStatus
-from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import open_store
-from colab_swarm.workunits.tokens import RequestGate, Token
+from colab_swarm.workunits.assimilation import (
+    ProcessWorker,
+    Staffing,
+    ThreadWorker,
+    Validator,
+    WorkerPool,
+    code_of_servers,
+)
+from colab_swarm.workunits.dispatcher import Dispatcher
+from colab_swarm.workunits.job import Job, lay_out, unit_seed
+from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
+from colab_swarm.workunits.page import JobStatus
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejected, Unit, UnitReplica
+from colab_swarm.workunits.store import Logbook, ParameterStore, open_store
+from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink
 from colab_swarm.workunits.web import CoordinatorServer
+from colab_swarm.workunits.weights import Floats, Schema, moved
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -52,87 +61,15 @@ LOCAL_ONLY = (
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
 LINK_HOURS = 7 * 24.0
-VIEWS = Views(
+VIEWS: Views[JobStatus] = Views(
     render_html,
     render_text,
     summary,
-    lambda status: status.overview.finished is not None,
+    lambda status: bool(status.overview.finished),
     "coordinator",
     ("Stop", "Stopped"),
 )
 _coordinators: set[Coordinator] = set()
-
-
-@dataclass(frozen=True)
-class WorkLink:
-    """The content of a link: the coordinator's address, and the invitation to its run."""
-
-    url: str
-    invite: Invite
-
-    @classmethod
-    def issue(cls, url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-        """Issue a link as the authority of the run, valid for ``hours``."""
-        until = time.time() + 3600 * hours
-        if entrance.closed is None:
-            return cls(url, Invite(entrance.run_id, (), until))
-        secret = os.urandom(32)
-        key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
-        grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
-        return cls(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
-
-    @classmethod
-    def parse(cls, text: str) -> WorkLink:
-        """Read a link.
-
-        Raises:
-            InviteError: it is no link to a coordinator, or is mistyped, tampered with or expired.
-        """
-        url = text.strip().strip("'\"").partition("#")[0]
-        if url.startswith(PROJECT_URL):
-            raise InviteError(
-                "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
-            )
-        if not url.startswith(("http://", "https://")) or "#" not in text:
-            raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
-        return cls(url, Invite.parse(text))
-
-    @property
-    def authority(self) -> bytes | None:
-        """Public key of the run's authority; None in an open run."""
-        return None if self.invite.access == "open" else self.invite.authority
-
-    def token(self, identity: Identity) -> Token:
-        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
-        grant = self.invite.grant
-        if grant is None:
-            return Token(identity)
-        if not grant.offline:
-            raise InviteError(
-                "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-                "then swarm.volunteer(link)"
-            )
-        membership = Membership.by_invitation(
-            grant, self.invite.key, key=identity.public_key, now=time.time()
-        )
-        return Token(identity, membership.encode())
-
-    def shown(self) -> Invitation:
-        """Return the link as an invitation that displays itself."""
-        return Invitation(
-            str(self),
-            run=self.invite.name,
-            role="volunteer",
-            expires_at=self.invite.expires_at,
-            purpose="volunteer",
-            warning=LOCAL_ONLY if is_local(host_of(self.url)) else "",
-        )
-
-    def __str__(self) -> str:
-        return f"{self.url}#{str(self.invite).partition('#')[2]}"
-
-    def __repr__(self) -> str:
-        return f"WorkLink({self.url}, {self.invite.name})"
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -160,61 +97,63 @@ class CoordinatorOptions(TypedDict, total=False):
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
+    On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
+
+    Args:
+        job, store: the job and its state; the caller closes the store.
+        token, access: of the peer that coordinates, and of its run.
+        folder: for the data of volunteers and for unfinished uploads.
+        servers: number of parameter servers; ``auto``: as many as the results need.
+        tick_s: interval of the check for passed deadlines.
+        clock: seconds since the epoch.
+
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
         url: address of the status page, which is public.
         stopped: True after `stop`.
+        schema, card: of the job's parameters, and the job as volunteers see it.
     """
 
     link: Invitation
 
-    def __init__(self, runtime: Runtime, coordination: Coordination, access: RunAccess, token: Token) -> None:
-        self.url, self.stopped = "", False
-        self._runtime, self._coordination, self._access, self._token = runtime, coordination, access, token
-        self._server = CoordinatorServer(coordination, RequestGate(access.admission))
+    def __init__(
+        self,
+        job: Job,
+        store: ParameterStore,
+        token: Token,
+        access: RunAccess,
+        folder: Path,
+        *,
+        servers: int | Literal["auto"] = "auto",
+        tick_s: float = 0.5,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.url, self.stopped, self.servers, self.folder = "", False, servers, folder
+        self.schema = Schema.of(job.first_model())
+        self.job, self.store, self._token, self._access = job, store, token, access
+        self._tick_s, self._clock, self._since = tick_s, clock, clock()
+        self.server = CoordinatorServer(self, RequestGate(access.admission))
+        self._validator, self._staffing = Validator(job.plan), Staffing()
+        self._pool, self._backlog = WorkerPool(self._start_server), 0
+        self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
+        self._loading = asyncio.Lock()
+        self._upkeep: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
 
-    async def _start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None) -> None:
-        """Start all parts, or none."""
-        host, self.url = options.get("host", ""), options.get("url", "")
-        try:
-            await self._coordination.start()
-            port = await self._listen(host, options.get("port", 0))
-            if tunnel is not None:
-                self._tunnel = await Tunnel(
-                    tunnel, port, on_change=self._on_tunnel, events=EventLog(), sent_bytes=float
-                ).open()
-                self._on_tunnel(self._tunnel.address)
-            elif not self.url:
-                found = reachable_addresses(options.get("host", "0.0.0.0"), port)
-                self.url = f"http{found[min(1, len(found) - 1)].removeprefix('ws')}/"  # the first is loopback
-        except BaseException:
-            await self._close()
-            raise
+    @property
+    def servers(self) -> int | Literal["auto"]:
+        """Number of parameter servers; may be set at any time."""
+        return self._servers
 
-    async def _listen(self, host: str, wanted: int) -> int:
-        """Return the port. That of last time is tried first, so that links stay valid."""
-        saved = self._coordination.folder / "port"
-        if not wanted and saved.exists():
-            with contextlib.suppress(OSError, ValueError):
-                await self._server.start(host, int(saved.read_text()))
-                return int(saved.read_text())
-        await self._server.start(host, wanted)
-        port = urlsplit(self._server.url).port or 0
-        saved.write_text(str(port))
-        return port
+    @servers.setter
+    def servers(self, servers: int | Literal["auto"]) -> None:
+        if servers != "auto" and servers < 1:
+            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
+        self._servers = servers
 
-    def _on_tunnel(self, address: str | None) -> None:
-        if address is not None:
-            self.url = f"http{address.removeprefix('ws')}/"
-            logger.info("volunteers reach this coordinator at %s", self.url)
-
-    async def _close(self) -> None:
-        if self._tunnel is not None:
-            await self._tunnel.close()
-        await self._server.close()
-        await self._coordination.stop()
+    # -- for users
 
     def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
@@ -222,34 +161,25 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         Only the authority of a run issues links. A peer that joined a swarm passes its own invitation on.
         """
         if self._access.invitation is not None:
-            return WorkLink(self.url, self._access.invitation).shown()
-        return WorkLink.issue(self.url, self._access, self._token.identity, hours=hours).shown()
-
-    @property
-    def servers(self) -> int | Literal["auto"]:
-        """Number of parameter servers; may be set at any time."""
-        return self._coordination.servers
-
-    @servers.setter
-    def servers(self, servers: int | Literal["auto"]) -> None:
-        self._coordination.servers = servers
+            return shown(WorkLink(self.url, self._access.invitation))
+        return shown(WorkLink.issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         """Return the job's progress."""
 
         async def look() -> JobStatus:
-            return self._coordination.status()
+            return self.status()
 
-        return self._runtime.call(look())
+        return Runtime.shared().call(look())
 
     def log(self) -> list[AnyEntry]:
         """Return all that happened to the job, in order: see `colab_swarm.workunits.state`."""
-        return [entry for _, entry in self._coordination.store.entries()]
+        return [entry for _, entry in self.store.entries()]
 
     def model(self) -> nn.Module:
         """Return the job's model with the newest parameters."""
-        model = self._coordination.job.first_model()
-        self._coordination.schema.load(model, self._coordination.store.parameters().values)
+        model = self.job.first_model()
+        self.schema.load(model, self.store.parameters().values)
         return model
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -258,11 +188,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         async def waiting() -> bool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._coordination.wait_finished()
-                    return True
-            return False
+                    await self.wait_finished()
+            return self._log.finished.is_set()
 
-        return self._runtime.call(waiting())
+        return Runtime.shared().call(waiting())
 
     def stop(self) -> None:
         """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
@@ -270,7 +199,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             self.stopped = True
             _coordinators.discard(self)
             with self._held:
-                self._runtime.call(self._close())
+                Runtime.shared().call(self.close())
 
     def panel(self) -> Panel[JobStatus]:
         """Return a live view: widgets in a notebook, text elsewhere."""
@@ -289,6 +218,300 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     def _repr_html_(self) -> str:
         return render_html(self.snapshot())
 
+    # -- life
+
+    async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
+        """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
+        try:
+            await self._begin()
+            host, self.url = options.get("host", ""), options.get("url", "")
+            port = await self._listen(host, options.get("port", 0))
+            if tunnel is not None:
+                self._tunnel = await Tunnel(
+                    tunnel, port, on_change=self._on_tunnel, events=EventLog(), sent_bytes=float
+                ).open()
+                self._on_tunnel(self._tunnel.address)
+            elif not self.url:
+                found = reachable_addresses(host or "0.0.0.0", port)
+                self.url = f"http{found[min(1, len(found) - 1)].removeprefix('ws')}/"  # the first is loopback
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _begin(self) -> None:
+        plan, identity = self.job.plan, self._token.identity
+        subsets = await asyncio.to_thread(lay_out, self.job, self.folder / "data")
+        await asyncio.to_thread(self.store.begin, self.schema.flatten(self.job.first_model()))
+        (self.folder / "job.py").write_text(code_of_servers(self.job), encoding="utf-8")
+        self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
+        self._log = Logbook(self.store, self.dispatcher, self._validator.learn, self._clock)
+        self.card = JobCard(
+            run_id=self._access.run_id,
+            name=self.job.name,
+            key=identity.public_key,
+            membership=self._token.membership,
+            code_sha256=sha256(self.job.code.encode()).hexdigest() if self.job.code else "",
+            local_epochs=plan.local_epochs,
+            batch_size=plan.batch_size,
+            schema=self.schema.head(),
+            subsets=subsets,
+        ).signed(identity.sign)
+        async with self._log.lock:
+            await self._log.settle()
+        self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
+
+    async def _listen(self, host: str, wanted: int) -> int:
+        """Return the port. That of last time is tried first, so that links stay valid."""
+        saved = self.folder / "port"
+        if not wanted and saved.exists():
+            with contextlib.suppress(OSError, ValueError):
+                await self.server.start(host, int(saved.read_text()))
+                return int(saved.read_text())
+        await self.server.start(host, wanted)
+        port = urlsplit(self.server.url).port or 0
+        saved.write_text(str(port))
+        return port
+
+    def _on_tunnel(self, address: str | None) -> None:
+        if address is not None:
+            self.url = f"http{address.removeprefix('ws')}/"
+            logger.info("volunteers reach this coordinator at %s", self.url)
+
+    async def close(self) -> None:
+        """Stop coordinating; the job can be resumed later. Idempotent."""
+        if self._tunnel is not None:
+            await self._tunnel.close()
+        await self.server.close()
+        upkeep, self._upkeep = self._upkeep, None
+        if upkeep is not None:
+            self._stopping.set()
+            await upkeep  # not cancelled: its threads use the store, and start servers
+            await asyncio.to_thread(self._pool.close)
+
+    async def wait_finished(self) -> None:
+        """Wait until the job is done."""
+        await self._log.finished.wait()
+
+    # -- units
+
+    async def ask(self, volunteer: PeerId, request: AskForUnits) -> GivenUnits:
+        """Assign units to a volunteer; raise Refused if it is banned."""
+        me = volunteer.hex()
+        async with self._log.lock:
+            await self._log.settle()
+            self.check_ban(volunteer)
+            now = self._clock()
+            again = self.dispatcher.unacknowledged(me, request.in_hand, now=now)[: request.count]
+            count = request.count - len(again)
+            units = self.dispatcher.assign(me, count, request.held, now=now, version=self._log.version)
+            new = units and me not in self.dispatcher.state.volunteers
+            met = [Met(at=now, volunteer=me, name=request.name)] if new else []
+            units, put = await self._with_base(units)
+            await self._log.write([*met, *units], put=put)
+            return self._answer(me, [*again, *units], now)
+
+    async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
+        """Take back units that a volunteer will not train."""
+        async with self._log.lock:
+            await self._log.settle()
+            now = self._clock()
+            await self._log.write(self.dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
+            return self._answer(volunteer.hex(), [], now)
+
+    def _answer(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> GivenUnits:
+        plan, epochs = self.job.plan, self.dispatcher.state.epochs
+        given = [
+            GivenUnit(
+                assignment=one.assignment,
+                epoch=one.unit.epoch,
+                subset=one.unit.subset,
+                data=self.card.subsets[one.unit.subset].sha256,
+                parameters="parameters" if plan.replication == 1 else f"parameters/{one.unit}",
+                deadline_s=one.deadline - now,
+                seed=unit_seed(plan.seed, one.unit.epoch, one.unit.subset),
+            )
+            for one in units
+        ]
+        return GivenUnits(
+            tuple(given),
+            wait_s=0.0 if given else self.dispatcher.wait_s(volunteer, now=now),
+            finished=self.dispatcher.state.finished is not None,
+            epoch=self.dispatcher.epoch,
+            accuracy=epochs[-1].accuracy if epochs else None,
+        )
+
+    def check_ban(self, volunteer: PeerId) -> None:
+        if (ban := self.dispatcher.ban_of(volunteer.hex(), now=self._clock())) is not None:
+            raise Refused("banned", ban)
+
+    # -- results
+
+    def check(self, volunteer: PeerId, assignment: str) -> None:
+        """Raise Refused if a volunteer's result for an assignment is not wanted."""
+        if refusal := self.dispatcher.refusal(assignment, volunteer.hex(), now=self._clock()):
+            raise Refused(*refusal)
+
+    def awaits(self, assignment: str) -> bool:
+        """Return True if the result of an assignment is wanted from its volunteer."""
+        replica = self.dispatcher.state.replicas.get(assignment)
+        return replica is not None and not self.dispatcher.refusal(
+            assignment, replica.volunteer, now=self._clock()
+        )
+
+    async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
+        """Check a complete result, a file as `Schema.encode` makes it; raise Refused if it is invalid or not wanted."""
+        self.check(volunteer, assignment)
+        unit = self.dispatcher.state.replicas[assignment].unit
+        _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
+        base = self.schema.decode(file)
+        values, change, fault = base, 0.0, ""
+        try:
+            values, change = await asyncio.to_thread(self._judge, data, base)
+        except ValueError as error:
+            fault = str(error)
+        async with self._log.lock:
+            await self._log.settle()
+            self.check(volunteer, assignment)
+            if fault:
+                await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
+                raise Refused("invalid", fault)
+            await self._save(assignment, values, change, base)
+
+    def _judge(self, data: bytes, base: Floats) -> tuple[Floats, float]:
+        values = self.schema.decode(data)
+        return values, self._validator.judge(values, base)
+
+    async def _save(self, assignment: str, values: Floats, change: float, base: Floats) -> None:
+        """Save a valid result in the store, with all entries that follow from it."""
+        name = f"result-{assignment}"
+        known = {name: values}
+
+        def distance(one: str, other: str) -> float:
+            for result in {one, other} - known.keys():
+                known[result] = np.frombuffer(self.store.blob(result), "<f4")
+            a, b = known[one], known[other]
+            return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
+
+        entries = await asyncio.to_thread(
+            self.dispatcher.on_result, assignment, change, name, now=self._clock(), distance=distance
+        )
+        odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
+        put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
+        await self._log.write(entries, put=put, drop=self._obsolete(entries))
+        if odd:
+            raise Refused("invalid", odd[0].reason)
+
+    def _obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
+        """Blobs that are no longer needed once ``entries`` are in the log."""
+        state, names = self.dispatcher.state, set[str]()
+        for entry in entries:
+            if isinstance(entry, Rejected):
+                names.add(state.replicas[entry.assignment].result)
+            elif isinstance(entry, Accepted) and self.job.plan.replication > 1:
+                waiting = [replica.result for replica in state.units[entry.unit].returned()]
+                names |= {_base_blob(entry.unit), *waiting} - {entry.result}
+        return names - {""}
+
+    # -- initial parameters of a unit
+
+    async def parameters_file(self, unit: Unit | None = None) -> tuple[int, memoryview]:
+        """Return version and file (`Schema.encode`) of a unit's initial parameters; None: the newest ones.
+
+        Raises Refused if the unit is not open, or has no replicas.
+        """
+        if unit is None:
+            async with self._loading:
+                if self._newest_file[0] < self._log.version:
+                    found = await asyncio.to_thread(self.store.parameters)
+                    file = await asyncio.to_thread(self.schema.encode, found.values)
+                    self._newest_file = found.version, memoryview(file)
+                return self._newest_file
+        try:
+            values = await asyncio.to_thread(self.store.blob, _base_blob(unit))
+            version = self.dispatcher.state.units[unit].replicas[0].version
+        except LookupError as error:
+            raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
+        return version, memoryview(self.schema.head() + values)
+
+    async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
+        """Give replicas of a unit the same initial parameters; the blobs are those of units without replicas so far."""
+        put: dict[str, bytes] = {}
+        if self.job.plan.replication == 1 or not units:
+            return units, put
+        newest = await asyncio.to_thread(self.store.parameters)
+        blob = newest.values.astype("<f4", copy=False).tobytes()
+        for place, one in enumerate(units):
+            before = self.dispatcher.state.units[one.unit].replicas
+            version = before[0].version if before else newest.version
+            units[place] = msgspec.structs.replace(one, version=version)
+            if not before:
+                put[_base_blob(one.unit)] = blob
+        return units, put
+
+    # -- upkeep
+
+    async def _keep_up(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                async with self._log.lock:
+                    await self._log.settle()
+                self._backlog = await self._log.call(self.store.waiting)
+                wanted, now = self.servers, self._clock()
+                if self._log.finished.is_set():
+                    wanted = 0
+                elif wanted == "auto":
+                    wanted = self._staffing.on_backlog(self._backlog, self._pool.size, now=now)
+                await asyncio.to_thread(self._pool.keep, wanted, now=now)
+            except StoreError:
+                pass  # the log has reported it, and the next round retries
+            except Exception as error:  # volunteers are answered all the same
+                if self._log.fault != str(error):
+                    logger.exception("upkeep of the job failed")
+                    self._log.fault = str(error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._stopping.wait()
+
+    def _start_server(self, name: str) -> ThreadWorker | ProcessWorker:
+        if not self.store.shared or not self.job.code:
+            return ThreadWorker(self.store, self.job, name)
+        return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+
+    def status(self) -> JobStatus:
+        """Return the job's progress."""
+        now = self._clock()
+        return JobStatus(
+            name=self.job.name,
+            at=now,
+            since=self._since,
+            target_accuracy=self.job.plan.target_accuracy,
+            rows=tuple(subset.rows for subset in self.card.subsets),
+            local_epochs=self.job.plan.local_epochs,
+            numel=self.schema.numel,
+            version=self._log.version,
+            servers=self._pool.size,
+            server_deaths=self._pool.deaths,
+            backlog=self._backlog,
+            fault=self._log.fault,
+            overview=self.dispatcher.overview(now=now),
+        )
+
+
+def _base_blob(unit: Unit) -> str:
+    return f"base-{unit}"
+
+
+def shown(link: WorkLink) -> Invitation:
+    """Return a link as an invitation that displays itself."""
+    return Invitation(
+        str(link),
+        run=link.invite.name,
+        role="volunteer",
+        expires_at=link.invite.expires_at,
+        purpose="volunteer",
+        warning=LOCAL_ONLY if is_local(host_of(link.url)) else "",
+    )
+
 
 def coordinate(
     job: Job | str | Path,
@@ -299,8 +522,8 @@ def coordinate(
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died or was stopped resumes from its folder, and its link stays valid. Calling this again while
-    it works returns the same coordinator, so you can re-run cells freely.
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid.
+    Calling this again while it works returns the same coordinator, so you can re-run cells freely.
 
     Args:
         job: a `Job`, or the file that defines one.
@@ -330,11 +553,10 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
     """Coordinate ``job`` in the run of ``access``, as the peer of ``token``; see `coordinate`."""
     folder = _folder(job, options)
     for other in _coordinators:
-        if other._coordination.folder == folder:
+        if other.folder == folder:
             return other
     tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = Runtime.shared()
     with contextlib.ExitStack() as held:
         lock = FileLock(folder / "lock", thread_local=False)
         try:
@@ -347,9 +569,8 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
         store = open_store(options.get("store", str(folder / "job.db")), job.name)
         held.callback(store.close)
         servers = options.get("servers", "auto")
-        coordination = Coordination(job, store, token, access.run_id, folder, servers=servers)
-        coordinator = Coordinator(runtime, coordination, access, token)
-        runtime.call(coordinator._start(options, tunnel))
+        coordinator = Coordinator(job, store, token, access, folder, servers=servers)
+        Runtime.shared().call(coordinator.start(options, tunnel))
         coordinator.link = coordinator.invite()
         coordinator._held = held.pop_all()
     _coordinators.add(coordinator)

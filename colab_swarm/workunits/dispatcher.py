@@ -1,7 +1,7 @@
 """The decisions of a coordinator: which volunteer trains which unit.
 
-A decision is a list of entries. It takes effect when they are applied, after they are in the store's log. So decisions
-read `JobState` and change nothing. The rules:
+A decision is a list of entries. It takes effect when they are applied, after they are in the
+store's log. So decisions read `JobState` and change nothing. The rules:
 
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import JobOverview, overview_of
+from colab_swarm.workunits.page import PRESENT_S, JobOverview, overview_of
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
     Accepted,
@@ -34,7 +34,6 @@ from colab_swarm.workunits.state import (
     Rejected,
     Reliability,
     Returned,
-    Unit,
     UnitReplica,
     UnitState,
 )
@@ -44,8 +43,6 @@ SLACK_S = 30.0
 LONGEST_DEADLINE_S = 86_400.0
 FEW = 2
 """Units in flight of a volunteer that is new or unreliable."""
-PRESENT_S = 600.0
-"""A volunteer without an entry in the log for longer counts as gone."""
 MORE_REPLICAS = 3
 """Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
 MEASURE_S = 30.0
@@ -71,47 +68,26 @@ class Dispatcher:
         """The current epoch, from 1."""
         return min(self.state.epoch, self._plan.max_epochs)
 
-    @property
-    def finished(self) -> str | None:
-        """Why the job is done; None while it runs."""
-        return self.state.finished
-
-    def apply(self, entry: AnyEntry) -> None:
-        """Apply the next entry of the log; raise ValueError if it is another job's."""
-        self.state.apply(entry)
-
     def assign(
         self, volunteer: str, count: int, held: Collection[str], *, now: float, version: int
     ) -> list[Assigned]:
-        """Assign up to ``count`` units to a volunteer with the subsets ``held`` in its cache.
+        """Assign up to ``count`` units to a volunteer, whose id is in hex.
 
-        Args:
-            volunteer: its id in hex.
-            count: number of units it requests.
-            held: SHA-256 of subsets.
-            now: seconds since the epoch.
-            version: of the newest parameters, with which it will start.
+        It has the subsets of SHA-256 ``held`` in its cache, and will start from the parameters of ``version``.
         """
         record = self.state.volunteer(volunteer)
-        done = self.finished or self.state.epoch > self._plan.max_epochs
-        idle_until = max(record.standing.banned_until, record.standing.rests_until)
-        if done or len(record.out) >= self._plan.in_flight or idle_until > now:
+        done = self.state.finished or self.state.epoch > self._plan.max_epochs
+        if done or len(record.out) >= self._plan.in_flight or record.standing.idle_until > now:
             return []
         proven = record.standing.proven  # gets units that failed before first, others last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
-        yields = not proven and any(self.state.volunteers[other].standing.proven for other in others)
         limit = self._limit(record.standing, near_end=len(lacking) <= len(others))
-        mine = [
-            (unit, state)
-            for unit, state in lacking
-            if not state.is_with(volunteer)
-            and not (state.failed_by and others and self._waits(state, None if yields else volunteer, now))
-        ]
-        first = self._rng.randrange(len(mine) or 1)
+        free = [pair for pair in lacking if self._is_free(pair[1], volunteer, others, now)]
+        first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
             min(count, limit - len(record.out)),
-            mine[first:] + mine[:first],
+            free[first:] + free[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
         return [
@@ -133,13 +109,11 @@ class Dispatcher:
         return [replicas[one] for one in out if replicas[one].deadline > now]
 
     def _missing(self, unit: UnitState) -> int:
-        """Replicas that the unit lacks."""
         if unit.accepted is not None:
             return 0
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
     def _present(self, now: float) -> set[str]:
-        """Volunteers seen lately in the log, and not banned."""
         return {
             name
             for name, volunteer in self.state.volunteers.items()
@@ -153,12 +127,19 @@ class Dispatcher:
         unreliable = standing.error_rate > FIRST_ERROR_RATE
         return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
 
-    def _waits(self, unit: UnitState, failed_by: str | None, now: float) -> bool:
-        """True if others had no time to take the unit since ``failed_by`` failed it; None: since anyone did."""
-        failed_at = [at for volunteer, at in unit.failed_by.items() if failed_by in (None, volunteer)]
-        return (
-            now < max(failed_at, default=-math.inf) + 2 * self._poll_s()
-        )  # by then each of them has requested units
+    def _is_free(self, unit: UnitState, volunteer: str, others: set[str], now: float) -> bool:
+        """True if ``volunteer`` may have a unit: not one that it has, or that others should take up first.
+
+        The others have time to take a failed unit: each of them requests units within it.
+        """
+        if unit.is_with(volunteer):
+            return False
+        if not unit.failed_by or not others:
+            return True
+        mine, volunteers = self.state.volunteer(volunteer), self.state.volunteers
+        yields = not mine.standing.proven and any(volunteers[other].standing.proven for other in others)
+        failed_at = [at for name, at in unit.failed_by.items() if yields or name == volunteer]
+        return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()
 
     def _deadline_s(self, unit: UnitState) -> float:
         """The plan's deadline; else by the times of the latest units, longer for one that expired before."""
@@ -181,9 +162,7 @@ class Dispatcher:
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """Return the seconds after which a volunteer without units should ask again."""
-        standing = self.state.volunteer(volunteer).standing
-        idle_s = max(standing.banned_until, standing.rests_until) - now
-        if idle_s > 0:
+        if (idle_s := self.state.volunteer(volunteer).standing.idle_until - now) > 0:
             return idle_s
         wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # spreads the requests
         expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
@@ -213,8 +192,8 @@ class Dispatcher:
             return "unknown", "this assignment is not yours: ask for units"
         if (ban := self.ban_of(volunteer, now=now)) is not None:
             return "banned", ban
-        if self.finished:
-            return "stale", f"the job is finished: {self.finished}"
+        if self.state.finished:
+            return "stale", f"the job is finished: {self.state.finished}"
         if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica)):
             return None
         why = {
@@ -253,7 +232,7 @@ class Dispatcher:
         now: float,
         distance: Callable[[str, str], float] | None = None,
     ) -> list[AnyEntry]:
-        """Decide on a valid result.
+        """Decide on a valid result, in blob ``result``; raise ValueError if it is not wanted any more: see `refusal`.
 
         Args:
             assignment: of the result.
@@ -261,9 +240,6 @@ class Dispatcher:
             result: name of its blob.
             now: seconds since the epoch.
             distance: of two blobs, as a share of the change; needed if the plan has replicas.
-
-        Raises:
-            ValueError: the result is not wanted any more: see `refusal`.
         """
         replica = self.state.replicas[assignment]
         if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:
@@ -289,60 +265,50 @@ class Dispatcher:
 
         There was no majority before, so a majority now includes it.
         """
-        others = self.state.units[accepted.unit].returned()
-        results = {other.assignment: other.result for other in others} | {
-            accepted.assignment: accepted.result
-        }
+        results = {one.assignment: one.result for one in self.state.units[accepted.unit].returned()}
+        results[accepted.assignment] = accepted.result
 
         def agreeing(with_name: str) -> list[str]:
-            mine, tolerance = results[with_name], self._plan.tolerance
-            return [
-                name for name in results if name == with_name or distance(mine, results[name]) <= tolerance
-            ]
+            mine, most = results[with_name], self._plan.tolerance
+            return [one for one in results if one == with_name or distance(mine, results[one]) <= most]
 
         majority = max((agreeing(name) for name in agreeing(accepted.assignment)), key=len)
         at, quorum = accepted.at, self._plan.replication // 2 + 1
         if len(majority) >= quorum:
             reason = f"it differs from the {len(majority)} results that agree"
-            odd = [
-                Rejected(at=at, assignment=name, reason=reason) for name in results if name not in majority
-            ]
-            return [*odd, accepted]
+            odd = [one for one in results if one not in majority]
+            return [*(Rejected(at=at, assignment=one, reason=reason) for one in odd), accepted]
         if len(results) < self._plan.replication + MORE_REPLICAS:
             return []
         reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
         return [Rejected(at=at, assignment=name, reason=reason) for name in results]
 
-    def results_of(self, unit: Unit) -> list[str]:
-        """Return the blobs of the unit's results that wait for a majority."""
-        return [replica.result for replica in self.state.units[unit].returned()]
-
     def advance(self, *, now: float) -> list[AnyEntry]:
-        """End the epoch, and the job, when they are due.
+        """End the epoch or the job, whichever is due next; none: neither is."""
+        ended, last = len(self.state.epochs) + 1, self._plan.max_epochs
+        if self.state.finished:
+            return []
+        target, newest = self._plan.target_accuracy, self.state.epochs[-1:]
+        if target is not None and newest and newest[0].accuracy >= target:
+            reached = f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}"
+            return [Finished(at=now, reason=reached)]
+        if ended > last:
+            return [Finished(at=now, reason=f"all {last} epochs are done")]
+        found = self._measured(ended, now)
+        if not found:
+            return []
+        mean = statistics.fmean(found)
+        return [EpochEnded(at=now, epoch=ended, accuracy=mean, low=min(found), high=max(found))]
 
-        An epoch without any measured accuracy gets NaN.
-        """
-        ended = len(self.state.epochs) + 1
-        done_at, max_epochs = self.state.done_at.get(ended), self._plan.max_epochs
-        if not self.finished and ended > max_epochs:  # the plan had more when the log began
-            return [Finished(at=now, reason=f"all {max_epochs} epochs are done")]
-        if self.finished or done_at is None:
-            return []
-        found = [entry.accuracy for entry in self.state.measured.get(ended, {}).values()]
-        if len(found) < len(self._subsets) and now < done_at + MEASURE_S:
-            return []
-        found = found or [math.nan]
-        accuracy = statistics.fmean(found)
-        epoch = EpochEnded(at=now, epoch=ended, accuracy=accuracy, low=min(found), high=max(found))
-        target = self._plan.target_accuracy
-        if target is not None and accuracy >= target:
-            return [epoch, Finished(at=now, reason=f"accuracy {accuracy:.3f} reached the target {target:g}")]
-        if ended == max_epochs:
-            return [epoch, Finished(at=now, reason=f"all {ended} epochs are done")]
-        return [epoch]
+    def _measured(self, epoch: int, now: float) -> list[float]:
+        """Accuracies of an epoch that may end; NaN if none came; empty if it may not end yet."""
+        done_at = self.state.done_at.get(epoch, math.inf)
+        found = [entry.accuracy for entry in self.state.measured.get(epoch, {}).values()]
+        if len(found) == len(self._subsets) or now >= done_at + MEASURE_S:
+            return found or [math.nan]
+        return []
 
     def overview(self, *, now: float) -> JobOverview:
-        """Return the job's progress, for the status page."""
         return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
 
     def check_invariants(self) -> None:

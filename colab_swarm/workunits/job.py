@@ -1,8 +1,7 @@
 """A training job: the pieces that a user writes, the plan that cuts it into work units, and the training of one unit.
 
 A volunteer needs the model, the loss and the optimizer. Data and validation stay with the coordinator, which hands out
-the data in subsets. Put a job into a file of its own (`Job.load`) so that remote volunteers can get the pieces: the
-coordinator sends its text, and a volunteer reads it before running it.
+the data in subsets. A job in a file of its own (`Job.load`) can be sent to remote volunteers, who read it first.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-import re
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from colab_swarm.markup import facts, name_of, settings
+from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
 from colab_swarm.workunits.weights import Floats, Schema
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
@@ -43,12 +44,7 @@ LEVEL = 3
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples as columns.
-
-    Attributes:
-        columns: arrays (n, …) by name.
-        named: True if batches are dictionaries, else they are tuples in the order of the columns.
-    """
+    """Samples as ``columns``: arrays (n, …) by name. Batches are dictionaries if ``named``, else tuples."""
 
     columns: Mapping[str, Array]
     named: bool
@@ -58,11 +54,9 @@ class Rows:
 
     @property
     def size_bytes(self) -> int:
-        """Size in memory."""
         return sum(column.nbytes for column in self.columns.values())
 
     def take(self, indices: Indices) -> Rows:
-        """Return the samples at ``indices``."""
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> Rows:
@@ -105,46 +99,50 @@ class Rows:
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
             names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
             columns = load(plain)
-            rows = cls({name: columns[name] for name in names}, named)
-            _check(rows)
+            return _checked({name: columns[name] for name in names}, named)
         except (zstandard.ZstdError, SafetensorError, LookupError, msgspec.MsgspecError, TypeError) as error:
             raise ValueError(f"not a subset of data: {error}") from error
-        return rows
 
 
 def rows_of(data: Any) -> Rows:
     """Return a user's data, of any kind that `Job` takes, as rows.
 
-    Raises:
-        ValueError: there are no samples, or the columns differ in length or hold no numbers.
-        TypeError: data of this type have no rows.
+    Raises ValueError if there are no samples, or the columns differ in length or hold no numbers;
+    TypeError for data of a type that has no rows.
     """
     if callable(data):
         data = data()
     if isinstance(data, Rows):
         return data
-    named = True
     if isinstance(data, Mapping):
-        columns = {str(name): _array(column) for name, column in data.items()}
-    elif isinstance(data, tuple | list) and data and hasattr(data[0], "shape"):
-        columns, named = {str(place): _array(column) for place, column in enumerate(data)}, False
-    elif hasattr(data, "column_names") and hasattr(data, "with_format"):  # datasets.Dataset
+        return _rows(data.items(), True)
+    if isinstance(data, tuple | list) and data and hasattr(data[0], "shape"):
+        return _rows(enumerate(data), False)
+    if _has(data, "column_names", "with_format"):  # datasets.Dataset
         numbers = data.with_format("numpy")
-        columns = {name: _array(numbers[name][:]) for name in data.column_names}
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # torch's Dataset
-        samples = [data[place] for place in range(len(data))]
-        if not samples:
-            raise ValueError("the data hold no sample")
-        named = isinstance(samples[0], Mapping)
-        keys: Iterable[Any] = samples[0] if named else range(len(samples[0]))
-        columns = {str(key): np.stack([_array(one[key]) for one in samples]) for key in keys}
-    else:
-        raise TypeError(
-            f"data of type {type(data).__name__} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
-        )
-    rows = Rows(columns, named)
-    _check(rows)
-    return rows
+        return _rows(((name, numbers[name][:]) for name in data.column_names), True)
+    if _has(data, "__getitem__", "__len__"):  # torch's Dataset
+        return _stacked(data)
+    raise TypeError(
+        f"data of type {type(data).__name__} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
+    )
+
+
+def _has(data: Any, *names: str) -> bool:
+    return all(hasattr(data, name) for name in names)
+
+
+def _stacked(data: Any) -> Rows:
+    samples = [data[place] for place in range(len(data))]
+    if not samples:
+        raise ValueError("the data hold no sample")
+    named = isinstance(samples[0], Mapping)
+    keys: Iterable[Any] = samples[0] if named else range(len(samples[0]))
+    return _rows(((key, np.stack([_array(one[key]) for one in samples])) for key in keys), named)
+
+
+def _rows(columns: Iterable[tuple[Any, Any]], named: bool) -> Rows:
+    return _checked({str(name): _array(column) for name, column in columns}, named)
 
 
 def _array(values: Any) -> Array:
@@ -153,23 +151,21 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
-def _check(rows: Rows) -> None:
-    if not rows.columns:
+def _checked(columns: Mapping[str, Array], named: bool) -> Rows:
+    if not columns:
         raise ValueError("the data have no column")
-    for name, column in rows.columns.items():
+    for name, column in columns.items():
         if column.dtype.kind not in KINDS:
             raise ValueError(f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it")
-    lengths = {name: column.shape[:1] for name, column in rows.columns.items()}
-    if len(set(lengths.values())) != 1 or () in lengths.values():
-        raise ValueError(
-            f"the columns differ in length: { {name: n[0] if n else 'none' for name, n in lengths.items()} }"
-        )
+    lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
+    if len(set(lengths.values())) != 1 or "none" in lengths.values():
+        raise ValueError(f"the columns differ in length: {lengths}")
+    rows = Rows(columns, named)
     if not len(rows):
         raise ValueError("the data hold no sample")
+    return rows
 
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-MAX_CODE_CHARACTERS = 1 << 20
 UNITS_PER_VOLUNTEER = 4
 """Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
 BATCHES_PER_UNIT = 4
@@ -185,6 +181,7 @@ COUNTS = (
     "in_flight",
     "validation_samples",
 )
+OPTIONAL = "subsets", "deadline_s", "target_accuracy"
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -229,22 +226,18 @@ class WorkPlan:
         return settings(self)
 
     def __post_init__(self) -> None:
-        for name in (*COUNTS, "subsets", "seed"):
+        given = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
+        for name in (*COUNTS, "seed", *(given.keys() & {"subsets"})):
             value = getattr(self, name)
-            if not isinstance(value, int) and (name, value) != ("subsets", None):
+            if not isinstance(value, int):
                 raise ValueError(f"{name}={value}: it must be a whole number, such as {name}=int(…)")
-            if name in COUNTS and value < 1:
+            if value < 1 and name != "seed":
                 raise ValueError(f"{name}={value}: it must be 1 at least")
-        if self.subsets is not None and self.subsets < 1:
-            raise ValueError(f"subsets={self.subsets}: it must be 1 at least, or None for a default")
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise ValueError(
-                f"deadline_s={self.deadline_s}: it must be over 0, or None to follow the volunteers"
-            )
-        if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
+        for name in ("tolerance", "max_change", *(given.keys() & {"deadline_s"})):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be over 0")
+        if not 0 < given.get("target_accuracy", 1.0) <= 1:
             raise ValueError(f"target_accuracy={self.target_accuracy}: a share between 0 and 1")
-        if not (self.tolerance > 0 and self.max_change > 0):
-            raise ValueError(f"tolerance={self.tolerance}, max_change={self.max_change}: both must be over 0")
         for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
             self.alpha_of(epoch)
 
@@ -332,27 +325,15 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines.
+        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines; see `from_code`.
 
-        In a notebook, ``%%writefile job.py`` makes the file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it defines no job, or is too long.
+        In a notebook, ``%%writefile job.py`` makes the file. Raises FileNotFoundError if there is none.
         """
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
     @classmethod
     def from_code(cls, code: str, origin: str) -> Job:
-        """Run ``code`` and return the ``job`` that it defines.
-
-        Args:
-            code: Python.
-            origin: its file, for messages and tracebacks.
-
-        Raises:
-            ValueError: it defines no job, or is too long.
-        """
+        """Run Python ``code`` of the file ``origin`` and return its ``job``; raise ValueError if there is none."""
         if len(code) > MAX_CODE_CHARACTERS:
             raise ValueError(
                 f"{origin} has {len(code):,} characters: a job takes {MAX_CODE_CHARACTERS:,} at most"
@@ -380,26 +361,22 @@ class Job:
     def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        An epoch makes ``plan.local_epochs`` passes over the data. The plan's alpha and subsets play no part.
-
-        Args:
-            on_epoch: called with each epoch, from 1, and its accuracy.
+        An epoch makes ``plan.local_epochs`` passes over the data. The plan's alpha and subsets play
+        no part. After each epoch, from 1, ``on_epoch`` is called with its number and its accuracy.
         """
         plan, model = self.plan, self.first_model()
-        rows, validation = self.rows(), self.validation_rows()
-        optimizer, accuracies = self.optimizer(model.parameters()), []
+        rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
+        optimizer, accuracies = self.optimizer(model.parameters()), list[float]()
         for epoch in range(1, plan.max_epochs + 1):
-            training = UnitTraining(
+            UnitTraining(
                 self,
-                rows.cut(1, seed=plan.seed)[0],
+                rows,
                 local_epochs=plan.local_epochs,
                 batch_size=plan.batch_size,
                 seed=unit_seed(plan.seed, epoch, 0),
                 model=model,
                 optimizer=optimizer,
-            )
-            while training.done < training.batches:
-                training.step()
+            ).finish()
             accuracies.append(measure(self, model, validation))
             if on_epoch is not None:
                 on_epoch(epoch, accuracies[-1])
@@ -432,16 +409,14 @@ class UnitTraining:
     Args:
         job: loss and optimizer.
         rows: the subset.
-        local_epochs: passes over it.
-        batch_size: samples of one step.
+        local_epochs, batch_size: passes over it, and samples of one step.
         seed: of the order of samples and of the model's random numbers, so that replicas agree.
         model: with the first parameters; trained in place.
         optimizer: of the model; None: a new one.
         device: to train on; None: the CPU.
 
     Attributes:
-        done: batches trained so far.
-        batches: batches of the whole unit.
+        done, batches: batches trained so far, and of the whole unit.
     """
 
     def __init__(
@@ -478,6 +453,10 @@ class UnitTraining:
             self._optimizer.step()
         self.done += 1
         return float(loss.detach())
+
+    def finish(self) -> None:
+        while self.done < self.batches:
+            self.step()
 
     def _indices(self) -> Indices:
         epoch, place = divmod(self.done, self._per_epoch)
@@ -522,8 +501,6 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
 
 
 class Evaluator:
-    """Measure parameters on the job's validation data."""
-
     def __init__(self, job: Job) -> None:
         self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
         self.schema = Schema.of(self._model)
@@ -532,3 +509,38 @@ class Evaluator:
         """Return the accuracy of a model with these parameters (numel,)."""
         self.schema.load(self._model, values)
         return measure(self._job, self._model, self.rows)
+
+
+def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
+    """Cut the data into subsets and write each to ``folder``; delete all other files in it.
+
+    The same data make the same files, so volunteers need not fetch them again after a restart.
+    Raises ValueError or TypeError if the data cannot be cut, or the job cannot learn from them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = job.rows()
+    parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
+    _try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
+    subsets = []
+    for part in parts:
+        data = part.encode()
+        subsets.append(Subset(hashlib.sha256(data).hexdigest(), len(data), len(part)))
+        half = folder / f"{subsets[-1].sha256}.half"
+        half.write_bytes(data)
+        os.replace(half, half.with_suffix(""))  # whole or not at all, whatever a crash left there
+    for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
+        (folder / name).unlink()
+    return tuple(subsets)
+
+
+def _try_out(job: Job, rows: Rows) -> None:
+    """Train one batch and measure the accuracy, to find faults before volunteers do."""
+    doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
+    try:
+        UnitTraining(job, rows, local_epochs=1, batch_size=plan.batch_size, seed=0, model=model).step()
+        doing = "the accuracy could not be measured"
+        accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
+    except Exception as error:  # whatever it is, with its traceback
+        raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
+    if not 0 <= accuracy <= 1:
+        raise ValueError(f"the accuracy is {accuracy:g}: it must be between 0 and 1")

@@ -1,21 +1,21 @@
-"""The messages between a volunteer and the coordinator, over HTTP.
+"""The messages between a volunteer and the coordinator, over HTTP; the page of `colab_swarm.workunits` lists them.
 
-Every request carries the header of `colab_swarm.workunits.tokens`. Bodies are msgpack of the messages below; data and
-parameters are safetensors files. A volunteer's fault is answered with 4xx and a `Problem`.
-The page of `colab_swarm.workunits` lists the requests.
+Bodies are msgpack of the messages below; data and parameters are safetensors files.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from colab_swarm.net.membership import Signed
 from colab_swarm.net.peers import Message
-from colab_swarm.workunits.job import NAME
 
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """Of a request that is no upload."""
 MAX_UNITS = 64
@@ -39,14 +39,8 @@ class Subset(Message, frozen=True):
 class JobCard(Signed, frozen=True):
     """A job as volunteers see it, signed by its coordinator.
 
-    Attributes:
-        run_id: of the run that the coordinator serves.
-        name: of the job.
-        key, membership: the coordinator's public key and its membership of the run.
-        code_sha256: of the job's code; empty if it has none.
-        local_epochs, batch_size: of a unit.
-        schema: head of a file of parameters (`Schema.head`).
-        subsets: the data.
+    ``key`` and ``membership`` are the coordinator's, ``code_sha256`` is empty if the job has no
+    code, and ``schema`` is the head of a file of parameters (`Schema.head`).
     """
 
     run_id: str
@@ -63,9 +57,7 @@ class JobCard(Signed, frozen=True):
 class AskForUnits(Message, frozen=True):
     """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
 
-    Attributes:
-        name: the volunteer's, shown to people.
-        in_hand: assignments the volunteer works on. Others assigned to it were lost on the way: send them again.
+    ``in_hand``: assignments the volunteer works on. Others assigned to it were lost on the way: send them again.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
@@ -89,9 +81,7 @@ class GivenUnit(Message, frozen=True):
 class GivenUnits(Message, frozen=True):
     """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
 
-    Attributes:
-        epoch: the job's current epoch.
-        accuracy: of the last epoch that ended.
+    ``epoch`` is the job's current one, ``accuracy`` that of the last epoch that ended.
     """
 
     units: tuple[GivenUnit, ...] = ()
@@ -109,21 +99,25 @@ class Taken(Message, frozen=True):
 
 
 class GiveBack(Message, frozen=True):
-    """Assignments that the volunteer will not train."""
-
     assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
 
 class Problem(Message, frozen=True):
-    """Why a request was refused.
+    """Why a request was refused: a code for programs, and a text that tells people what is wrong and what to do.
 
-    Attributes:
-        code: ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
-        text: what is wrong and what to do, for people.
+    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
     """
 
     code: str
     text: str
+
+
+class Refused(Exception):
+    """A request is refused; ``received``: bytes of an upload so far, if its piece does not continue it."""
+
+    def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
+        super().__init__(text)
+        self.problem, self.received = Problem(code, text), received
 
 
 MAX_ASKED_S = 900.0
@@ -146,5 +140,4 @@ class Backoff:
         return max(wait_s, min(asked_s, MAX_ASKED_S))
 
     def succeeded(self) -> None:
-        """Start over: the next failure is a first one."""
         self._next_s = self._first_s

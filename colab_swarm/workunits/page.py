@@ -1,13 +1,206 @@
-"""The coordinator's page: a `JobStatus` as HTML and for Prometheus. Pure functions; a volunteer's text is escaped."""
+"""The progress of a job, as shown to people and programs, and its page. Pure functions; texts are escaped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from colab_swarm.markup import Labels, Metric, card, duration, exposition, legend, page, table, text, tiles
-from colab_swarm.workunits.overview import JobStatus, UnitCounts, VolunteerRow
-from colab_swarm.workunits.state import EpochEnded
+from colab_swarm.markup import (
+    Labels,
+    Metric,
+    card,
+    duration,
+    exposition,
+    legend,
+    milliseconds,
+    page,
+    table,
+    text,
+    tiles,
+)
+from colab_swarm.workunits.state import EpochEnded, JobState, Measured, Unit, UnitState
+
+MAX_MARKS = 400
+"""Units shown one by one."""
+PRESENT_S = 600.0
+"""A volunteer that has been silent for longer counts as gone."""
+
+
+@dataclass(frozen=True)
+class VolunteerRow:
+    """One volunteer: its id in hex, the name it chose, its reliability (0 to 1), and numbers of units.
+
+    Times are seconds since the epoch; ``banned_until`` is None if it is not banned.
+    """
+
+    volunteer: str
+    name: str
+    reliability: float
+    accepted: int
+    rejected: int
+    expired: int
+    in_flight: int
+    banned_until: float | None
+    last_seen: float
+
+
+@dataclass(frozen=True)
+class UnitCounts:
+    """Units of the epoch: waiting for a volunteer, in training, queued for a parameter server, assimilated."""
+
+    waiting: int
+    training: int
+    queued: int
+    assimilated: int
+
+
+@dataclass(frozen=True)
+class UnitMark:
+    """One unit of the epoch.
+
+    ``state`` is ``waiting``, ``training``, ``queued`` (for a parameter server) or ``assimilated``;
+    or the unit waits again because its last ``volunteer`` was ``late`` or its result ``rejected``.
+    ``staleness``: results assimilated while it was trained.
+    """
+
+    state: str
+    volunteer: str = ""
+    staleness: int | None = None
+
+
+@dataclass(frozen=True)
+class JobOverview:
+    """A job.
+
+    Attributes:
+        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
+        finished: why the job ended; None before.
+        volunteers: all so far, by their accepted units.
+        epochs, measured: the epochs that ended, and this epoch's accuracies so far.
+        unit_s, update_s: durations of the latest units, from assignment to result, and of the latest updates.
+        assimilated_at: times of the latest assimilations, seconds since the epoch.
+        marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
+    """
+
+    epoch: int
+    max_epochs: int
+    finished: str | None
+    units: UnitCounts
+    volunteers: tuple[VolunteerRow, ...]
+    epochs: tuple[EpochEnded, ...]
+    measured: tuple[Measured, ...]
+    unit_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    assimilated_at: tuple[float, ...]
+    marks: tuple[UnitMark, ...] = ()
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy of the newest epoch that has one."""
+        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
+
+    def units_per_minute(self, now: float) -> float:
+        """Return the rate of the latest assimilations; 0 if there were none."""
+        if not self.assimilated_at or now <= self.assimilated_at[0]:
+            return 0.0
+        return 60 * len(self.assimilated_at) / (now - self.assimilated_at[0])
+
+
+def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
+    """Return ``state`` as shown to people, with the units of ``epoch``."""
+    rows = [
+        VolunteerRow(
+            volunteer=name,
+            name=one.name,
+            reliability=one.standing.reliability,
+            accepted=one.standing.accepted,
+            rejected=one.standing.rejected,
+            expired=one.standing.expired,
+            in_flight=len(one.out),
+            banned_until=one.standing.banned_until if one.standing.banned_until > now else None,
+            last_seen=one.last_seen,
+        )
+        for name, one in state.volunteers.items()
+    ]
+    units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
+    assimilated = sum(unit.assimilated for unit in units)
+    accepted = sum(unit.accepted is not None for unit in units)
+    training = sum(bool(unit.live()) for unit in units)
+    return JobOverview(
+        epoch=epoch,
+        max_epochs=max_epochs,
+        finished=state.finished,
+        units=UnitCounts(len(units) - accepted - training, training, accepted - assimilated, assimilated),
+        volunteers=tuple(sorted(rows, key=lambda row: -row.accepted)),
+        epochs=tuple(state.epochs),
+        measured=tuple(state.measured.get(epoch, {}).values()),
+        unit_s=tuple(state.unit_s),
+        update_s=tuple(state.update_s),
+        assimilated_at=tuple(state.assimilated_at),
+        marks=tuple(_mark(unit, state) for unit in units[:MAX_MARKS]),
+    )
+
+
+def _mark(unit: UnitState, state: JobState) -> UnitMark:
+    last = unit.replicas[-1] if unit.replicas else None
+    whose = next((one for one in unit.replicas if one.assignment == unit.accepted), last)
+    if unit.accepted is not None:
+        shown = "assimilated" if unit.assimilated else "queued"
+    elif unit.live():
+        shown = "training"
+    else:
+        shown = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
+    name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
+    return UnitMark(shown, name, unit.staleness)
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job and its coordinator. Times are seconds since the epoch.
+
+    Attributes:
+        since: start of this coordinator.
+        rows: samples of each subset.
+        local_epochs: passes over its subset that a unit makes.
+        numel, version: values of the model, and results assimilated so far.
+        servers, server_deaths: parameter servers that run, and that died.
+        backlog: accepted results that wait for a parameter server.
+        fault: the store's current error; empty while it works.
+    """
+
+    name: str
+    at: float
+    since: float
+    target_accuracy: float | None
+    rows: tuple[int, ...]
+    local_epochs: int
+    numel: int
+    version: int
+    servers: int
+    server_deaths: int
+    backlog: int
+    fault: str
+    overview: JobOverview
+
+    @property
+    def units_per_s(self) -> float:
+        """Rate of the latest assimilations."""
+        return 0.0 if self.overview.finished else self.overview.units_per_minute(self.at) / 60
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rate of trained samples, each local epoch counted."""
+        return self.units_per_s * self.local_epochs * sum(self.rows) / len(self.rows)
+
+    @property
+    def update_s(self) -> tuple[float, float] | None:
+        """Median and 95th percentile of the latest updates' durations; None before the first."""
+        ordered = sorted(self.overview.update_s)
+        if not ordered:
+            return None
+        return ordered[len(ordered) // 2], ordered[min(len(ordered) * 95 // 100, len(ordered) - 1)]
+
 
 WIDTH, HEIGHT = 760, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 12, 36
@@ -15,8 +208,6 @@ MAX_POINTS = 400
 MIN_EPOCHS = 4
 """Epochs that the chart has room for, so that a job's first ones do not look like its end."""
 MAX_ROWS = 50
-PRESENT_S = 600.0
-"""A volunteer that has been silent for longer is not counted."""
 PHASES = {
     "assimilated": "done",
     "queued": "trained, waiting for a parameter server",
@@ -38,6 +229,46 @@ code { background: var(--back); padding: 1px 5px; border-radius: 4px; } .now { m
 .scroll { overflow-x: auto; } .scroll th, .scroll td { white-space: nowrap; padding-left: 12px; }
 .scroll th:first-child, .scroll td:first-child { white-space: normal; min-width: 120px; padding-left: 0; }
 """
+NO_CHART = '<p class="soft">Known when the first epoch is over.</p>'
+HOW_TO = (
+    "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
+    "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
+    "You can stop at any time: your unfinished units go to other volunteers.</p>"
+)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The chart's plane: epochs from 1 to ``last``, accuracies from ``low`` to ``high``."""
+
+    last: int
+    low: float
+    high: float
+
+    def x(self, epoch: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (epoch - 1) / (self.last - 1)
+
+    def y(self, accuracy: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - accuracy) / (self.high - self.low)
+
+    def points(self, pairs: Sequence[tuple[int, float]]) -> str:
+        return " ".join(f"{self.x(epoch):.1f},{self.y(accuracy):.1f}" for epoch, accuracy in pairs)
+
+    def line(self, kind: str, accuracy: float) -> str:
+        return f'<path class="{kind}" d="M{LEFT} {self.y(accuracy):.1f}H{WIDTH - RIGHT}"/>'
+
+    def grid(self) -> str:
+        step = next((one for one in (0.01, 0.02, 0.05, 0.1) if (self.high - self.low) / one <= 6), 0.2)
+        levels = [step * i for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        epochs = range(1, self.last + 1, math.ceil(self.last / 12))
+        return "".join(
+            f'{self.line("level", level)}<text x="{LEFT - 6}" y="{self.y(level) + 4:.1f}" text-anchor="end">'
+            f"{level:.0%}</text>"
+            for level in levels
+        ) + "".join(
+            f'<text x="{self.x(epoch):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{epoch}</text>'
+            for epoch in epochs
+        )
 
 
 def accuracy_svg(epochs: Sequence[EpochEnded], target: float | None) -> str:
@@ -47,44 +278,22 @@ def accuracy_svg(epochs: Sequence[EpochEnded], target: float | None) -> str:
         return ""
     end = known[-1]
     shown = [*known[:: math.ceil(len(known) / MAX_POINTS)], end]
-    edges = [edge for one in shown for edge in (one.low, one.high)] + ([] if target is None else [target])
-    low, high = max(0.0, min(edges) - 0.02), min(1.0, max(edges) + 0.02)
-    last = max(end.epoch, MIN_EPOCHS)
-
-    def x(epoch: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (epoch - 1) / (last - 1)
-
-    def y(accuracy: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (high - accuracy) / (high - low)
-
+    edges = [edge for one in shown for edge in (one.low, one.high, target) if edge is not None]
+    axes = _Axes(max(end.epoch, MIN_EPOCHS), max(0.0, min(edges) - 0.02), min(1.0, max(edges) + 0.02))
     band = [(one.epoch, one.high) for one in shown] + [(one.epoch, one.low) for one in reversed(shown)]
     mean = [(one.epoch, one.accuracy) for one in shown]
-    around, along = (" ".join(f"{x(e):.1f},{y(a):.1f}" for e, a in points) for points in (band, mean))
-    step = next((step for step in (0.01, 0.02, 0.05, 0.1) if (high - low) / step <= 6), 0.2)
-    levels = (step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1))
-    parts = [
-        f'<path class="level" d="M{LEFT} {y(level):.1f}H{WIDTH - RIGHT}"/>'
-        f'<text x="{LEFT - 6}" y="{y(level) + 4:.1f}" text-anchor="end">{level:.0%}</text>'
-        for level in levels
-    ]
-    parts += [
-        f'<text x="{x(epoch):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{epoch}</text>'
-        for epoch in range(1, last + 1, math.ceil(last / 12))
-    ]
-    if target is not None:
-        parts.append(f'<path class="target" d="M{LEFT} {y(target):.1f}H{WIDTH - RIGHT}"/>')
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" font-size="12" '
-        f'aria-label="Accuracy over epochs, {end.accuracy:.1%} in epoch {end.epoch}">{"".join(parts)}'
+        f'aria-label="Accuracy over epochs, {end.accuracy:.1%} in epoch {end.epoch}">'
+        f"{axes.grid()}{'' if target is None else axes.line('target', target)}"
         f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 3}" text-anchor="middle">epoch</text>'
-        f'<polygon class="band" points="{around}"/><polyline class="mean" points="{along}"/>'
-        f'<circle class="dot" cx="{x(end.epoch):.1f}" cy="{y(end.accuracy):.1f}" r="4">'
+        f'<polygon class="band" points="{axes.points(band)}"/><polyline class="mean" points="{axes.points(mean)}"/>'
+        f'<circle class="dot" cx="{axes.x(end.epoch):.1f}" cy="{axes.y(end.accuracy):.1f}" r="4">'
         f"<title>epoch {end.epoch}: {end.accuracy:.1%}, {end.low:.1%} to {end.high:.1%}</title></circle></svg>"
     )
 
 
 def render_page(status: JobStatus) -> str:
-    """Return the whole page."""
     lost = "The coordinator does not answer; this is its last status."
     return page(text(status.name), render_live(status), lost=lost, style=STYLE)
 
@@ -92,39 +301,37 @@ def render_page(status: JobStatus) -> str:
 def render_live(status: JobStatus) -> str:
     """Return the part of the page that changes."""
     view = status.overview
-    fault = f"the store does not answer: {text(status.fault)}" if status.fault else ""
-    if not fault and status.server_deaths and not status.servers and not view.finished:
-        fault = (
-            "the parameter servers end again and again. The coordinator's output, or "
-            "<code>parameter-servers.log</code> in its folder, says why."
-        )
-    warning = f'<p class="warning">Training waits, {fault}</p>' if fault else ""
     keys = legend([("mean of the epoch", "mark"), ("lowest to highest", "range")])
     if status.target_accuracy is not None:
         keys += f" – – target {status.target_accuracy:.1%}"
     chart = accuracy_svg(view.epochs, status.target_accuracy)
-    chart = chart or '<p class="soft">Known when the first epoch is over.</p>'
     columns = ("volunteer", "reliability", "units done", "refused", "late", "in hand", "last seen")
-    rows = [_row(one, status.at) for one in view.volunteers[:MAX_ROWS]]
-    more = len(view.volunteers) - len(rows)
-    listed = f'<div class="scroll">{table(columns, rows)}</div>'
-    listed += f'<p class="soft">and {more:,} more</p>' if more else ""
-    how_to = (
-        "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
-        "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
-        "You can stop at any time: your unfinished units go to other volunteers.</p>"
-    )
+    listed = f'<div class="scroll">{table(columns, [_row(one, status.at) for one in view.volunteers[:MAX_ROWS]])}</div>'
+    if (more := len(view.volunteers) - MAX_ROWS) > 0:
+        listed += f'<p class="soft">and {more:,} more</p>'
     return (
         f"<h1>{text(status.name)}</h1>"
         f'<p class="soft lead">Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. '
         f"Each takes a <b>unit</b>, one of {len(status.rows)} parts of the data, trains a copy of the model on it and "
         "sends the copy back; a parameter server blends it into the model. An <b>epoch</b> is over when all units "
-        "were trained once.</p>"
-        f"{warning}{_progress(status)}{_figures(status)}{card(f'Accuracy on unseen data {keys}', chart)}"
-        f"{card('Volunteers', listed)}{'' if view.finished else card('How to volunteer', how_to)}"
+        f"were trained once.</p>{_warning(status)}{_progress(status)}{_figures(status)}"
+        f"{card(f'Accuracy on unseen data {keys}', chart or NO_CHART)}{card('Volunteers', listed)}"
+        f"{'' if view.finished else card('How to volunteer', HOW_TO)}"
         f'<p class="soft">This coordinator has been up for {duration(status.at - status.since)}. '
         "The same figures for programs: <code>/status.json</code> and <code>/metrics</code>.</p>"
     )
+
+
+def _warning(status: JobStatus) -> str:
+    why = f"the store does not answer: {text(status.fault)}"
+    if not status.fault:
+        if not status.server_deaths or status.servers or status.overview.finished:
+            return ""
+        why = (
+            "the parameter servers end again and again. The coordinator's output, or "
+            "<code>parameter-servers.log</code> in its folder, says why."
+        )
+    return f'<p class="warning">Training waits, {why}</p>'
 
 
 def _progress(status: JobStatus) -> str:
@@ -150,23 +357,16 @@ def _progress(status: JobStatus) -> str:
 
 def _figures(status: JobStatus) -> str:
     view, update_s = status.overview, status.update_s
-    ended = [one.accuracy for one in view.epochs if math.isfinite(one.accuracy)]
     shown = {
-        "accuracy": f"{ended[-1]:.1%}" if ended else "–",
+        "accuracy": "–" if view.accuracy is None else f"{view.accuracy:.1%}",
         "volunteers": str(sum(status.at - one.last_seen < PRESENT_S for one in view.volunteers)),
         "units/hour": f"{status.units_per_s * 3600:,.0f}" if status.units_per_s else "–",
         "samples/s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "–",
-        "update": _time(update_s[0]) if update_s else "–",
+        "update": milliseconds(update_s[0]) if update_s else "–",
         "servers": str(status.servers),
     }
-    tail = f"; 95 % of them took less than {_time(update_s[1])}" if update_s else ""
+    tail = f"; 95 % of them took less than {milliseconds(update_s[1])}" if update_s else ""
     return f'<div class="now">{tiles(shown)}</div><p class="soft">An update blends one result into the model{tail}.</p>'
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 9.95:
-        return f"{seconds:,.0f} s"
-    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.00995 else f"{seconds * 1000:.1f} ms"
 
 
 def _row(one: VolunteerRow, now: float) -> tuple[str, ...]:
@@ -192,13 +392,12 @@ def render_prometheus(status: JobStatus) -> str:
     """Return the job's figures in Prometheus's text format."""
     view = status.overview
     job: Labels = (("job", status.name),)
-    ended = [one.accuracy for one in view.epochs if math.isfinite(one.accuracy)]
     gauges: dict[str, dict[Labels, float]] = {
         "uptime_seconds": {job: status.at - status.since},
         "epoch": {job: view.epoch},
         "finished": {job: view.finished is not None},
         "store_fault": {job: bool(status.fault)},
-        "accuracy": {job: ended[-1]} if ended else {},
+        "accuracy": {} if view.accuracy is None else {job: view.accuracy},
         "units": {(*job, ("state", phase)): float(getattr(view.units, phase)) for phase in PHASES},
         "units_per_second": {job: status.units_per_s},
         "samples_per_second": {job: status.samples_per_s},

@@ -24,8 +24,8 @@ from colab_swarm.workunits.state import AnyEntry, Assimilated, Measured
 class PreemptionModel:
     """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the job ``epochs``.
 
-    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted during a unit with
-    ``kill_probability`` (p) and replaced after ``restart_s``.
+    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted
+    during a unit with ``kill_probability`` (p) and replaced after ``restart_s``.
     """
 
     volunteers: int
@@ -96,8 +96,9 @@ class _Fleet:
         plan = WorkPlan(
             subsets=model.units, max_epochs=model.epochs, deadline_s=model.deadline_s, in_flight=model.slots
         )
-        digests = [f"{subset:064x}" for subset in range(model.units)]
-        self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
+        self._dispatcher = Dispatcher(
+            plan, [f"{n:064x}" for n in range(model.units)], random.Random(seed + 1)
+        )
         self._kills = self._lost = self._version = 0
         self._ended_at = 0.0
 
@@ -110,18 +111,18 @@ class _Fleet:
     async def _instance(self, name: str) -> None:
         """Run one instance and its replacements; each unit time it is preempted with the model's probability."""
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
-        while not self._dispatcher.finished:
+        while not self._dispatcher.state.finished:
             life_s = self._rng.expovariate(rate) if rate else None
             try:
                 async with asyncio.timeout(life_s), asyncio.TaskGroup() as slots:
                     for _ in range(self._model.slots):
                         slots.create_task(self._slot(name))
             except TimeoutError:
-                self._kills += not self._dispatcher.finished
+                self._kills += not self._dispatcher.state.finished
                 await asyncio.sleep(self._model.restart_s)
 
     async def _slot(self, instance: str) -> None:
-        while not self._dispatcher.finished:
+        while not self._dispatcher.state.finished:
             now = virtual_time()
             self._commit(*self._dispatcher.expired(now=now))
             given = self._dispatcher.assign(instance, 1, (), now=now, version=self._version)
@@ -132,20 +133,19 @@ class _Fleet:
             try:
                 await asyncio.sleep(self._model.unit_s)
             except asyncio.CancelledError:
-                self._lost += not self._dispatcher.finished
+                self._lost += not self._dispatcher.state.finished
                 raise
             now = self._ended_at = virtual_time()
             self._version += 1
-            unit, name = given[0].unit, given[0].assignment
+            unit, name, version = given[0].unit, given[0].assignment, self._version
             self._commit(
                 *self._dispatcher.on_result(name, 1.0, "result", now=now),
-                Assimilated(
-                    at=now, unit=unit, assignment=name, server="", version=self._version, seconds=0.0
-                ),
+                Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )
-            self._commit(*self._dispatcher.advance(now=now))
+            while due := self._dispatcher.advance(now=now):
+                self._commit(*due)
 
     def _commit(self, *entries: AnyEntry) -> None:
         for entry in entries:
-            self._dispatcher.apply(entry)
+            self._dispatcher.state.apply(entry)

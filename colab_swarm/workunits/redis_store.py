@@ -77,11 +77,9 @@ class RedisStore(ParameterStore):
 
     def __init__(self, url: str, job: str) -> None:
         super().__init__(url, job)
-        # a command whose answer was lost may have run: sent again, it would be in the log twice
-        retry = Retry(NoBackoff(), 0)
         self._redis = Redis.from_url(
             url,
-            retry=retry,
+            retry=Retry(NoBackoff(), 0),  # a command whose answer was lost may be in the log already
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
             socket_read_size=READ_BYTES,
@@ -148,14 +146,13 @@ class RedisStore(ParameterStore):
         return None if found is None else self._claimed(found)
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        began = self._began(accepted)
         old = self.parameters()
         with self._errors():
             keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
             keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
             version, found = old.version, 1
             while found > 0:
-                entry = self._assimilated(accepted, version + 1, server=server, now=now, began=began)
+                entry = self._assimilated(accepted, version + 1, server=server, now=now)
                 args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1

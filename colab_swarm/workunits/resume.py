@@ -12,33 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.tensors.statedict import (
-    TensorBytes,
-    decode_skeleton,
-    encode_skeleton,
-    flatten,
-    read_tensors,
-    unflatten,
-    write_tensors,
-)
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import GivenUnit
 
 
 @dataclass(frozen=True)
 class UnitProgress:
-    """One slot of a volunteer.
+    """One slot of a volunteer: its unit's name (empty: none), batches trained and in all, and last loss.
 
-    Attributes:
-        unit: its name, for people; empty while there is none.
-        phase: ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``.
-        done, batches: trained so far, and of the whole unit; 0 before training.
-        loss: of the last batch.
-        seconds: since the unit arrived.
+    ``phase`` is ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``;
+    ``seconds`` count from the unit's arrival.
     """
 
     unit: str = ""
@@ -54,17 +41,14 @@ class VolunteerSnapshot:
     """Progress of one volunteer in a job.
 
     Attributes:
-        job: name of the job.
         state: its activity, or why it ended, for people.
         over: True once it has ended.
         fault: traceback of the job's own code, if that ended it.
         epoch, accuracy: the job's epoch, and the accuracy of the one before, as last reported.
-        units: in hand.
         accepted, refused, given_back: numbers of units.
         refusal: why the last result was refused.
         samples: trained in accepted units.
         sent_bytes, received_bytes: of results, and of data and parameters.
-        seconds: since its start.
         cache_hits, cache_misses: units whose data were on this disk, and were not.
     """
 
@@ -93,12 +77,9 @@ SUFFIX = ".unit"
 
 @dataclass(frozen=True)
 class UnitInHand:
-    """A unit that a volunteer works on.
+    """A unit that a volunteer works on, until ``deadline`` (seconds since the epoch).
 
-    Attributes:
-        unit: as the coordinator sent it.
-        deadline: seconds since the epoch.
-        training: state of `UnitTraining`; None before it was first saved.
+    ``training`` is the saved state of `UnitTraining`; None before the first save.
     """
 
     unit: GivenUnit
@@ -126,17 +107,11 @@ class UnitSaves:
             "training": held.training,
         }
         try:
-            tensors, skeleton = flatten(state)
-            parts = {}
-            for name, tensor in tensors.items():
-                data = tensor.reshape(-1).view(torch.uint8).numpy().data
-                parts[name] = TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
-            write_tensors(self._file(held.unit), parts, encode_skeleton(skeleton).decode())
+            save_checkpoint(self._file(held.unit), state)
         except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        """Delete the save of a unit."""
         try:
             self._file(unit).unlink(missing_ok=True)
         except OSError as error:
@@ -162,13 +137,7 @@ class UnitSaves:
 
 
 def _load(path: Path) -> tuple[str, UnitInHand]:
-    parts, skeleton = read_tensors(path)
-    tensors = {}
-    for name, part in parts.items():
-        kind, data = getattr(torch, part.kind), bytearray(part.data)
-        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
-        tensors[name] = flat.reshape(part.shape)
-    state = unflatten(tensors, decode_skeleton(skeleton.encode()))
+    state = load_checkpoint(path)
     unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
     return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
 
@@ -185,20 +154,13 @@ class Slot:
     saved: float = 0.0
 
     def take(self, held: UnitInHand) -> None:
-        """Start with a unit."""
         self.held, self.training, self.loss = held, None, None
         self.began = self.saved = time.monotonic()
 
-    def let_go(self) -> None:
-        """Finish with the unit."""
-        self.held = self.training = None
-
     def progress(self) -> UnitProgress:
-        """Return the slot's state for panels."""
-        held, training = self.held, self.training
-        if held is None:
+        if self.held is None:
             return UnitProgress(phase=self.phase)
-        unit, seconds = f"epoch {held.unit.epoch}, subset {held.unit.subset}", time.monotonic() - self.began
-        if training is None:
-            return UnitProgress(unit, self.phase, seconds=seconds)
-        return UnitProgress(unit, self.phase, training.done, training.batches, self.loss, seconds)
+        unit, seconds = self.held.unit, time.monotonic() - self.began
+        done, batches = (self.training.done, self.training.batches) if self.training else (0, 0)
+        name = f"epoch {unit.epoch}, subset {unit.subset}"
+        return UnitProgress(name, self.phase, done, batches, self.loss, seconds)

@@ -1,8 +1,8 @@
 """A store in PostgreSQL, MariaDB or MySQL: strong consistency, which the paper compares with Redis (section IV-D).
 
-An assimilation locks the parameters' row before it reads them, and holds the lock until the new ones are written. No
-update is ever lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every
-server's limit on the size of a packet or a field.
+An assimilation locks the parameters' row before it reads them, and holds the lock until the new
+ones are written. No update is ever lost, and parameter servers wait for one another. Vectors and
+blobs are rows of 1 MiB, below every server's limit on the size of a packet or a field.
 """
 
 from __future__ import annotations
@@ -26,40 +26,29 @@ CONNECT_S = 10
 PARAMETERS = "parameters"
 """Name of the blob that holds the parameters."""
 _tables = sa.MetaData()
-JOBS = sa.Table(
-    "swarm_jobs",
-    _tables,
-    sa.Column("job", sa.String(64), primary_key=True),
-    sa.Column("version", sa.BigInteger, nullable=False),
-)
-ENDS = (
-    sa.Table(  # of the logs: a row of its own, so the coordinator's entries do not wait for an assimilation
-        "swarm_ends",
-        _tables,
-        sa.Column("job", sa.String(64), primary_key=True),
-        sa.Column("position", sa.BigInteger, nullable=False),
-    )
-)
-LOG = sa.Table(
+
+
+def _table(name: str, *columns: sa.Column[Any]) -> sa.Table:
+    return sa.Table(name, _tables, sa.Column("job", sa.String(64), primary_key=True), *columns)
+
+
+JOBS = _table("swarm_jobs", sa.Column("version", sa.BigInteger, nullable=False))
+# ends of the logs: a table of its own, so the coordinator's entries do not wait for an assimilation
+ENDS = _table("swarm_ends", sa.Column("position", sa.BigInteger, nullable=False))
+LOG = _table(
     "swarm_log",
-    _tables,
-    sa.Column("job", sa.String(64), primary_key=True),
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("entry", sa.LargeBinary(PIECE_BYTES), nullable=False),
 )
-QUEUE = sa.Table(
+QUEUE = _table(
     "swarm_queue",
-    _tables,
-    sa.Column("job", sa.String(64), primary_key=True),
     sa.Column("assignment", sa.String(32), primary_key=True),
     sa.Column("position", sa.BigInteger, nullable=False),
     sa.Column("entry", sa.LargeBinary(PIECE_BYTES), nullable=False),
     sa.Column("held_until", sa.Double, nullable=False),
 )
-BLOBS = sa.Table(
+BLOBS = _table(
     "swarm_blobs",
-    _tables,
-    sa.Column("job", sa.String(64), primary_key=True),
     sa.Column("name", sa.String(128), primary_key=True),
     sa.Column("piece", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("data", sa.LargeBinary(PIECE_BYTES), nullable=False),
@@ -73,10 +62,9 @@ class SqlStore(ParameterStore):
         super().__init__(url, job)
         self._where = sa.make_url(url).render_as_string(hide_password=True)
         with self._errors():
-            # a snapshot per statement: after a wait for a lock, a transaction sees the newest rows
             self._engine = sa.create_engine(
                 url,
-                isolation_level="READ COMMITTED",
+                isolation_level="READ COMMITTED",  # after a wait for a lock a statement sees the newest rows
                 pool_pre_ping=True,
                 connect_args={"connect_timeout": CONNECT_S},
             )
@@ -99,8 +87,7 @@ class SqlStore(ParameterStore):
         with self._transaction() as connection:
             for name, data in (put or {}).items():
                 self._put(connection, name, memoryview(data))
-            for name in drop:
-                self._drop(connection, name)
+            self._drop(connection, drop)
             self._log(connection, entries)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
@@ -149,7 +136,6 @@ class SqlStore(ParameterStore):
         return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        began = self._began(accepted)
         with self._transaction() as connection:
             mine = JOBS.c.job == self._job
             connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
@@ -162,8 +148,8 @@ class SqlStore(ParameterStore):
             new, version = update(old.values), old.version + 1
             self._put(connection, PARAMETERS, new.astype("<f4", copy=False).data.cast("B"))
             connection.execute(sa.update(JOBS).where(mine).values(version=version))
-            self._drop(connection, accepted.result)
-            self._log(connection, [self._assimilated(accepted, version, server=server, now=now, began=began)])
+            self._drop(connection, [accepted.result])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
 
     def waiting(self) -> int:
@@ -180,7 +166,7 @@ class SqlStore(ParameterStore):
                 connection.execute(CreateTable(table, if_not_exists=True))
 
     def _put(self, connection: sa.Connection, name: str, data: memoryview) -> None:
-        self._drop(connection, name)
+        self._drop(connection, [name])
         starts = range(0, max(1, len(data)), PIECE_BYTES)
         rows = [
             {"job": self._job, "name": name, "piece": piece, "data": bytes(data[start : start + PIECE_BYTES])}
@@ -188,8 +174,8 @@ class SqlStore(ParameterStore):
         ]
         connection.execute(BLOBS.insert(), rows)
 
-    def _drop(self, connection: sa.Connection, name: str) -> None:
-        connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name == name))
+    def _drop(self, connection: sa.Connection, names: Collection[str]) -> None:
+        connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name.in_(names)))
 
     def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
         """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""

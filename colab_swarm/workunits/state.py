@@ -11,9 +11,9 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends
-as ``accepted`` (also if it agreed with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded``
-(its unit was accepted without it).
+A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a
+majority agrees, and ends as ``accepted`` (also if it agreed with the accepted one), ``rejected``,
+``expired``, ``given back`` or ``superseded`` (its unit was accepted without it).
 
 Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
 starts at 0.1. It forgets within some ten units instead of twenty, because a job of notebooks lasts hours, not months.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -55,11 +54,9 @@ class Met(Entry, frozen=True):
 
 
 class Assigned(Entry, frozen=True):
-    """A volunteer gets a unit, to be trained before ``deadline``.
+    """A volunteer gets a unit, to be trained before ``deadline``, from the parameters of ``version``.
 
-    Attributes:
-        assignment: random name, 32 hex digits; an upload carries nothing else.
-        version: of the parameters at that time.
+    ``assignment`` is a random name of 32 hex digits; an upload carries nothing else.
     """
 
     unit: Unit
@@ -79,9 +76,7 @@ class Returned(Entry, frozen=True):
 class Accepted(Entry, frozen=True):
     """The unit's result, blob ``result``, waits for a parameter server; ``alpha`` weighs the server's parameters.
 
-    Attributes:
-        base: version of the unit's initial parameters.
-        change: how far training moved the parameters (L2 norm).
+    ``base`` is the version of the unit's initial parameters, ``change`` how far training moved them (L2 norm).
     """
 
     unit: Unit
@@ -93,21 +88,15 @@ class Accepted(Entry, frozen=True):
 
 
 class Rejected(Entry, frozen=True):
-    """The result is invalid."""
-
     assignment: str
     reason: str
 
 
 class Expired(Entry, frozen=True):
-    """The deadline passed without a result."""
-
     assignment: str
 
 
 class GaveBack(Entry, frozen=True):
-    """The volunteer returned the unit untrained."""
-
     assignment: str
 
 
@@ -138,38 +127,16 @@ class EpochEnded(Entry, frozen=True):
 
 
 class Finished(Entry, frozen=True):
-    """The job is done."""
-
     reason: str
 
 
-AnyEntry: TypeAlias = (
-    Met
-    | Assigned
-    | Returned
-    | Accepted
-    | Rejected
-    | Expired
-    | GaveBack
-    | Assimilated
-    | Measured
-    | EpochEnded
-    | Finished
+ServerEntry: TypeAlias = Assimilated | Measured
+CoordinatorEntry: TypeAlias = (
+    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished
 )
-
-_decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
-
-
-def encode_entry(entry: AnyEntry) -> bytes:
-    """Encode an entry for a store."""
-    return msgspec.msgpack.encode(entry)
-
-
-def decode_entry(data: bytes) -> AnyEntry:
-    """Decode what `encode_entry` made."""
-    return _decoder.decode(data)
-
-
+AnyEntry: TypeAlias = CoordinatorEntry | ServerEntry
+encode_entry = msgspec.msgpack.Encoder().encode
+decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
 FIRST_ERROR_RATE = 0.1
 RELIABLE = 0.5
@@ -191,8 +158,7 @@ class Reliability:
         error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
         accepted, rejected, expired: numbers of units.
-        bans: number so far; each is twice as long as the one before.
-        banned_until: end of the latest ban.
+        bans, banned_until: number so far, each twice as long as the one before, and the end of the latest.
         returns: times it gave units back since its last good result, the last time at ``returned_at``.
         rests_until: it gets no units before.
     """
@@ -209,6 +175,11 @@ class Reliability:
     rests_until: float = -math.inf
 
     @property
+    def idle_until(self) -> float:
+        """End of its ban or rest: it gets no units before."""
+        return max(self.banned_until, self.rests_until)
+
+    @property
     def reliability(self) -> float:
         """Share of its latest units that succeeded, between 0 and 1."""
         return 1 - self.error_rate
@@ -219,14 +190,11 @@ class Reliability:
         return self.accepted > 0 and self.reliability >= RELIABLE
 
     def on_accepted(self) -> None:
-        """Count a good result."""
-        self.accepted += 1
-        self.returns = 0
+        self.accepted, self.returns = self.accepted + 1, 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
     def on_expired(self) -> None:
-        """Count a unit whose deadline passed."""
         self.expired += 1
         self._err()
 
@@ -268,22 +236,13 @@ class UnitReplica:
     fate: Fate = "out"
     result: str = ""
 
-    @property
-    def live(self) -> bool:
-        """True while its result is awaited, or waits for a majority."""
-        return self.fate in {"out", "returned"}
-
 
 @dataclass
 class UnitState:
     """One unit of an epoch.
 
-    Attributes:
-        replicas: in order of assignment.
-        accepted: the assignment whose result was accepted; None so far.
-        assimilated: True once the result is part of the parameters.
-        staleness: results assimilated between its initial parameters and its own assimilation.
-        failed_by: volunteers that failed it, and when they last did.
+    ``accepted`` is the assignment whose result was accepted; ``staleness`` counts the results assimilated between its
+    initial parameters and its own assimilation. ``failed_by``: volunteers that failed it, and when they last did.
     """
 
     replicas: list[UnitReplica] = field(default_factory=list)
@@ -294,10 +253,9 @@ class UnitState:
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
-        return [replica for replica in self.replicas if replica.live]
+        return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
-        """Return True if a volunteer has a live replica."""
         return any(replica.volunteer == volunteer for replica in self.live())
 
     def returned(self) -> list[UnitReplica]:
@@ -331,7 +289,7 @@ class JobState:
     open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
-    assimilated: dict[int, int] = field(default_factory=dict)  # units by epoch
+    assimilated: int = 0  # units of `epoch`
     done_at: dict[int, float] = field(default_factory=dict)  # when the last unit of an epoch was assimilated
     measured: dict[int, dict[Unit, Measured]] = field(default_factory=dict)  # by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
@@ -347,14 +305,7 @@ class JobState:
     def _begin_epoch(self) -> None:
         self.open = {Unit(self.epoch, subset): UnitState() for subset in range(self.subsets)}
         self.units |= self.open
-
-    def unit(self, unit: Unit) -> UnitState:
-        """Return a unit's state; an empty one if its epoch has not begun."""
-        return self.units.get(unit) or UnitState()
-
-    def units_of(self, epoch: int) -> Iterator[tuple[Unit, UnitState]]:
-        """Yield all units of an epoch that has begun."""
-        return ((unit, self.units[unit]) for unit in (Unit(epoch, subset) for subset in range(self.subsets)))
+        self.assimilated = 0
 
     def volunteer(self, volunteer: str) -> VolunteerState:
         """Return a volunteer's record; an empty one if it is unknown."""
@@ -368,8 +319,7 @@ class JobState:
             case Assigned():
                 self._assigned(entry)
             case Returned():
-                replica = self._back(entry.assignment, entry.at)
-                replica.fate, replica.result = "returned", entry.result
+                self._back(entry.assignment, entry.at, result=entry.result)
             case Accepted():
                 self._accepted(entry)
             case Rejected() | Expired() | GaveBack():
@@ -401,13 +351,12 @@ class JobState:
         self.units[entry.unit].replicas.append(replica)
         self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
 
-    def _back(self, assignment: str, at: float) -> UnitReplica:
-        """Record that a replica's result has arrived, and return the replica."""
+    def _back(self, assignment: str, at: float, *, result: str = "") -> None:
         replica = self.replicas[assignment]
         self._seen(replica.volunteer, at).out.discard(assignment)
         if replica.fate != "returned":
             self.unit_s.append(at - replica.began)
-        return replica
+        replica.fate, replica.result = "returned", result or replica.result
 
     def _accepted(self, entry: Accepted) -> None:
         self._back(entry.assignment, entry.at)
@@ -416,7 +365,7 @@ class JobState:
         del self.open[entry.unit]
         for replica in unit.replicas:
             volunteer = self.volunteers[replica.volunteer]
-            if replica.assignment == entry.assignment or replica.fate == "returned":
+            if replica.fate == "returned":
                 replica.fate = "accepted"
                 volunteer.standing.on_accepted()
             elif replica.fate == "out":
@@ -448,8 +397,8 @@ class JobState:
         unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
-        self.assimilated[entry.unit.epoch] = self.assimilated.get(entry.unit.epoch, 0) + 1
-        if self.assimilated.get(self.epoch) == self.subsets:
+        self.assimilated += 1
+        if self.assimilated == self.subsets:
             self.done_at[self.epoch] = entry.at
             self.epoch += 1
             self._begin_epoch()

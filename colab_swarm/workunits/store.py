@@ -4,15 +4,16 @@ Every method is atomic and durable where the store is. A process killed at any m
 The coordinator and the parameter servers use a store at once, from several threads and processes. A call that raises
 `StoreError` because the connection broke may have taken effect or not: read the log again.
 
-`SqliteStore` is the default: one file, durable, for several processes on one machine. Its log is written ahead (WAL),
-so committed entries survive the death of any process. A power failure may lose the last seconds, and the job resumes
-from a moment before; a sync per entry would cost ten times the time. Writers take turns: an assimilation holds the
-file's one write lock, and readers are not blocked. Pages are 64 KiB, the most that SQLite allows. They make vectors of
-megabytes four times as fast to read and write as the usual 4 KiB.
+`SqliteStore` is the default: one durable file for several processes on one machine. Its log is written ahead (WAL):
+committed entries survive the death of any process, and a power failure may lose the last seconds. A sync per entry
+would cost ten times the time. Writers take turns, readers are not blocked. Pages are 64 KiB, the most that SQLite
+allows: vectors of megabytes are read and written four times as fast as with the usual 4 KiB.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sqlite3
 import threading
 import time
@@ -22,14 +23,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
+from colab_swarm.workunits.dispatcher import Dispatcher
+from colab_swarm.workunits.state import (
+    Accepted,
+    AnyEntry,
+    Assimilated,
+    ServerEntry,
+    decode_entry,
+    encode_entry,
+)
 from colab_swarm.workunits.weights import Floats
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Compute new parameters from the current ones, which are read-only and only lent."""
@@ -42,11 +53,9 @@ That saves 7,000 page faults and half of the processor's time per update of 5 M 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The server's parameters.
+    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,).
 
-    Attributes:
-        version: assimilations so far; under eventual consistency ``values`` may lack some of them.
-        values: read-only, (numel,).
+    Under eventual consistency the values may lack some of them.
     """
 
     version: int
@@ -104,7 +113,6 @@ class ParameterStore(ABC):
         """Release files and connections. The state stays."""
 
     def _check_size(self, first: Floats) -> None:
-        """Raise StoreError if the job has another number of parameters than ``first``."""
         if (numel := len(self.parameters().values)) != len(first):
             raise StoreError(
                 f"the store holds a job {self._job!r} of {numel:,} parameters, but the model has {len(first):,}: "
@@ -120,21 +128,88 @@ class ParameterStore(ABC):
         self._claimed_at[accepted.assignment] = time.perf_counter()
         return accepted
 
-    def _assimilated(
-        self, accepted: Accepted, version: int, *, server: str, now: float, began: float
-    ) -> Assimilated:
+    def _assimilated(self, accepted: Accepted, version: int, *, server: str, now: float) -> Assimilated:
+        ended = time.perf_counter()
         return Assimilated(
             at=now,
             unit=accepted.unit,
             assignment=accepted.assignment,
             server=server,
             version=version,
-            seconds=time.perf_counter() - began,
+            seconds=ended - self._claimed_at.get(accepted.assignment, ended),
         )
 
-    def _began(self, accepted: Accepted) -> float:
-        """Return when this process claimed the result; now, if another process did."""
-        return self._claimed_at.pop(accepted.assignment, time.perf_counter())
+
+class Logbook:
+    """The log as one coordinator reads and writes it, on one event loop. Hold the `lock` and `settle` before deciding.
+
+    Attributes:
+        version: of the newest parameters.
+        fault: the store's current error, for people; empty while it works.
+        finished: set when the job is done.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        dispatcher: Dispatcher,
+        on_accepted: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.lock, self.finished = asyncio.Lock(), asyncio.Event()
+        self.version, self.fault = 0, ""
+        self._store, self._dispatcher, self._on_accepted, self._clock = store, dispatcher, on_accepted, clock
+        self._position = 0
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
+        self._up_to_date = False
+
+    async def settle(self) -> None:
+        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
+        await self._read()
+        self._up_to_date = True
+        await self.write(self._dispatcher.expired(now=self._clock()))
+        while due := self._dispatcher.advance(now=self._clock()):
+            await self.write(due)
+
+    async def write(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
+        if entries:
+            self._mine.update(map(encode_entry, entries))
+            await self.call(lambda: self._store.append(entries, put=put, drop=drop))
+            await self._read()
+
+    async def _read(self) -> None:
+        for position, entry in await self.call(lambda: self._store.entries(self._position)):
+            if not isinstance(entry, ServerEntry):
+                written = encode_entry(entry)
+                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
+                    self.fault = (
+                        "another coordinator has taken over this job: stop this one, or rename its job"
+                    )
+                    raise StoreError(self.fault)
+                self._mine.discard(written)
+            self._dispatcher.state.apply(entry)
+            self._position = position
+            if isinstance(entry, Accepted):
+                self._on_accepted(entry.change)
+            elif isinstance(entry, Assimilated):
+                self.version = max(self.version, entry.version)
+        if self._dispatcher.state.finished is not None:
+            self.finished.set()
+
+    async def call(self, method: Callable[[], T]) -> T:
+        """Call the store on a thread, and note in `fault` whether it works."""
+        try:
+            answer = await asyncio.to_thread(method)
+        except StoreError as error:
+            if not self.fault:
+                logger.warning("the store fails, volunteers wait: %s", error)
+            self.fault = str(error)
+            raise
+        self.fault = ""
+        return answer
 
 
 MEMORY = ":memory:"
@@ -156,9 +231,7 @@ class SqliteStore(ParameterStore):
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
         super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
-        self._local, self._lock = threading.local(), threading.Lock()
-        self._connections: list[tuple[sqlite3.Connection, threading.Lock]] = []
-        self._one_for_all = None if self.shared else self._connect()
+        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
         with self._transaction() as connection:
             for table in TABLES:
                 connection.execute(table)
@@ -225,7 +298,6 @@ class SqliteStore(ParameterStore):
         return self._claimed(found[0][0]) if found else None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        began = self._began(accepted)
         with self._transaction() as connection:
             taken = connection.execute(
                 "DELETE FROM queue WHERE job = ? AND assignment = ?", (self._job, accepted.assignment)
@@ -240,7 +312,7 @@ class SqliteStore(ParameterStore):
                 vector.write(new.astype("<f4", copy=False).data.cast("B"))
             connection.execute("UPDATE jobs SET version = ? WHERE id = ?", (version, row))
             self._drop(connection, [accepted.result])
-            self._log(connection, [self._assimilated(accepted, version, server=server, now=now, began=began)])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
 
     def waiting(self) -> int:
@@ -249,11 +321,9 @@ class SqliteStore(ParameterStore):
         return int(count[0])
 
     def close(self) -> None:
-        with self._lock:
-            while self._connections:
-                connection, in_use = self._connections.pop()
-                with in_use:  # by its thread: closing it meanwhile would kill the process
-                    connection.close()
+        for connection, in_use in list(self._connections.values()):
+            with in_use:  # by its thread: closing it meanwhile would kill the process
+                connection.close()
 
     def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
         """Row and version of the job's parameters; None if it has none."""
@@ -277,9 +347,10 @@ class SqliteStore(ParameterStore):
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """This thread's connection. A store in memory has one for all threads, which take turns."""
         try:
-            if not hasattr(self._local, "own"):
-                self._local.own = self._one_for_all or self._connect()
-            connection, in_use = self._local.own
+            thread = threading.get_ident() if self.shared else 0
+            if thread not in self._connections:
+                self._connections[thread] = self._connect(), threading.Lock()
+            connection, in_use = self._connections[thread]
             with in_use:
                 yield connection
         except sqlite3.Error as error:
@@ -288,14 +359,11 @@ class SqliteStore(ParameterStore):
                 "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
             ) from error
 
-    def _connect(self) -> tuple[sqlite3.Connection, threading.Lock]:
+    def _connect(self) -> sqlite3.Connection:
         new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        new.execute("PRAGMA page_size = 65536")
-        new.execute("PRAGMA journal_mode = WAL")
-        new.execute("PRAGMA synchronous = NORMAL")
-        with self._lock:
-            self._connections.append((new, threading.Lock()))
-            return self._connections[-1]
+        for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
+            new.execute(f"PRAGMA {setting}")
+        return new
 
 
 def _read(connection: sqlite3.Connection, table: str, row: int) -> bytes:
@@ -317,13 +385,9 @@ ELSEWHERE = {
 
 def open_store(url: str, job: str) -> ParameterStore:
     """Open the state of ``job`` at ``url``, one of `FORMS` (else ValueError); StoreError if that fails."""
-    scheme, _, rest = url.rpartition("://")
-    if url == "memory":
-        return SqliteStore(MEMORY, job)
-    if scheme == "sqlite" and len(rest) > 1 and rest[0] == "/":
-        return SqliteStore(rest[1:], job)
-    if not scheme and (Path(url).suffix or Path(url).name != url):  # else a word such as "redis"
-        return SqliteStore(url, job)
+    path, scheme = MEMORY if url == "memory" else _file_of(url), url.rpartition("://")[0]
+    if path:
+        return SqliteStore(path, job)
     if scheme not in ELSEWHERE:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
     module, name = ELSEWHERE[scheme]
@@ -331,3 +395,11 @@ def open_store(url: str, job: str) -> ParameterStore:
         return cast(ParameterStore, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
+
+
+def _file_of(url: str) -> str:
+    """Path of the SQLite file at an address; empty if it names none."""
+    scheme, _, rest = url.rpartition("://")
+    if scheme:
+        return rest[1:] if scheme == "sqlite" and rest.startswith("/") else ""
+    return url if Path(url).suffix or Path(url).name != url else ""  # else a word such as "redis"

@@ -1,7 +1,11 @@
-"""Authentication of requests: each carries the peer's membership and a signature over the request.
+"""Links that let volunteers in, and the authentication of their requests.
 
-The header is ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. It holds the method, the path, the digest of the
-body, a nonce and the time. The coordinator refuses a request that is over a minute old, or was seen before.
+A link is the coordinator's address, and after ``#`` the content of an invitation: ``https://example.org/#NAME.PAYLOAD``.
+In a browser it opens the status page; the part after ``#`` never reaches the server.
+
+Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: the peer's membership,
+and its signature over the method, the path, the digest of the body, a nonce and the time. The
+coordinator refuses a request that is over a minute old, or was seen before.
 """
 
 from __future__ import annotations
@@ -9,17 +13,30 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated
 
 import msgspec
 
-from colab_swarm.errors import NotAdmitted
+from colab_swarm.errors import InviteError, NotAdmitted
+from colab_swarm.invite import PROJECT_URL, Invite
 from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission, Moment, Signed
+from colab_swarm.net.membership import (
+    MAX_MEMBERSHIP_BYTES,
+    Grant,
+    Key,
+    Membership,
+    MembershipAdmission,
+    Moment,
+    Signed,
+)
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role
+from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import AuthoritySettings
 
 SCHEME = "Swarm "
 MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
@@ -30,13 +47,9 @@ NO_BODY = sha256(b"").digest()
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header.
+    """Content of the header: the peer's key and membership (none in an open run), and what it signed.
 
-    Attributes:
-        key, membership: of the peer; no membership in an open run.
-        method, target: of the request; the path with its query.
-        digest: SHA-256 of the body.
-        nonce, at: random, and seconds since the epoch.
+    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since the epoch.
     """
 
     key: Key
@@ -52,11 +65,9 @@ _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
 class Token:
-    """Sign a peer's requests. The repr holds no secret.
+    """Sign requests of a peer, by its key. The repr holds no secret.
 
-    Args:
-        identity: the peer's key, or the peer.
-        membership: of the run, encoded; empty in an open run. A function if it is renewed.
+    ``membership`` of the run is encoded, and empty in an open run; a function if it is renewed.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -64,7 +75,6 @@ class Token:
 
     @property
     def membership(self) -> bytes:
-        """The current membership."""
         return self._membership if isinstance(self._membership, bytes) else self._membership()
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
@@ -119,3 +129,64 @@ def _decoded(header: str) -> SignedRequest:
         return _decoder.decode(base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, *UNDECODABLE) as error:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
+
+
+@dataclass(frozen=True)
+class WorkLink:
+    """The content of a link: the coordinator's address, and the invitation to its run."""
+
+    url: str
+    invite: Invite
+
+    @classmethod
+    def issue(cls, url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+        """Issue a link as the authority of the run, valid for ``hours``."""
+        until = time.time() + 3600 * hours
+        if entrance.closed is None:
+            return cls(url, Invite(entrance.run_id, (), until))
+        secret = os.urandom(32)
+        key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
+        grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
+        return cls(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
+
+    @classmethod
+    def parse(cls, text: str) -> WorkLink:
+        """Read a link.
+
+        Raises:
+            InviteError: it is no link to a coordinator, or is mistyped, tampered with or expired.
+        """
+        url = text.strip().strip("'\"").partition("#")[0]
+        if url.startswith(PROJECT_URL):
+            raise InviteError(
+                "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
+            )
+        if not url.startswith(("http://", "https://")) or "#" not in text:
+            raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
+        return cls(url, Invite.parse(text))
+
+    @property
+    def authority(self) -> bytes | None:
+        """Public key of the run's authority; None in an open run."""
+        return None if self.invite.access == "open" else self.invite.authority
+
+    def token(self, identity: Identity) -> Token:
+        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
+        grant = self.invite.grant
+        if grant is None:
+            return Token(identity)
+        if not grant.offline:
+            raise InviteError(
+                "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
+                "then swarm.volunteer(link)"
+            )
+        membership = Membership.by_invitation(
+            grant, self.invite.key, key=identity.public_key, now=time.time()
+        )
+        return Token(identity, membership.encode())
+
+    def __str__(self) -> str:
+        return f"{self.url}#{str(self.invite).partition('#')[2]}"
+
+    def __repr__(self) -> str:
+        return f"WorkLink({self.url}, {self.invite.name})"

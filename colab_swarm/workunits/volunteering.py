@@ -1,9 +1,8 @@
 """`cs.workunits.volunteer`: train units of another person's job on this machine.
 
-A volunteer requests units, trains them, uploads the results, and resumes after a kill. Each of its slots requests,
-fetches, trains, uploads, and starts over. Errors of the coordinator never end it, only its refusals do. All units of
-the process are trained in turns on one thread, because torch's random numbers belong to the process. So replicas of a
-unit agree, and one slot's training overlaps with another's transfers.
+Each slot of a volunteer requests a unit, fetches its data, trains, uploads, and starts over. Errors of the coordinator
+never end it, only its refusals do. All units of the process are trained in turns on one thread, because torch's random
+numbers belong to the process. So replicas of a unit agree, and one slot's training overlaps with another's transfers.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from colab_swarm.notebook.volunteer_view import render_html, render_text, summar
 from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
-from colab_swarm.workunits.coordinator import WorkLink
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
 from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard
 from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
+from colab_swarm.workunits.tokens import WorkLink
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class VolunteerSettings:
         folder: for data and units in hand.
         units: trained at a time.
         name: shown to people.
-        device: to train on.
         save_s: interval between saves of a unit.
         cache_bytes: most data on disk.
         gate: closed while the machine is needed for something else.
@@ -94,6 +92,13 @@ class _Over(Exception):
     def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
         super().__init__(text)
         self.fault, self.finished = fault, finished
+
+    @classmethod
+    def failed(cls, what: str, error: BaseException) -> _Over:
+        """Return the end by an error, whose traceback is logged."""
+        fault = "".join(traceback.format_exception(error))
+        logger.error("%s failed:\n%s", what, fault)
+        return cls(f"{what} failed: {traceback.format_exception_only(error)[-1].strip()}", fault=fault)
 
 
 class Volunteer:
@@ -128,12 +133,8 @@ class Volunteer:
         rng: random.Random | None = None,
     ) -> None:
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
-        if self._schema.head() != card.schema:
-            reason = "its size differs"
-            try:
-                self._schema.decode(card.schema)
-            except ValueError as error:
-                reason = str(error)
+        if card.schema != self._schema.head():
+            reason = self._schema.difference(card.schema)
             raise ValueError(f"this job's model is not that of {card.name!r}: {reason}")
         self.url, self.folder = client.url, settings.folder
         self._client, self._job, self._card, self._settings = client, job, card, settings
@@ -157,7 +158,6 @@ class Volunteer:
         self._began, self._ended = time.monotonic(), 0.0
 
     async def begin(self) -> None:
-        """Start the loop."""
         self._work = asyncio.create_task(self._run(), name="volunteer")
 
     async def wait_over(self) -> None:
@@ -178,7 +178,7 @@ class Volunteer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.wait_over()
-            return self.snapshot().over
+            return self._over is not None
 
         return Runtime.shared().call(waiting())
 
@@ -192,11 +192,9 @@ class Volunteer:
             await self.leave(finish_s=finish_s)
             await self._client.close()
 
-        try:
-            with self._held:
-                Runtime.shared().call(leave())
-        finally:
-            _volunteers.discard(self)
+        _volunteers.discard(self)
+        with self._held:
+            Runtime.shared().call(leave())
 
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""
@@ -244,9 +242,8 @@ class Volunteer:
             return "leaving, once the units in hand are done"
         if self._settings.gate.closed:
             return "paused"
-        phases = {unit.phase for unit in units}
-        busy = [phase for phase in ("training", "uploading", "downloading") if phase in phases]
-        return busy[0] if busy else self._banned or "waiting for units"
+        phases, idle = {unit.phase for unit in units}, self._banned or "waiting for units"
+        return next((one for one in ("training", "uploading", "downloading") if one in phases), idle)
 
     # -- from the first unit to the last
 
@@ -257,21 +254,14 @@ class Volunteer:
                 self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
                 slots = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                pairs = zip(
-                    slots, self._slots, strict=True
-                )  # waits for units in hand and those on their way,
+                pairs = zip(slots, self._slots, strict=True)
                 last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
-                if last:  # but not for an unreachable coordinator
+                if last:  # others wait for an unreachable coordinator
                     await asyncio.wait(last, timeout=self._finish_s)
                 raise over
         except* Exception as ends:
             reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
-            if reasons:
-                over = reasons[0]
-            else:
-                fault = "".join(traceback.format_exception(ends.exceptions[0]))
-                logger.error("volunteering failed:\n%s", fault)
-                over = _Over(f"colab-swarm failed: {ends.exceptions[0]}", fault=fault)
+            over = reasons[0] if reasons else _Over.failed("colab-swarm", ends.exceptions[0])
         await self._farewell(over)
         self._over, self._ended = over, time.monotonic()
 
@@ -293,24 +283,23 @@ class Volunteer:
         for unit in units:
             self._saves.drop(unit)
         for slot in self._slots:
-            slot.let_go()
+            slot.held = slot.training = None
 
     async def _serve(self, slot: Slot) -> None:
         backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if not await self._next(slot) or slot.held is None:
                 continue
+            pause_s = 0.0
             try:
                 await self._train(slot, slot.held)
+                backoff.succeeded()
             except CallRefused as error:
                 self._refused, self._refusal = self._refused + 1, str(error)
                 logger.info("unit %s was refused: %s", slot.held.unit.assignment, error)
                 pause_s = backoff.failed()
-            else:
-                backoff.succeeded()
-                pause_s = 0.0
             self._saves.drop(slot.held.unit)
-            slot.let_go()
+            slot.held = slot.training = None
             await self._pause(pause_s)
 
     # -- one unit
@@ -349,7 +338,6 @@ class Volunteer:
         return False
 
     async def _train(self, slot: Slot, held: UnitInHand) -> None:
-        """Train a unit and upload its result."""
         unit, slot.phase = held.unit, "downloading"
         if held.training is None:
             await asyncio.to_thread(self._saves.save, held)
@@ -362,10 +350,9 @@ class Volunteer:
             await asyncio.to_thread(self._cache.put, unit.data, data)
         values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
         training = slot.training = await self._compute(lambda: self._begin(held, data, values))
-        slot.phase = "training"
+        slot.phase, schema = "training", self._schema
         while training.done < training.batches:
             await self._compute(lambda: self._some_batches(slot, training))
-        schema = self._schema
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
         slot.phase = "uploading"
         await self._client.upload(unit.assignment, result)
@@ -410,10 +397,7 @@ class Volunteer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: a retry would raise it again
-            fault = "".join(traceback.format_exception(error))
-            logger.warning("the job's code failed:\n%s", fault)
-            said = traceback.format_exception_only(error)[-1].strip()
-            raise _Over(f"the job's code failed: {said}", fault=fault) from error
+            raise _Over.failed("the job's code", error) from error
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but not after `leave` was called."""
@@ -547,7 +531,6 @@ def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
 
 
 def _plain(name: str) -> str:
-    """The name as that of a folder."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 

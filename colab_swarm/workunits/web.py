@@ -1,8 +1,8 @@
 """The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a public status page.
 
-A request is refused as early as possible: by its token, by the size it announces, by the assignment it names. Only then
-is the body read. Nothing of a request becomes a path of the file system: data are looked up in the job's card, uploads
-by a pattern.
+A request is refused as early as possible: by its token, by the size it announces, by the assignment
+it names. Only then is the body read. Nothing of a request becomes a path of the file system: data
+are looked up in the job's card, uploads by a pattern.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,17 +28,19 @@ from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.workunits.coordination import Coordination, Refused
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Taken
-from colab_swarm.workunits.overview import JobStatus
-from colab_swarm.workunits.page import render_live, render_page, render_prometheus
+from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Refused, Taken
+from colab_swarm.workunits.page import JobStatus, render_live, render_page, render_prometheus
 from colab_swarm.workunits.state import Unit
 from colab_swarm.workunits.tokens import RequestGate
+
+if TYPE_CHECKING:
+    from colab_swarm.workunits.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
 RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
+ASSIGNMENT, UNIT = re.compile("[0-9a-f]{32}"), re.compile("([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
@@ -64,8 +66,8 @@ STATUSES = {
     "banned": 403,
     "unknown": 404,
     "stale": 410,
-    "invalid": 422,
     "size": 413,
+    "invalid": 422,
     "busy": 503,
 }
 PAGE_HEADERS = {
@@ -108,8 +110,8 @@ def piece_of(header: str) -> tuple[int, int, int]:
 class UploadBuffer:
     """One file per upload in ``folder``; a complete one has ``size_bytes``.
 
-    A complete file exists only while its result is checked. One found at the start was cut short by the death of the
-    process and is deleted, so the volunteer sends it again.
+    A complete file exists only while its result is checked. One found at the start was cut short by
+    the death of the process and is deleted, so the volunteer sends it again.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
@@ -120,7 +122,6 @@ class UploadBuffer:
                 file.unlink()
 
     def received(self, assignment: str) -> int:
-        """Return the bytes of an upload received so far."""
         try:
             return self._file(assignment).stat().st_size
         except FileNotFoundError:
@@ -131,18 +132,17 @@ class UploadBuffer:
 
         Raises Refused or ValueError, with nothing changed, if it does not continue the upload or exceeds its end.
         """
-        received = self.received(assignment)
+        received, end = self.received(assignment), start + len(piece)
         if start != received:
             text = f"{received:,} bytes of this upload are here: send what follows"
             raise Refused("invalid", text, received=received)
-        if start + len(piece) > self.size_bytes:
-            raise ValueError(f"{start + len(piece):,} bytes: a result has {self.size_bytes:,}")
+        if end > self.size_bytes:
+            raise ValueError(f"{end:,} bytes: a result has {self.size_bytes:,}")
         with self._file(assignment).open("ab") as file:
             file.write(piece)
-        return start + len(piece)
+        return end
 
     def read(self, assignment: str) -> bytes:
-        """Return the bytes of an upload."""
         return self._file(assignment).read_bytes()
 
     def cut(self, assignment: str, received: int) -> None:
@@ -151,7 +151,6 @@ class UploadBuffer:
             os.truncate(self._file(assignment), received)
 
     def drop(self, assignment: str) -> None:
-        """Delete an upload."""
         self._file(assignment).unlink(missing_ok=True)
 
     def sweep(self, awaited: Callable[[str], bool]) -> None:
@@ -161,24 +160,19 @@ class UploadBuffer:
                 file.unlink(missing_ok=True)
 
     def _file(self, assignment: str) -> Path:
-        if len(assignment) != 32 or not set(assignment) <= set("0123456789abcdef"):
+        if not ASSIGNMENT.fullmatch(assignment):
             raise ValueError(f"{assignment!r} is no assignment")  # no text of a stranger becomes a path
         return self._folder / assignment
 
 
 class CoordinatorServer:
-    """Serve a coordination that has started; ``running`` counts transfers under way, by kind."""
+    """Serve a coordinator that has started; ``running`` counts transfers under way, by kind."""
 
     def __init__(
-        self,
-        coordination: Coordination,
-        gate: RequestGate,
-        *,
-        clock: Callable[[], float] = time.time,
+        self, coordinator: Coordinator, gate: RequestGate, *, clock: Callable[[], float] = time.time
     ) -> None:
-        self.url = ""
-        self._coordination, self._gate, self._clock = coordination, gate, clock
-        self.running = {"upload": 0, "download": 0}
+        self.url, self.running = "", {"upload": 0, "download": 0}
+        self._coordinator, self._gate, self._clock = coordinator, gate, clock
         self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
         self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
@@ -188,26 +182,27 @@ class CoordinatorServer:
 
     @cached_property
     def uploads(self) -> UploadBuffer:
-        """The results that have arrived in part."""
-        schema = self._coordination.schema
+        schema = self._coordinator.schema
         size_bytes = len(schema.head()) + 4 * schema.numel
-        return UploadBuffer(self._coordination.folder / "uploads", size_bytes=size_bytes)
+        return UploadBuffer(self._coordinator.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
-        app = web.Application(middlewares=[self._explained, self._admitted], client_max_size=MAX_BODY_BYTES)
-        for path in PAGES:
-            app.router.add_get(path, self._page)
-        routes = app.router
-        routes.add_get("/api/job", self._job)
-        routes.add_get("/api/code", self._code)
-        routes.add_post("/api/units", self._units)
-        routes.add_post("/api/return", self._return)
-        routes.add_get("/api/data/{digest}", self._data)
-        routes.add_get("/api/parameters", self._parameters)
-        routes.add_get("/api/parameters/{unit}", self._parameters)
-        routes.add_head("/api/results/{assignment}", self._received)
-        routes.add_put("/api/results/{assignment}", self._piece)
+        app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
+        app.router.add_routes(
+            [
+                *(web.get(path, self._page) for path in PAGES),
+                web.get("/api/job", self._job),
+                web.get("/api/code", self._code),
+                web.post("/api/units", self._units),
+                web.post("/api/return", self._return),
+                web.get("/api/data/{digest}", self._data),
+                web.get("/api/parameters", self._parameters),
+                web.get("/api/parameters/{unit}", self._parameters),
+                web.head("/api/results/{assignment}", self._received),
+                web.put("/api/results/{assignment}", self._piece),
+            ]
+        )
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -222,21 +217,21 @@ class CoordinatorServer:
         except BaseException:
             await self.close()
             raise
-        port = self._runner.addresses[0][1]
         shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-        self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+        self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self._runner.addresses[0][1]}/"
 
     async def close(self) -> None:
-        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     # -- admission and refusals
 
     @web.middleware
-    async def _explained(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Turn every refusal below /api into a `Problem`."""
+    async def _answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        """Admit a request below /api, and turn every refusal there into a `Problem`."""
         try:
+            if request.path not in PAGES:
+                self._admit(request)
             return await handler(request)
         except Refused as error:
             if error.received is None:
@@ -253,19 +248,14 @@ class CoordinatorServer:
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             return _refusal(error.status, problem, allow)
 
-    @web.middleware
-    async def _admitted(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        if request.path not in PAGES:
-            header = request.headers.get("Authorization", "")
-            try:
-                volunteer, digest = self._gate.check(
-                    header, request.method, request.raw_path, now=self._clock()
-                )
-            except NotAdmitted as error:
-                raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
-            self._coordination.check_ban(volunteer)
-            request[VOLUNTEER], request[DIGEST] = volunteer, digest
-        return await handler(request)
+    def _admit(self, request: web.Request) -> None:
+        header = request.headers.get("Authorization", "")
+        try:
+            volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=self._clock())
+        except NotAdmitted as error:
+            raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
+        self._coordinator.check_ban(volunteer)
+        request[VOLUNTEER], request[DIGEST] = volunteer, digest
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
         """Return the body, after checking it against the signed digest."""
@@ -306,32 +296,31 @@ class CoordinatorServer:
     # -- the job, units and results
 
     async def _job(self, request: web.Request) -> web.Response:
-        return _answer(self._coordination.card)
+        return _answer(self._coordinator.card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._coordination.job.code)
+        return web.Response(text=self._coordinator.job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
-        message = await self._message(request, AskForUnits)
-        return _answer(await self._coordination.ask(request[VOLUNTEER], message))
+        asked = await self._message(request, AskForUnits)
+        return _answer(await self._coordinator.ask(request[VOLUNTEER], asked))
 
     async def _return(self, request: web.Request) -> web.Response:
         message = await self._message(request, GiveBack)
-        return _answer(await self._coordination.give_back(request[VOLUNTEER], message))
+        return _answer(await self._coordinator.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
-        received = self.uploads.received(self._wanted(request))
-        return web.Response(headers={"Received": str(received)})
+        return web.Response(headers={"Received": str(self.uploads.received(self._wanted(request)))})
 
     async def _piece(self, request: web.Request) -> web.Response:
         _assignment(request)
-        expected = self.uploads.size_bytes
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         except ValueError as error:
             raise Refused("invalid", str(error)) from error
-        if whole != expected:
-            raise Refused("size", f"a result of {whole:,} bytes: those of this job have {expected:,}")
+        if whole != self.uploads.size_bytes:
+            text = f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"
+            raise Refused("size", text)
         if size != request.content_length:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
         self._wanted(request)
@@ -343,7 +332,7 @@ class CoordinatorServer:
         assignment = _assignment(request)
         if assignment in self._complete:
             raise Refused("busy", "this result is complete and is being checked: ask again in a second")
-        self._coordination.check(request[VOLUNTEER], assignment)
+        self._coordinator.check(request[VOLUNTEER], assignment)
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
@@ -351,7 +340,7 @@ class CoordinatorServer:
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
-                self.uploads.sweep(self._coordination.awaits)
+                self.uploads.sweep(self._coordinator.awaits)
             received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
             if received < self.uploads.size_bytes:
                 return Taken(received)
@@ -359,7 +348,7 @@ class CoordinatorServer:
         try:
             async with self._checking:
                 data = await asyncio.to_thread(self.uploads.read, assignment)
-                await self._coordination.take(request[VOLUNTEER], assignment, data)
+                await self._coordinator.take(request[VOLUNTEER], assignment, data)
         except (StoreError, asyncio.CancelledError):
             self.uploads.cut(assignment, start)
             raise
@@ -375,21 +364,20 @@ class CoordinatorServer:
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        if not any(subset.sha256 == digest for subset in self._coordination.card.subsets):
+        if not any(subset.sha256 == digest for subset in self._coordinator.card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._coordination.folder / "data" / digest).open("rb") as file:
+        with (self._coordinator.folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         cached = {"Cache-Control": "private, max-age=31536000, immutable"}
         return await self._send(request, data, f'"{digest}"', cached)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
-        name, unit = request.match_info.get("unit"), None
-        if name is not None:
-            found = re.fullmatch(r"([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", name)
-            if found is None:
+        unit = None
+        if (name := request.match_info.get("unit")) is not None:
+            if (found := UNIT.fullmatch(name)) is None:
                 raise Refused("unknown", "no such unit: ask for units")
             unit = Unit(int(found[1]), int(found[2]))
-        version, data = await self._coordination.parameters_file(unit)
+        version, data = await self._coordinator.parameters_file(unit)
         headers = {"Version": str(version), "Cache-Control": "no-cache"}
         return await self._send(request, data, f'"{version}"', headers)
 
@@ -423,15 +411,14 @@ class CoordinatorServer:
 
     async def _page(self, request: web.Request) -> web.Response:
         now = asyncio.get_running_loop().time()
-        if now - self._paged_at >= FRESH_S:
-            self._pages.clear()
-            self._paged_at = now
         if not self._visits.admit(source_of(request), now):
             text = "too many requests: try again in a second"
             return web.Response(status=429, text=text, headers={"Retry-After": "1"})
+        if now - self._paged_at >= FRESH_S:
+            self._paged_at, self._pages = now, {}
         kind, render = PAGES[request.path]
         if request.path not in self._pages:
-            made = render(self._coordination.status())
+            made = render(self._coordinator.status())
             self._pages[request.path] = made.encode() if isinstance(made, str) else made
         body = self._pages[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=PAGE_HEADERS)
@@ -439,7 +426,7 @@ class CoordinatorServer:
 
 def _assignment(request: web.Request) -> str:
     name = request.match_info["assignment"]
-    if not re.fullmatch("[0-9a-f]{32}", name):
+    if not ASSIGNMENT.fullmatch(name):
         raise Refused("unknown", "no such assignment: ask for units")
     return name
 

@@ -44,7 +44,6 @@ class Schema:
 
     @property
     def numel(self) -> int:
-        """Number of values of all tensors."""
         return sum(math.prod(shape) for _, shape in self.entries)
 
     def head(self) -> bytes:
@@ -66,13 +65,17 @@ class Schema:
         """Return a view of a file's values; raise ValueError, with the difference, if it has other tensors."""
         head = self.head()
         if bytes(data[: len(head)]) != head:
-            reason = self._difference(data).encode("ascii", "backslashreplace").decode()
-            raise ValueError(reason[:MAX_REASON_CHARACTERS])  # a stranger's words, which go into the log
+            raise ValueError(self.difference(data))
         if len(data) != len(head) + 4 * self.numel:
             raise ValueError(
                 f"{len(data):,} bytes, {len(head) + 4 * self.numel:,} expected: cut off or too long"
             )
         return np.frombuffer(data, dtype="<f4", offset=len(head))
+
+    def difference(self, data: bytes | memoryview) -> str:
+        """Return how the head of a file differs from that of this schema, in a stranger's words but short and plain."""
+        reason = self._difference(data).encode("ascii", "backslashreplace").decode()
+        return reason[:MAX_REASON_CHARACTERS]  # it goes into the log
 
     def _difference(self, data: bytes | memoryview) -> str:
         try:
@@ -100,7 +103,6 @@ class Schema:
         return flat.copy() if len(parts) == 1 else flat
 
     def load(self, model: nn.Module, values: Floats) -> None:
-        """Set all values of ``model``."""
         state, offset = model.state_dict(), 0
         with torch.no_grad():
             for name, shape in self.entries:
@@ -135,3 +137,14 @@ def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
         np.multiply(step, np.float32(weight), out=step)
         np.add(step, near[piece], out=step)
     return new
+
+
+def moved(values: Floats, base: Floats) -> float:
+    """Return the L2 norm of ``values - base``, both (numel,), summed in float64; not finite if a value is not."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):  # a stranger's values may overflow
+        for start in range(0, len(values), PIECE):
+            piece = slice(start, start + PIECE)
+            change = np.subtract(values[piece], base[piece], dtype=np.float64)
+            total += float(change @ change)
+    return float(np.sqrt(total))

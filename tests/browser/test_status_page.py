@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.workunits.overview import JobStatus
+from colab_swarm.workunits.page import JobStatus
 from colab_swarm.workunits.tokens import RequestGate
 from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs
@@ -18,15 +18,15 @@ from tests.workunits.statuses import EVIL, status
 pytestmark = needs()
 
 
-class Coordinating:
-    """A coordination, as far as its pages go."""
+class Coordinator:
+    """A coordinator, as far as its pages go."""
 
     def __init__(self, look: Callable[[], JobStatus]) -> None:
         self.status = look
 
 
 async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(Coordinating(look), RequestGate(None))  # type: ignore[arg-type]
+    server = CoordinatorServer(Coordinator(look), RequestGate(None))  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     return server
 

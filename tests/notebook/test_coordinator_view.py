@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from colab_swarm.notebook.coordinator_view import MAX_ROWS, figures, render_html, render_text
-from colab_swarm.workunits.overview import MAX_MARKS, UnitMark
+from colab_swarm.workunits.page import MAX_MARKS, UnitMark
 from tests.workunits.statuses import EVIL, status
 
 ROW = status().overview.volunteers[0]

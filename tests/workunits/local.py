@@ -17,18 +17,21 @@ import numpy as np
 from torch import nn
 
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Message
-from colab_swarm.workunits.coordination import Coordination
+from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.service import ClosedRun
+from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
 from colab_swarm.workunits.state import AnyEntry
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
-from colab_swarm.workunits.tokens import RequestGate, Token
-from colab_swarm.workunits.web import CoordinatorServer
+from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats
 
 M = TypeVar("M", bound=Message)
 RUN = "digits-run"
+OPEN = RunAccess(RUN, "open", None)
 
 
 def tiny_job(**plan: Any) -> Job:
@@ -56,11 +59,9 @@ class Answer:
 class Scene:
     """A coordinator over HTTP, and what it wrote."""
 
-    def __init__(
-        self, coordination: Coordination, store: ParameterStore, folder: Path, gate: RequestGate
-    ) -> None:
-        self.coordination, self.store, self.folder = coordination, store, folder
-        self.server = CoordinatorServer(coordination, gate)
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.server = coordinator, coordinator.server
+        self.store, self.folder = coordinator.store, coordinator.folder
         self.session: aiohttp.ClientSession | None = None
         self.alice, self.bob = Stranger(self), Stranger(self)
 
@@ -129,11 +130,15 @@ class Stranger:
         place = f"bytes {start}-{start + len(data) - 1}/{whole or start + len(data)}"
         return await self.send("PUT", f"/api/results/{assignment}", data, Content_Range=place)
 
+    async def unit(self) -> tuple[str, bytes]:
+        """The assignment of a new unit, and a good file for it."""
+        given = await self.ask()
+        return given[0].assignment, self._scene.coordinator.schema.encode(self._scene.values())
+
     async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
         """Ask for units and bring results at once."""
-        coordination = self._scene.coordination
         given = await self.ask(count)
-        file = coordination.schema.encode(self._scene.values(change))
+        file = self._scene.coordinator.schema.encode(self._scene.values(change))
         return [await self.upload(one.assignment, file) for one in given]
 
 
@@ -143,26 +148,25 @@ async def coordinating(
     folder: Path,
     *,
     store: ParameterStore | None = None,
-    gate: RequestGate | None = None,
+    admission: MembershipAdmission | None = None,
     **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
     store = store or SqliteStore(MEMORY, job.name)
     given: dict[str, Any] = {"servers": 1, "tick_s": 0.02, **settings}
-    coordination = Coordination(job, store, Token(Identity()), RUN, folder, **given)
-    scene = Scene(coordination, store, folder, gate or RequestGate(None))
+    access = RunAccess(RUN, "invite", ClosedRun(admission, None)) if admission else OPEN
+    coordinator = Coordinator(job, store, Token(Identity()), access, folder, **given)
+    scene = Scene(coordinator)
     try:
-        await coordination.start()
-        await scene.server.start("127.0.0.1", 0)
+        await coordinator.start({"host": "127.0.0.1"})
         async with aiohttp.ClientSession() as scene.session:
             yield scene
-        coordination.dispatcher.check_invariants()
+        coordinator.dispatcher.check_invariants()
     finally:
-        await scene.server.close()
-        await coordination.stop()
+        await coordinator.close()
 
 
-def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 30.0) -> None:
+def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 90.0) -> None:
     """To its end, in a loop of its own."""
 
     async def bounded() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
 from colab_swarm.bench import store_servers
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
@@ -21,20 +19,6 @@ SERVERS = {
 SHARED = ("sqlite", *SERVERS)
 KINDS = ("memory", *SHARED)
 _numbers = itertools.count()
-
-
-def url_of(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Body of the fixture ``url``: a store of this kind, for as long as the tests of it run."""
-    if kind == "memory":
-        yield "memory"
-    elif kind == "sqlite":
-        yield str(tmp_path_factory.mktemp("store") / "store.db")
-    else:
-        try:
-            with SERVERS[kind]() as url:
-                yield url
-        except store_servers.Absent as absent:
-            pytest.skip(str(absent))
 
 
 def new_job() -> str:
@@ -77,3 +61,9 @@ def check_invariants(store: ParameterStore) -> None:
     assert len({entry.unit for entry in done}) == len(done)
     assert store.waiting() == len(queued) - len(done)
     assert store.parameters().version == len(done)
+
+
+def close_checked(store: ParameterStore) -> None:
+    """At the end of a test."""
+    check_invariants(store)
+    store.close()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -304,13 +304,13 @@ def _hang_up(request: web.Request) -> None:
         request.transport.close()
 
 
-def client_of(standin: StandIn, *, token: Token | None = None) -> CoordinatorClient:
-    """Of an open run, in a hurry."""
-    return CoordinatorClient(
-        standin.url,
-        token or Token(Identity()),
-        run_id=RUN,
-        authority=None,
-        retry_s=QUICK,
-        rng=random.Random(0),
-    )
+def client_of(standin: StandIn, **changes: Any) -> CoordinatorClient:
+    """Of an open run, in a hurry; ``changes``: of its arguments."""
+    given = {
+        "url": standin.url,
+        "token": Token(Identity()),
+        "run_id": RUN,
+        "authority": None,
+        "retry_s": QUICK,
+    }
+    return CoordinatorClient(**{**given, "rng": random.Random(0), **changes})

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.overview import JobOverview, JobStatus, UnitCounts, VolunteerRow
+from colab_swarm.workunits.page import JobOverview, JobStatus, UnitCounts, VolunteerRow
 from colab_swarm.workunits.state import EpochEnded, Measured, Unit
 
 NOW = 1_800_000_000.0

@@ -1,14 +1,19 @@
-"""The volunteer's requests: what a bad line costs, and what is refused."""
+"""The volunteer's requests: what a bad line costs, what is refused, and data on its disk."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +26,12 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
-from colab_swarm.workunits.client import CoordinatorClient, RetryableError, _decoded, _problem
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Taken
+from colab_swarm.workunits import client as module
+from colab_swarm.workunits.client import CoordinatorClient, RetryableError, SubsetCache, _decoded
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Subset, Taken
 from colab_swarm.workunits.tokens import Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
-    QUICK,
     RUN,
     Fault,
     StandIn,
@@ -39,21 +44,15 @@ from tests.workunits.stand_in import (
     says,
 )
 
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 90.0
 
 
-def talk(
-    scene: Callable[[StandIn, CoordinatorClient], Awaitable[None]], standin: StandIn | None = None
-) -> StandIn:
-    """Play a scene between a stand-in and a client."""
+@asynccontextmanager
+async def talking(standin: StandIn | None = None) -> AsyncIterator[tuple[StandIn, CoordinatorClient]]:
+    """A stand-in, and a client that talks to it."""
     standin = standin or StandIn(digits_job())
-
-    async def main() -> None:
-        async with asyncio.timeout(TIME_LIMIT_S), standin.serving(), client_of(standin) as client:
-            await scene(standin, client)
-
-    asyncio.run(main())
-    return standin
+    async with asyncio.timeout(TIME_LIMIT_S), standin.serving(), client_of(standin) as client:
+        yield standin, client
 
 
 def test_waits_double_up_to_a_bound_and_restart_after_a_success() -> None:
@@ -70,16 +69,14 @@ def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound() -> None:
     assert backoff.failed(asked_s=1e9) == 900.0
 
 
-def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
+async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     job = replace(digits_job(), code="job = 'ünit'")
-
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+    async with talking(StandIn(job)) as (standin, client):
         standin.meets("GET /api/code", garbles)
         card = await client.card()
         assert card == standin.card()
         assert await client.code(card) == job.code
-
-    assert talk(scene, StandIn(job)).fired == ["GET /api/code"]
+    assert standin.fired == ["GET /api/code"]
 
 
 @pytest.mark.parametrize(
@@ -87,17 +84,16 @@ def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     [answers(502), answers(407), answers(302), answers(200), says(429, "busy", "later"), hangs_up],
     ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "hangs up"],
 )
-def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
+    async with talking() as (standin, client):
         standin.meets("GET /api/job", fault, fault)
         assert await client.card() == standin.card()
         assert client.trouble == ""
+    assert len(standin.fired) == 2
 
-    assert len(talk(scene).fired) == 2
 
-
-def test_an_unreachable_coordinator_shows_in_the_trouble() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_an_unreachable_coordinator_shows_in_the_trouble() -> None:
+    async with talking() as (standin, client):
         standin.meets("GET /api/job", answers(503, Retry_After="77"))
         asking = asyncio.create_task(client.card())
         while not client.trouble:
@@ -107,49 +103,27 @@ def test_an_unreachable_coordinator_shows_in_the_trouble() -> None:
         )
         asking.cancel()
 
-    talk(scene)
 
-
-def test_a_refusal_ends_the_call_with_its_reason() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("POST /api/units", says(403, "banned", "three bad results"))
+@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
+async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -> None:
+    async with talking() as (standin, client):
+        standin.meets("POST /api/units", says(status, code, "three bad results"))
         with pytest.raises(CallRefused, match="three bad results") as refused:
             await client.ask(1)
-        assert refused.value.code == "banned"
-
-    assert talk(scene).seen == ["POST /api/units"]
-
-
-def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        slow = CoordinatorClient(
-            standin.url,
-            Token(Identity()),
-            run_id=RUN,
-            authority=None,
-            retry_s=QUICK,
-            clock=lambda: time.time() - 3600,
-        )
-        async with slow:
-            assert await slow.card() == standin.card()
-            await slow.ask(1)
-
-    assert talk(scene).seen == ["GET /api/job"] * 2 + ["POST /api/units"]
+        assert refused.value.code == code
+    assert standin.seen == ["POST /api/units"]
 
 
-def test_a_token_that_is_refused_for_another_reason_is_refused_at_once() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        standin.meets("GET /api/job", says(401, "token", "revoked"))
-        with pytest.raises(CallRefused, match="revoked"):
-            await client.card()
-
-    talk(scene)
+async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
+    async with talking() as (standin, _), client_of(standin, clock=lambda: time.time() - 3600) as slow:
+        assert await slow.card() == standin.card()
+        await slow.ask(1)
+    assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
-def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
-        other = CoordinatorClient(standin.url, Token(Identity()), run_id="other", authority=None)
-        async with other:
+async def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() -> None:
+    async with talking() as (standin, client):
+        async with client_of(standin, run_id="other") as other:
             with pytest.raises(NotAdmitted, match="another run"):
                 await other.card()
         renamed = msgspec.structs.replace(standin.card(), name="other")
@@ -157,10 +131,8 @@ def test_a_coordinator_of_another_run_or_with_a_forged_card_is_not_believed() ->
         with pytest.raises(NotAdmitted, match="wrong signature"):
             await client.card()
 
-    talk(scene)
 
-
-def test_a_coordinator_has_to_belong_to_the_run() -> None:
+async def test_a_coordinator_has_to_belong_to_the_run() -> None:
     authority = Identity()
 
     def membership(standin: StandIn, role: Role) -> bytes:
@@ -168,54 +140,46 @@ def test_a_coordinator_has_to_belong_to_the_run() -> None:
         plain = Membership(RUN, role, standin.identity.public_key, "carol", now, now + 60)
         return plain.signed(authority.sign).encode()
 
-    async def scene(standin: StandIn, _: CoordinatorClient) -> None:
-        client = CoordinatorClient(
-            standin.url, Token(Identity()), run_id=RUN, authority=authority.public_key, retry_s=QUICK
-        )
-        async with client:
-            with pytest.raises(NotAdmitted):
-                await client.card()
-            standin.membership = membership(standin, Role.VIEWER)
-            with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
-                await client.card()
-            standin.membership = membership(standin, Role.WORKER)
-            assert (await client.card()).key == standin.identity.public_key
-            standin.identity = authority
-            assert (await client.card()).key == authority.public_key
-
-    talk(scene)
+    async with talking() as (standin, _), client_of(standin, authority=authority.public_key) as client:
+        with pytest.raises(NotAdmitted):
+            await client.card()
+        standin.membership = membership(standin, Role.VIEWER)
+        with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
+            await client.card()
+        standin.membership = membership(standin, Role.WORKER)
+        assert (await client.card()).key == standin.identity.public_key
+        standin.identity = authority
+        assert (await client.card()).key == authority.public_key
 
 
-def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
+    async with talking() as (standin, client):
         subset = standin.card().subsets[0]
         standin.meets("GET /api/data", breaks_after(1000), breaks_after(500))
         data = await client.data(subset)
         assert sha256(data).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
+    assert len(standin.fired) == 2
 
-    assert len(talk(scene).fired) == 2
 
-
-def test_garbled_data_are_fetched_again() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_garbled_data_are_fetched_again() -> None:
+    async with talking() as (standin, client):
         standin.meets("GET /api/data", garbles)
         assert await client.data(standin.card().subsets[1]) == standin.files[1]
+    assert standin.fired
 
-    assert talk(scene).fired
 
-
-def test_a_download_longer_than_announced_is_refused() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_a_download_longer_than_announced_is_refused() -> None:
+    async with talking() as (standin, client):
         standin.meets("GET /api/data", answers(200, body=bytes(1 << 20)))
         assert await client.data(standin.card().subsets[0]) == standin.files[0]
         assert client.received_bytes < 2 * len(standin.files[0]) + (1 << 16)
+    assert standin.fired
 
-    assert talk(scene).fired
 
+async def test_parameters_that_change_during_a_broken_download_are_fetched_whole() -> None:
+    async with talking() as (standin, client):
 
-def test_parameters_that_change_during_a_broken_download_are_fetched_whole() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
             answer = await breaks_after(2000)(request, respond)
             standin.values, standin.version = standin.values + 1, 1
@@ -224,36 +188,34 @@ def test_parameters_that_change_during_a_broken_download_are_fetched_whole() -> 
         standin.meets("GET /api/parameters", breaks_and_changes)
         values = await client.parameters("parameters", standin.schema)
         np.testing.assert_array_equal(values, standin.values)
+    assert standin.fired
 
-    assert talk(scene).fired
 
-
-def test_parameters_that_have_not_changed_are_not_fetched_again() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_parameters_that_have_not_changed_are_not_fetched_again() -> None:
+    async with talking() as (standin, client):
         first = await client.parameters("parameters", standin.schema)
         before = client.received_bytes
         assert await client.parameters("parameters", standin.schema) is first
         assert client.received_bytes == before
         standin.values, standin.version = standin.values + 1, 1
         np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
+    assert len(standin.seen) == 3
 
-    assert len(talk(scene).seen) == 3
 
-
-def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
+    async with talking() as (standin, client):
         other = bytearray(standin.schema.encode(standin.values))
         other[20] ^= 1
         standin.meets("GET /api/parameters", answers(200, body=bytes(other)))
         np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
+    assert standin.fired
 
-    assert talk(scene).fired
 
-
-def test_an_upload_resumes_after_a_lost_request_and_a_lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_resumes_after_a_lost_request_and_a_lost_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
-
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+    async with talking() as (standin, client):
         (unit,) = (await client.ask(1)).units
         result = standin.schema.encode(standin.values + 1)
         standin.meets("PUT /api/results", loses_its_answer, hangs_up)
@@ -261,12 +223,11 @@ def test_an_upload_resumes_after_a_lost_request_and_a_lost_answer(monkeypatch: p
         assert taken.accepted and taken.received == len(result)
         np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
         assert client.sent_bytes == len(result) - 4096  # the answer to the first piece was lost
+    assert len(standin.fired) == 2
 
-    assert len(talk(scene).fired) == 2
 
-
-def test_an_upload_that_a_killed_process_began_resumes() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_an_upload_that_a_killed_process_began_resumes() -> None:
+    async with talking() as (standin, client):
         (unit,) = (await client.ask(1)).units
         result = standin.schema.encode(standin.values + 1)
         standin.received[unit.assignment] = bytearray(result[:5000])
@@ -274,62 +235,148 @@ def test_an_upload_that_a_killed_process_began_resumes() -> None:
         np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
         assert client.sent_bytes == len(result) - 5000
 
-    talk(scene)
 
-
-def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
+    async with talking() as (standin, client):
         (unit,) = (await client.ask(1)).units
         standin.meets("PUT /api/results", loses_its_answer)
         assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
         with pytest.raises(CallRefused, match="already"):
             await client.upload(unit.assignment, standin.schema.encode(standin.values))
+    assert standin.fired
 
-    assert talk(scene).fired
 
-
-def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
+    async with talking() as (standin, client):
         (unit,) = (await client.ask(1)).units
         stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
         conflict = answers(409, Received="0")
         odd = [answers(409, Received=text) for text in ("9" * 5000, str(1 << 40), "-1")]
         standin.meets("PUT /api/results", stuck, conflict, *odd, stuck)
         assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
+    assert len(standin.fired) == 6
 
-    assert len(talk(scene).fired) == 6
 
-
-def test_a_refused_upload_ends_with_the_reason() -> None:
-    async def scene(standin: StandIn, client: CoordinatorClient) -> None:
+async def test_a_refused_upload_ends_with_the_reason() -> None:
+    async with talking() as (standin, client):
         (unit,) = (await client.ask(1)).units
         standin.meets("PUT /api/results", says(422, "invalid", "NaN in it"))
         with pytest.raises(CallRefused, match="NaN in it"):
             await client.upload(unit.assignment, standin.schema.encode(standin.values))
 
-    talk(scene)
 
-
-def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(standin: StandIn, _: CoordinatorClient) -> None:
+async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with talking() as (standin, _):
         monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
-        client = CoordinatorClient(
-            "http://coordinator.invalid", Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
-        )
-        async with client:
+        async with client_of(standin, url="http://coordinator.invalid") as client:
             assert await client.card() == standin.card()
-
-    talk(scene)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_from_the_network_is_only_retried(body: bytes) -> None:
-    for kind in (JobCard, GivenUnits, Taken):
+    for kind in (JobCard, GivenUnits, Taken, Problem):
         with contextlib.suppress(RetryableError):
             assert isinstance(_decoded(body, kind), kind)
-    assert _problem(body) is None or isinstance(_problem(body), Problem)
 
 
 def test_a_repr_shows_no_secret() -> None:
     client = CoordinatorClient("https://example.org/", Token(Identity()), run_id=RUN, authority=None)
     assert repr(client) == "CoordinatorClient(https://example.org)"
+
+
+def put(cache: SubsetCache, folder: Path, data: bytes, *, used_at: float) -> str:
+    digest = sha256(data).hexdigest()
+    cache.put(digest, data)
+    os.utime(folder / f"{digest}.subset", (used_at, used_at))
+    return digest
+
+
+def test_a_saved_file_is_there_for_the_next_process(tmp_path: Path) -> None:
+    digest = put(SubsetCache(tmp_path, 1000), tmp_path, b"alice", used_at=1)
+    assert SubsetCache(tmp_path, 1000).get(digest) == b"alice"
+    assert SubsetCache(tmp_path, 1000).held() == (digest,)
+
+
+def test_nothing_is_there_before_the_folder_is(tmp_path: Path) -> None:
+    cache = SubsetCache(tmp_path / "none", 1000)
+    assert cache.get("0" * 64) is None and cache.held() == ()
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    cache = SubsetCache(tmp_path, 100)
+    old, used, new = (put(cache, tmp_path, bytes([n]) * 40, used_at=n) for n in (1, 2, 3))
+    assert cache.held() == (new, used)
+    assert cache.get(old) is None
+    assert cache.get(used) is not None
+    assert cache.held() == (used, new)
+    last = put(cache, tmp_path, b"x" * 50, used_at=2e9)
+    assert set(cache.held()) == {used, last}
+
+
+def test_a_file_that_a_killed_process_left_half_written_is_evicted_first(tmp_path: Path) -> None:
+    half = tmp_path / "abc.partial"
+    half.write_bytes(bytes(90))
+    os.utime(half, (1, 1))
+    cache = SubsetCache(tmp_path, 100)
+    digest = put(cache, tmp_path, bytes(50), used_at=2)
+    assert not half.exists() and cache.held() == (digest,)
+
+
+def test_a_file_beyond_the_bound_is_not_saved_and_evicts_nothing(tmp_path: Path) -> None:
+    cache = SubsetCache(tmp_path, 100)
+    digest = put(cache, tmp_path, bytes(60), used_at=1)
+    cache.put(sha256(bytes(101)).hexdigest(), bytes(101))
+    assert cache.held() == (digest,)
+
+
+def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = SubsetCache(tmp_path, 100)
+    digest = put(cache, tmp_path, b"alice", used_at=1)
+    (tmp_path / f"{digest}.subset").write_bytes(b"mallory")
+    assert cache.get(digest) is None and cache.held() == ()
+    assert "garbled" in caplog.text
+
+
+def test_a_disk_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        SubsetCache(tmp_path / "file", 100).put("0" * 64, b"alice")
+    assert "cannot save 5 bytes" in caplog.text
+
+
+def test_no_more_digests_are_listed_than_fit_in_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HELD", 3)
+    cache = SubsetCache(tmp_path, 100)
+    digests = [put(cache, tmp_path, bytes([n]), used_at=n) for n in range(5)]
+    assert cache.held() == tuple(digests[:1:-1])
+
+
+DIGEST = "0" * 64
+CARD = JobCard("run", "digits", b"", b"", "", 1, 32, b"", (Subset(DIGEST, 1, 1),))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "../../../.ipython/profile_default/startup/evil"},
+        {"name": "/tmp/evil"},
+        {"name": ""},
+        {"code_sha256": "../evil"},
+        {"subsets": (Subset(DIGEST, 1 << 40, 1),)},
+        {"subsets": (Subset("../" + DIGEST, 1, 1),)},
+    ],
+)
+def test_a_card_names_no_path_and_no_size_beyond_all_measure(changes: dict[str, Any]) -> None:
+    assert msgspec.msgpack.decode(CARD.encode(), type=JobCard) == CARD
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.structs.replace(CARD, **changes).encode(), type=JobCard)
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_volunteer_never_waits_indefinitely(wait_s: float) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(GivenUnits(wait_s=wait_s)), type=GivenUnits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,13 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.net.identity import Identity
-from colab_swarm.workunits.coordination import Coordination
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
-from colab_swarm.workunits.tokens import Token
-from tests.workunits.local import RUN, Scene, Stranger, coordinating, run, tiny_job, until
+from colab_swarm.workunits.weights import Floats
+from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
+from tests.workunits.servers import accepted
 
 CODE = """
 import numpy as np
@@ -31,103 +31,83 @@ job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(s
 """
 
 
-def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = SqliteStore(MEMORY, "tiny")
-        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
-            alice, first = scene.alice, scene.coordination.card.subsets
-            await alice.train()
-            await until(lambda: "Measured" in scene.kinds())
-            one = (await alice.ask())[0]
-            file = scene.coordination.schema.encode(scene.values())
-            await alice.upload(one.assignment, file[:77], whole=len(file))
-            before = scene.log
-        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
-            scene.alice.token = alice.token
-            assert scene.log == before and scene.coordination.card.subsets == first
-            status = scene.coordination.status()
-            assert (status.version, status.overview.units.training, status.overview.units.assimilated) == (
-                1,
-                1,
-                1,
-            )
-            head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
-            assert head.headers["Received"] == "77"
-            answer = await scene.alice.upload(one.assignment, file[77:], start=77)
-            assert answer.message(Taken).accepted
-
-    run(main)
+async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
+    store = SqliteStore(MEMORY, "tiny")
+    async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+        alice, first = scene.alice, scene.coordinator.card.subsets
+        await alice.train()
+        await until(lambda: "Measured" in scene.kinds())
+        one = (await alice.ask())[0]
+        file = scene.coordinator.schema.encode(scene.values())
+        await alice.upload(one.assignment, file[:77], whole=len(file))
+        before = scene.log
+    async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+        scene.alice.token = alice.token
+        assert scene.log == before and scene.coordinator.card.subsets == first
+        status = scene.coordinator.status()
+        units = status.overview.units
+        assert (status.version, units.training, units.assimilated) == (1, 1, 1)
+        head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
+        assert head.headers["Received"] == "77"
+        answer = await scene.alice.upload(one.assignment, file[77:], start=77)
+        assert answer.message(Taken).accepted
 
 
-def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = SqliteStore(MEMORY, "tiny")
-        async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
-            for stranger in (scene.alice, scene.bob):
-                await stranger.ask(4)
-            await until(lambda: scene.kinds().count("Assigned") == 4)
-        with pytest.raises(ValueError, match="another job's store"):
-            async with coordinating(tiny_job(subsets=1), tmp_path, store=store):
-                pass
-
-    run(main)
+async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    store = SqliteStore(MEMORY, "tiny")
+    async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
+        for stranger in (scene.alice, scene.bob):
+            await stranger.ask(4)
+        await until(lambda: scene.kinds().count("Assigned") == 4)
+    with pytest.raises(ValueError, match="another job's store"):
+        async with coordinating(tiny_job(subsets=1), tmp_path, store=store):
+            pass
 
 
-def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        job = tiny_job(subsets=2, replication=3)
-        async with coordinating(job, tmp_path, servers=1) as scene:
-            strangers = [Stranger(scene) for _ in range(3)]
-            given = []
-            for stranger in strangers:
-                given += [one for one in await stranger.ask(2) if one.subset == 0]
-            assert len({one.parameters for one in given}) == 1 and given[0].parameters == "parameters/1-0"
-            begun = await strangers[0].send("GET", f"/api/{given[0].parameters}")
-            base = scene.coordination.schema.decode(begun.body)
-            statuses = []
-            for stranger, one, change in zip(strangers, given, (0.1, 0.9, 0.1001), strict=True):
-                file = scene.coordination.schema.encode(base + np.float32(change))
-                statuses.append((await stranger.upload(one.assignment, file)).status)
-            assert statuses == [200, 200, 200]
-            accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
-            odd = [entry for entry in scene.log if isinstance(entry, Rejected)]
-            assert [entry.assignment for entry in odd] == [given[1].assignment]
-            assert [entry.assignment for entry in accepted] == [given[2].assignment]
-            await until(lambda: "Measured" in scene.kinds())
-            for blob in ("base-1-0", *(f"result-{one.assignment}" for one in given)):
-                with pytest.raises(KeyError):
-                    scene.store.blob(blob)
-            answer = await strangers[0].send("GET", "/api/parameters/1-0")
-            assert (answer.status, answer.problem.code) == (410, "stale")
-
-    run(main)
+async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:
+    job = tiny_job(subsets=2, replication=3)
+    async with coordinating(job, tmp_path, servers=1) as scene:
+        strangers = [Stranger(scene) for _ in range(3)]
+        given = []
+        for stranger in strangers:
+            given += [one for one in await stranger.ask(2) if one.subset == 0]
+        assert len({one.parameters for one in given}) == 1 and given[0].parameters == "parameters/1-0"
+        begun = await strangers[0].send("GET", f"/api/{given[0].parameters}")
+        base = scene.coordinator.schema.decode(begun.body)
+        statuses = []
+        for stranger, one, change in zip(strangers, given, (0.1, 0.9, 0.1001), strict=True):
+            file = scene.coordinator.schema.encode(base + np.float32(change))
+            statuses.append((await stranger.upload(one.assignment, file)).status)
+        assert statuses == [200, 200, 200]
+        good = [entry for entry in scene.log if isinstance(entry, Accepted)]
+        odd = [entry for entry in scene.log if isinstance(entry, Rejected)]
+        assert [entry.assignment for entry in odd] == [given[1].assignment]
+        assert [entry.assignment for entry in good] == [given[2].assignment]
+        await until(lambda: "Measured" in scene.kinds())
+        for blob in ("base-1-0", *(f"result-{one.assignment}" for one in given)):
+            with pytest.raises(KeyError):
+                scene.store.blob(blob)
+        answer = await strangers[0].send("GET", "/api/parameters/1-0")
+        assert (answer.status, answer.problem.code) == (410, "stale")
 
 
-def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            (lost,) = await scene.alice.ask()
-            again, more = await scene.alice.ask(2)
-            assert again.assignment == lost.assignment != more.assignment
-            assert 0 < again.deadline_s <= lost.deadline_s
-            assert (
-                await scene.alice.ask(1, in_hand=(again.assignment, more.assignment)) == ()
-            )  # new: few at once
-            assert scene.kinds() == ["Met", "Assigned", "Assigned"]
-
-    run(main)
+async def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        (lost,) = await scene.alice.ask()
+        again, more = await scene.alice.ask(2)
+        assert again.assignment == lost.assignment != more.assignment
+        assert 0 < again.deadline_s <= lost.deadline_s
+        assert await scene.alice.ask(1, in_hand=(again.assignment, more.assignment)) == ()  # new: few at once
+        assert scene.kinds() == ["Met", "Assigned", "Assigned"]
 
 
-def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path, servers="auto") as scene:
-            await until(lambda: scene.coordination.status().servers == 1)
-            scene.coordination.servers = 3
-            await until(lambda: scene.coordination.status().servers == 3)
-            scene.coordination.servers = 1
-            await until(lambda: scene.coordination.status().servers == 1)
-
-    run(main)
+async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path, servers="auto") as scene:
+        await until(lambda: scene.coordinator.status().servers == 1)
+        scene.coordinator.servers = 3
+        await until(lambda: scene.coordinator.status().servers == 3)
+        scene.coordinator.servers = 1
+        await until(lambda: scene.coordinator.status().servers == 1)
 
 
 class Doubtful(SqliteStore):
@@ -142,36 +122,18 @@ class Doubtful(SqliteStore):
             raise StoreError("the line broke")
 
 
-def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = Doubtful(MEMORY, "tiny")
-        async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file, store.name = scene.coordination.schema.encode(scene.values()), "Accepted"
-            answer = await scene.alice.upload(name, file)
-            assert (answer.status, store.broke) == (503, 1)
-            answer = await scene.alice.upload(name, file)
-            assert (answer.status, answer.problem.code) == (410, "stale")
-            await scene.coordination.wait_finished()
-            assert scene.kinds() == [
-                "Met",
-                "Assigned",
-                "Accepted",
-                "Assimilated",
-                "Measured",
-                "EpochEnded",
-                "Finished",
-            ]
-
-    run(main)
-
-
-@pytest.mark.parametrize("servers", [0, -1])
-def test_a_job_needs_a_server(tmp_path: Path, servers: int) -> None:
-    with pytest.raises(ValueError, match="1 at least"):
-        Coordination(
-            tiny_job(), SqliteStore(MEMORY, "tiny"), Token(Identity()), RUN, tmp_path, servers=servers
-        )
+async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
+    store = Doubtful(MEMORY, "tiny")
+    async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
+        name = (await scene.alice.ask())[0].assignment
+        file, store.name = scene.coordinator.schema.encode(scene.values()), "Accepted"
+        answer = await scene.alice.upload(name, file)
+        assert (answer.status, store.broke) == (503, 1)
+        answer = await scene.alice.upload(name, file)
+        assert (answer.status, answer.problem.code) == (410, "stale")
+        await scene.coordinator.wait_finished()
+        ends = ["Accepted", "Assimilated", "Measured", "EpochEnded", "Finished"]
+        assert scene.kinds() == ["Met", "Assigned", *ends]
 
 
 @pytest.mark.slow
@@ -187,7 +149,7 @@ def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_rep
             os.kill(first, signal.SIGKILL)
             await scene.alice.train()
             await until(lambda: scene.kinds().count("Measured") == 2)
-            assert scene.coordination.status().server_deaths == 1
+            assert scene.coordinator.status().server_deaths == 1
             assert servers(scene) == ["server-1", "server-2"]
         assert children() == []
         store.close()
@@ -209,23 +171,54 @@ def children() -> list[int]:
             parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
-        if parent == os.getpid() and b"server_process" in arguments:
+        if parent == os.getpid() and b"import serve" in arguments:
             found.append(int(place.name))
     return found
 
 
-def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
-    async def main() -> None:
-        job, store = tiny_job(), SqliteStore(MEMORY, "tiny")
-        async with coordinating(job, tmp_path / "one", store=store) as old:
-            assert await old.alice.ask()
-            async with coordinating(job, tmp_path / "two", store=store) as new:
-                assert await new.bob.ask()
-                before = old.log
-                answer = await old.alice.send("POST", "/api/units", b"\x91\x01")
-                assert (answer.status, answer.problem.code) == (503, "busy")
-                assert "another coordinator" in old.coordination.status().fault
-                assert old.log == before
-                assert [one.status for one in await new.bob.train()] == [200]
+async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
+    job, store = tiny_job(), SqliteStore(MEMORY, "tiny")
+    async with coordinating(job, tmp_path / "one", store=store) as old:
+        assert await old.alice.ask()
+        async with coordinating(job, tmp_path / "two", store=store) as new:
+            assert await new.bob.ask()
+            before = old.log
+            answer = await old.alice.send("POST", "/api/units", b"\x91\x01")
+            assert (answer.status, answer.problem.code) == (503, "busy")
+            assert "another coordinator" in old.coordinator.status().fault
+            assert old.log == before
+            assert [one.status for one in await new.bob.train()] == [200]
 
-    run(main)
+
+def test_a_store_that_is_closed_waits_for_the_update_at_hand(tmp_path: Path) -> None:
+    """SQLite would kill the process."""
+    store, working, go_on = SqliteStore(tmp_path / "job.db", "tiny"), threading.Event(), threading.Event()
+    store.begin(np.zeros(3, np.float32))
+    store.append([accepted(0)], put={accepted(0).result: b""})
+    versions = list[int | None]()
+
+    def update(server: Floats) -> Floats:
+        working.set()
+        assert go_on.wait(10)
+        return server + 1
+
+    server = threading.Thread(
+        target=lambda: versions.append(store.assimilate(accepted(0), update, server="p", now=0.0))
+    )
+    server.start()
+    assert working.wait(10)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(10)
+    server.join(10)
+    assert versions == [1]
+
+
+async def test_a_coordinator_that_is_stopped_as_it_starts_leaves_no_parameter_server(tmp_path: Path) -> None:
+    for number in range(30):
+        async with coordinating(tiny_job(), tmp_path / str(number)):
+            pass
+    assert [thread.name for thread in threading.enumerate() if "parameter server" in thread.name] == []

@@ -1,4 +1,4 @@
-"""Who trains what: deadlines, reassignment, quorums, epochs."""
+"""Who trains what: deadlines, reassignment, quorums, epochs, bans."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.overview import UnitCounts, UnitMark
+from colab_swarm.workunits.page import UnitCounts, UnitMark
 from colab_swarm.workunits.state import (
+    FIRST_BAN_S,
     FREE_RETURNS,
+    LONGEST_BAN_S,
     LONGEST_REST_S,
     Accepted,
     AnyEntry,
@@ -23,6 +25,7 @@ from colab_swarm.workunits.state import (
     Measured,
     Met,
     Rejected,
+    Reliability,
     Returned,
 )
 
@@ -41,7 +44,7 @@ class Desk:
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         for entry in entries:
-            self.core.apply(entry)
+            self.core.state.apply(entry)
         self.log += entries
         return list(entries)
 
@@ -87,6 +90,12 @@ class Desk:
                 )
                 if accuracy is not None:
                     self.commit(Measured(at=self.now, unit=entry.unit, accuracy=accuracy))
+
+    def advance(self) -> list[AnyEntry]:
+        ended = list[AnyEntry]()
+        while due := self.core.advance(now=self.now):
+            ended += self.commit(*due)
+        return ended
 
     def prove(self, *volunteers: str) -> None:
         """Each does one unit."""
@@ -218,19 +227,19 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
         assert desk.core.advance(now=desk.now) == []
         for accuracy, entry in zip((0.1, 0.2, 0.3, 0.4), entries, strict=True):
             desk.assimilate([entry], accuracy=accuracy)
-        ended += desk.commit(*desk.core.advance(now=desk.now))
+        ended += desk.advance()
     assert [type(entry) for entry in ended] == [EpochEnded, EpochEnded, EpochEnded, Finished]
     assert isinstance(ended[0], EpochEnded)
     assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
-    assert desk.core.finished == "all 3 epochs are done"
+    assert desk.core.state.finished == "all 3 epochs are done"
     assert desk.ask(ALICE) == []
 
 
 def test_the_job_ends_at_the_target_accuracy() -> None:
     desk = Desk(subsets=1, target_accuracy=0.9)
     desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.95)
-    desk.commit(*desk.core.advance(now=desk.now))
-    assert desk.core.finished == "accuracy 0.950 reached the target 0.9"
+    desk.advance()
+    assert desk.core.state.finished == "accuracy 0.950 reached the target 0.9"
 
 
 def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
@@ -248,7 +257,7 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert desk.ask(ALICE) == desk.ask(DAVE) == []
     assert [type(entry) for entry in desk.result(alices, 1.0)] == [Returned]
     assert [type(entry) for entry in desk.result(bobs, 5.0)] == [Returned]
-    assert len(desk.core.results_of(alices.unit)) == 2
+    assert len(desk.core.state.units[alices.unit].returned()) == 2
     _, rejected, accepted = desk.result(carols, 1.01)
     assert isinstance(rejected, Rejected)
     assert rejected.assignment == bobs.assignment
@@ -387,8 +396,56 @@ def test_a_job_whose_end_was_moved_to_the_past_is_finished() -> None:
     desk = Desk(subsets=1, max_epochs=3)
     for _ in range(2):
         desk.prove(ALICE)
-        desk.commit(*desk.core.advance(now=desk.now))
+        desk.advance()
     log = [*desk.log]
     again = Desk(subsets=1, max_epochs=1)
     again.commit(*log)
     assert [*map(type, again.core.advance(now=again.now))] == [Finished]
+
+
+def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_get_lost() -> None:
+    standing = Reliability()
+    assert not standing.proven
+    standing.on_accepted()
+    assert standing.proven
+    for _ in range(4):  # at once, when a notebook is killed
+        standing.on_expired()
+    assert standing.proven
+    for _ in range(4):
+        standing.on_expired()
+    assert not standing.proven
+    for _ in range(3):
+        standing.on_accepted()
+    assert standing.proven
+
+
+def test_losing_every_third_unit_is_no_reason_to_ban() -> None:
+    standing = Reliability()
+    for _ in range(100):
+        standing.on_accepted()
+        standing.on_accepted()
+        standing.on_expired()
+    assert standing.bans == 0
+    assert standing.reliability == pytest.approx(2 / 3, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("good_between", "banned"), [(0, True), (1, True), (3, True), (5, False), (20, False)]
+)
+def test_more_than_every_fourth_bad_result_leads_to_a_ban(good_between: int, banned: bool) -> None:
+    standing = Reliability()
+    for _ in range(50):
+        for _ in range(good_between):
+            standing.on_accepted()
+        standing.on_rejected(0.0)
+    assert (standing.bans > 0) == banned
+
+
+def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
+    standing, lengths = Reliability(), []
+    for _ in range(14):
+        standing.on_rejected(1000.0)
+        lengths.append(standing.banned_until - 1000.0)
+    assert lengths[1] < 0
+    assert lengths[2:5] == [FIRST_BAN_S, 2 * FIRST_BAN_S, 4 * FIRST_BAN_S]
+    assert lengths[-1] == LONGEST_BAN_S

@@ -58,13 +58,13 @@ class Ordeal:
     def new_dispatcher(self) -> Dispatcher:
         dispatcher = Dispatcher(self.plan, [f"{n:064x}" for n in range(SUBSETS)], random.Random(5))
         for entry in self.log:
-            dispatcher.apply(decode_entry(entry))
+            dispatcher.state.apply(decode_entry(entry))
         return dispatcher
 
     def commit(self, entries: list[AnyEntry]) -> None:
         for entry in entries:
             self.log.append(encode_entry(entry))
-            self.dispatcher.apply(entry)
+            self.dispatcher.state.apply(entry)
             self.done[type(entry).__name__] += 1
             if isinstance(entry, Accepted):
                 self.queue.append(entry)
@@ -171,7 +171,7 @@ class Ordeal:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_unit_is_assimilated_exactly_once_whatever_happens(seed: int, replication: int) -> None:
     ordeal = Ordeal(seed, replication)
-    while not ordeal.dispatcher.finished:
+    while not ordeal.dispatcher.state.finished:
         ordeal.step()
         assert len(ordeal.log) < 5000
     ordeal.restart()
@@ -193,7 +193,7 @@ def test_the_ordeals_faults_do_happen() -> None:
     happened = Counter[str]()
     for seed in range(3):
         ordeal = Ordeal(seed, replication=2)
-        while not ordeal.dispatcher.finished:
+        while not ordeal.dispatcher.state.finished:
             ordeal.step()
         happened += ordeal.done
     faults = (Expired, Rejected, GaveBack, Returned)

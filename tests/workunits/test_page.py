@@ -8,8 +8,14 @@ import re
 import msgspec
 import pytest
 
-from colab_swarm.workunits.overview import JobStatus, UnitCounts
-from colab_swarm.workunits.page import accuracy_svg, render_live, render_page, render_prometheus
+from colab_swarm.workunits.page import (
+    JobStatus,
+    UnitCounts,
+    accuracy_svg,
+    render_live,
+    render_page,
+    render_prometheus,
+)
 from colab_swarm.workunits.state import EpochEnded
 from tests.backbone.test_page import Tags
 from tests.workunits.statuses import EVIL, NOW, status

@@ -13,7 +13,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import AnyEntry, Assimilated, Met
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import KINDS, accepted, begun, check_invariants, new_job, plus_one
+from tests.workunits.servers import KINDS, accepted, begun, check_invariants, close_checked, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", KINDS, indirect=True)
 
@@ -23,8 +23,7 @@ def store(url: str) -> Iterator[ParameterStore]:
     """With two results that wait; checked afterwards."""
     store = begun(url, new_job(), units=2)
     yield store
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 def met(number: int) -> AnyEntry:

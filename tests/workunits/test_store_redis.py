@@ -13,7 +13,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits import redis_store
 from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
+from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
 
@@ -29,8 +29,7 @@ def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_l
     np.testing.assert_array_equal(store.parameters().values, np.full(3, 10, np.float32))
     done = [entry for _, entry in store.entries() if isinstance(entry, Assimilated)]
     assert [(entry.server, entry.version) for entry in done] == [("carol", 1), ("bob", 2)]
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 def test_an_update_for_a_unit_done_meanwhile_is_discarded(url: str) -> None:
@@ -46,8 +45,7 @@ def test_an_update_for_a_unit_done_meanwhile_is_discarded(url: str) -> None:
     with Redis.from_url(url) as redis:
         assert redis.keys(f"colab-swarm:{job}:new:*") == []
         assert redis.ttl(f"colab-swarm:{job}:parameters") == -1  # they do not expire
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 def test_a_server_without_persistence_causes_a_warning(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,5 +75,4 @@ def test_parameters_that_waited_too_long_change_nothing(url: str) -> None:
         with pytest.raises(StoreError, match="no such key"):
             store.assimilate(accepted(0), plus_one, server="bob", now=1.0)
     assert store.parameters().version == 0 and store.claim("carol", now=1.0, lease_s=1.0) == accepted(0)
-    check_invariants(store)
-    store.close()
+    close_checked(store)

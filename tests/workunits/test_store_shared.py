@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from colab_swarm.workunits.state import Assimilated, Rejected
-from tests.workunits.servers import SHARED, accepted, begun, check_invariants, new_job, plus_one
+from tests.workunits.servers import (
+    SHARED,
+    accepted,
+    begun,
+    close_checked,
+    new_job,
+    plus_one,
+)
 
 pytestmark = pytest.mark.parametrize("url", SHARED, indirect=True)
 
@@ -50,8 +57,7 @@ def test_all_is_there_when_the_store_is_opened_again(url: str) -> None:
     assert again.entries() == log and again.waiting() == 1
     assert again.parameters().version == 1 and again.blob(accepted(1).result) == b"result"
     np.testing.assert_array_equal(again.parameters().values, np.ones(3, np.float32))
-    check_invariants(again)
-    again.close()
+    close_checked(again)
 
 
 def test_entries_that_cannot_be_written_leave_the_blobs_alone(url: str) -> None:
@@ -62,8 +68,7 @@ def test_entries_that_cannot_be_written_leave_the_blobs_alone(url: str) -> None:
     assert store.blob(accepted(0).result) == b"result" and len(store.entries()) == 1
     with pytest.raises(KeyError):
         store.blob("new")
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 @pytest.mark.slow
@@ -79,8 +84,7 @@ def test_a_server_killed_in_the_middle_of_an_assimilation_leaves_nothing_of_it(u
     claimed = store.claim("carol", now=61.0, lease_s=60.0)
     assert claimed == accepted(0)
     assert store.assimilate(claimed, plus_one, server="carol", now=62.0) == 1
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 @pytest.mark.slow
@@ -96,8 +100,7 @@ def test_a_server_killed_anywhere_leaves_all_or_nothing_of_each_assimilation(url
     parameters = store.parameters()
     assert 6 <= parameters.version < 200
     np.testing.assert_array_equal(parameters.values, np.full(numel, parameters.version, np.float32))
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 @pytest.mark.slow
@@ -115,5 +118,4 @@ def test_two_processes_share_the_results_and_assimilate_each_once(url: str) -> N
     assert len(done) == 20 and {entry.server for entry in done} == {"bob", "carol"}
     if not url.startswith("unix:"):  # Redis may lose changes of the values
         np.testing.assert_array_equal(store.parameters().values, np.full(100_000, 20, np.float32))
-    check_invariants(store)
-    store.close()
+    close_checked(store)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from colab_swarm.workunits import sql
 from colab_swarm.workunits.state import Assimilated, Met
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import accepted, begun, check_invariants, new_job, plus_one
+from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql", "mariadb"], indirect=True)
 
@@ -37,8 +37,7 @@ def test_the_coordinator_writes_while_a_server_assimilates(url: str) -> None:
 
     assert store.assimilate(accepted(0), update, server="bob", now=2.0) == 1
     assert [type(entry) for _, entry in store.entries(1)][::2] == [Met, Assimilated]
-    check_invariants(store)
-    store.close()
+    close_checked(store)
 
 
 def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(url: str) -> None:
@@ -53,5 +52,4 @@ def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(url
         assert store.assimilate(accepted(0), slow, server="bob", now=2.0) == 1
         assert others[0].result(20) == 2
     np.testing.assert_array_equal(store.parameters().values, np.full(3, 2, np.float32))
-    check_invariants(store)
-    store.close()
+    close_checked(store)

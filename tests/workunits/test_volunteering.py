@@ -1,12 +1,13 @@
-"""A volunteer at work, against a coordinator that does as its script says."""
+"""A volunteer at work, against a coordinator that does as its script says, and at a real one."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,39 +16,38 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
+from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
+from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits import volunteering as module
+from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem
+from colab_swarm.workunits.resume import _load
+from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
+from tests.workunits.local import RUN, coordinating, run, until
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
+from tests.workunits.volunteer_process import SEED
 
-TIME_LIMIT_S = 30.0
-Scene = Callable[[StandIn, Volunteer], Awaitable[None]]
+TIME_LIMIT_S = 90.0
 
 
-def play(scene: Scene, standin: StandIn, folder: Path, job: Job | None = None, **settings: Any) -> StandIn:
-    """A volunteer that has started, until the scene ends."""
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
-            await stack.enter_async_context(standin.serving())
-            client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
-            alice = Volunteer(
-                client,
-                job or standin.job,
-                await client.card(),
-                VolunteerSettings(folder, **{"name": "alice", **settings}),
-                rng=random.Random(0),
-            )
-            await alice.begin()
-            await scene(standin, alice)
-
-    asyncio.run(main())
-    return standin
+@asynccontextmanager
+async def playing(
+    standin: StandIn, folder: Path, job: Job | None = None, **settings: Any
+) -> AsyncIterator[tuple[StandIn, Volunteer]]:
+    """A volunteer that has started."""
+    async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
+        await stack.enter_async_context(standin.serving())
+        client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
+        given = VolunteerSettings(folder, **{"name": "alice", **settings})
+        alice = Volunteer(client, job or standin.job, await client.card(), given, rng=random.Random(0))
+        await alice.begin()
+        yield standin, alice
 
 
 def trained(standin: StandIn, unit: GivenUnit) -> Floats:
@@ -62,8 +62,7 @@ def trained(standin: StandIn, unit: GivenUnit) -> Floats:
         seed=unit.seed,
         model=model,
     )
-    while training.done < training.batches:
-        training.step()
+    training.finish()
     return standin.schema.flatten(model)
 
 
@@ -83,58 +82,52 @@ class Valve:
 
 
 @pytest.mark.parametrize("units", [1, 3])
-def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path, units: int) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+async def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path, units: int) -> None:
+    async with playing(StandIn(digits_job(), epochs=2), tmp_path, units=units) as (standin, alice):
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert (snapshot.state, snapshot.over, snapshot.fault) == ("the job is finished", True, "")
         assert (snapshot.accepted, snapshot.samples) == (4, 512)
         assert snapshot.received_bytes > sum(map(len, standin.files))
-
-    standin = play(scene, StandIn(digits_job(), epochs=2), tmp_path, units=units)
     assert len(standin.results) == 4
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+async def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> None:
+    async with playing(StandIn(digits_job(), epochs=3), tmp_path) as (standin, alice):
         await alice.wait_over()
-
-    standin = play(scene, StandIn(digits_job(), epochs=3), tmp_path)
     assert sum(what.startswith("GET /api/data") for what in standin.seen) == 2
     assert standin.asked[0].held == () and standin.asked[0].name == "alice"
     assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
 
-def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
-        await alice.wait_over()
-        assert alice.snapshot().accepted == 2
-
+async def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
     standin = StandIn(digits_job())
     for what in ("POST /api/units", "GET /api/data", "GET /api/parameters", "PUT /api/results"):
         standin.meets(what, hangs_up, answers(502))
-    assert len(play(scene, standin, tmp_path).fired) == 8
+    async with playing(standin, tmp_path) as (standin, alice):
+        await alice.wait_over()
+        assert alice.snapshot().accepted == 2
+    assert len(standin.fired) == 8
 
 
-def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
+    standin = StandIn(digits_job())
+    standin.meets("POST /api/units", answers(503, Retry_After="77"))
+    async with playing(standin, tmp_path) as (standin, alice):
         await until(lambda: "unreachable" in alice.snapshot().state)
         assert alice.snapshot().state.endswith("trying again in 77 s")
         await alice.leave()
         assert alice.snapshot().over
-
-    standin = StandIn(digits_job())
-    standin.meets("POST /api/units", answers(503, Retry_After="77"))
-    assert play(scene, standin, tmp_path).fired
+    assert standin.fired
 
 
-def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
+async def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
     valve = Valve(before=2)
-
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+    standin = StandIn(digits_job())
+    async with playing(standin, tmp_path, replace(standin.job, loss=valve)) as (standin, alice):
         await asyncio.to_thread(valve.reached.wait)
         unit = alice.snapshot().units[0]
         assert (unit.unit, unit.phase, unit.done, unit.batches) == ("epoch 1, subset 0", "training", 2, 4)
@@ -143,80 +136,69 @@ def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
         valve.go_on.set()
         await leaving
         assert (alice.snapshot().accepted, alice.snapshot().state) == (1, "left")
-
-    standin = StandIn(digits_job())
-    play(scene, standin, tmp_path, replace(standin.job, loss=valve))
     assert len(standin.given) == len(standin.results) == 1 and not standin.returned
 
 
-def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Path) -> None:
+async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Path) -> None:
     valve = Valve(before=1)
-
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+    standin = StandIn(digits_job())
+    async with playing(standin, tmp_path, replace(standin.job, loss=valve)) as (standin, alice):
         await asyncio.to_thread(valve.reached.wait)
         leaving = asyncio.create_task(alice.leave(finish_s=0.0))
         await asyncio.sleep(0)
         valve.go_on.set()
         await leaving
         assert alice.snapshot().given_back == 1
-
-    standin = StandIn(digits_job())
-    play(scene, standin, tmp_path, replace(standin.job, loss=valve))
     assert standin.returned == list(standin.given) and not standin.results
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(tmp_path: Path) -> None:
+async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise ZeroDivisionError("no such thing")
 
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+    standin = StandIn(digits_job())
+    async with playing(standin, tmp_path, replace(standin.job, loss=loss), units=2) as (standin, alice):
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert snapshot.state == "the job's code failed: ZeroDivisionError: no such thing"
         assert "in loss" in snapshot.fault and snapshot.given_back == 2
-
-    standin = StandIn(digits_job())
-    play(scene, standin, tmp_path, replace(standin.job, loss=loss), units=2)
     assert sorted(standin.returned) == sorted(standin.given)
 
 
-def test_refused_results_are_counted_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_results_are_counted_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
-
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+    standin = StandIn(digits_job())
+    standin.refuse = Problem("invalid", "too far off")
+    async with playing(standin, tmp_path) as (standin, alice):
         await until(lambda: alice.snapshot().refused == 2)
         assert (alice.snapshot().accepted, alice.snapshot().refusal) == (0, "too far off")
         await alice.leave()
-
-    standin = StandIn(digits_job())
-    standin.refuse = Problem("invalid", "too far off")
-    play(scene, standin, tmp_path)
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-def test_a_banned_volunteer_waits_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
-        await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
-        await alice.leave()
-
+async def test_a_banned_volunteer_waits_and_says_why(tmp_path: Path) -> None:
     standin = StandIn(digits_job())
     standin.meets("POST /api/units", says(403, "banned", "three bad results: come back in an hour"))
-    assert play(scene, standin, tmp_path).fired
+    async with playing(standin, tmp_path) as (standin, alice):
+        await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
+        await alice.leave()
+    assert standin.fired
 
 
-def test_a_volunteer_that_is_not_admitted_any_more_ends_and_says_why(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
-        await alice.wait_over()
-        assert alice.snapshot().state == "the coordinator refuses: revoked"
-
+async def test_a_volunteer_that_is_not_admitted_any_more_ends_and_says_why(tmp_path: Path) -> None:
     standin = StandIn(digits_job())
     standin.meets("POST /api/units", says(401, "token", "revoked"))
-    assert play(scene, standin, tmp_path).fired
+    async with playing(standin, tmp_path) as (standin, alice):
+        await alice.wait_over()
+        assert alice.snapshot().state == "the coordinator refuses: revoked"
+    assert standin.fired
 
 
-def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
+async def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
+    async with playing(StandIn(digits_job()), tmp_path) as (standin, alice):
         waits = Waits()
         standin.meets("POST /api/units", waits)
         await waits.reached.wait()
@@ -224,21 +206,101 @@ def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
         waits.go_on.set()
         await alice.wait_over()
         assert "data have changed" in alice.snapshot().state
-
-    standin = play(scene, StandIn(digits_job()), tmp_path)
     assert len(standin.returned) == 1
 
 
-def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path) -> None:
-    async def scene(standin: StandIn, alice: Volunteer) -> None:
-        raise AssertionError("it must not start")
-
+async def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path) -> None:
     other = replace(digits_job(), model=lambda: nn.Linear(64, 10))
     with pytest.raises(ValueError, match=r"not that of 'digits': weight is missing"):
-        play(scene, StandIn(digits_job()), tmp_path, other)
+        async with playing(StandIn(digits_job()), tmp_path, other):
+            raise AssertionError("it must not start")
 
 
-async def until(happened: Callable[[], bool]) -> None:
-    """Bounded by the scene's time limit."""
-    while not happened():
-        await asyncio.sleep(0.002)
+@pytest.mark.slow
+async def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
+    gate, valve = PauseGate(), Valve(before=2)
+    job = replace(digits_job(), loss=valve)
+    async with playing(StandIn(job, epochs=2), tmp_path, job, gate=gate) as (_, alice):
+        await asyncio.to_thread(valve.reached.wait)
+        gate.hold()
+        valve.go_on.set()
+        await asyncio.sleep(2 * LOOK_S)  # the turn on the thread ends, and another would have begun
+        batches = valve.batches
+        await asyncio.sleep(2 * LOOK_S)
+        assert valve.batches == batches and alice.snapshot().state == "paused"
+        gate.release()
+        await alice.wait_over()
+        assert alice.snapshot().accepted == 4
+
+
+BATCHES = 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replication", [1, 2])
+async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication: int) -> None:
+    job = digits_job(1200, subsets=3, max_epochs=2, local_epochs=4, replication=replication)
+
+    async with AsyncExitStack() as stack:
+        scene = await stack.enter_async_context(coordinating(job, tmp_path / "coordinator"))
+        volunteers = []
+        for name in ("alice", "bob"):
+            client = CoordinatorClient(
+                scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
+            )
+            await stack.enter_async_context(client)
+            settings = VolunteerSettings(tmp_path / name, units=2, name=name)
+            card = await client.card()
+            volunteers.append(Volunteer(client, job, card, settings, rng=random.Random(0)))
+        for volunteer in volunteers:
+            await volunteer.begin()
+        await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
+        assert {volunteer.snapshot().state for volunteer in volunteers} == {"the job is finished"}
+        accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
+        assert sorted((entry.unit.epoch, entry.unit.subset) for entry in accepted) == [
+            (epoch, subset) for epoch in (1, 2) for subset in range(3)
+        ]
+        assert sum(volunteer.snapshot().accepted for volunteer in volunteers) == 6 * replication
+        ended = [entry for entry in scene.log if isinstance(entry, EpochEnded)]
+        assert len(ended) == 2 and ended[-1].accuracy > 0.5
+        assert isinstance(scene.log[-1], Finished)
+
+
+def batches_saved(folder: Path) -> int:
+    """How far the unit in hand is saved."""
+    for path in folder.glob("units/*.unit"):
+        try:
+            state = _load(path)[1].training
+        except (StateError, FileNotFoundError):
+            continue
+        return 0 if state is None else int(state["done"])
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
+    standin = StandIn(digits_job(local_epochs=BATCHES // 4))
+
+    async def main() -> None:
+        async with standin.serving():
+            command = (sys.executable, "-m", "tests.workunits.volunteer_process", standin.url, str(tmp_path))
+            killed = await asyncio.create_subprocess_exec(*command)
+            await until(lambda: batches_saved(tmp_path) >= 1)
+            killed.kill()
+            assert await killed.wait() != 0
+            assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
+            fetched = standin.seen.count("GET /api/parameters")
+            async with client_of(standin, token=Token(Identity(SEED))) as client:
+                volunteering = Volunteer(
+                    client, standin.job, await client.card(), VolunteerSettings(tmp_path)
+                )
+                await volunteering.begin()
+                await volunteering.wait_over()
+            assert volunteering.snapshot().accepted == 2
+            assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
+
+    run(main, timeout_s=120.0)
+    assert len(standin.given) == 2  # nothing was asked for twice
+    for assignment, values in standin.results.items():
+        np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP, to those who mean well."""
+"""The coordinator over HTTP: to those who mean well, parts of files, and uploads on disk."""
 
 from __future__ import annotations
 
@@ -13,112 +13,93 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Rows
-from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Taken
+from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Refused, Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry
 from colab_swarm.workunits.store import MEMORY, SqliteStore
-from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS
-from tests.workunits.local import RUN, coordinating, run, tiny_job, until
+from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS, UploadBuffer, piece_of, range_of
+from tests.workunits.local import RUN, coordinating, tiny_job, until
 
 
-def test_the_card_describes_the_job(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            card = (await scene.alice.send("GET", "/api/job")).message(JobCard)
-            assert card.is_signed_by(card.key) and (card.run_id, card.name) == (RUN, "tiny")
-            assert [subset.rows for subset in card.subsets] == [16] * 4
-            assert card.code_sha256 == ""
-            assert (await scene.alice.send("GET", "/api/code")).body == b""
-
-    run(main)
+async def test_the_card_describes_the_job(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        card = (await scene.alice.send("GET", "/api/job")).message(JobCard)
+        assert card.is_signed_by(card.key) and (card.run_id, card.name) == (RUN, "tiny")
+        assert [subset.rows for subset in card.subsets] == [16] * 4
+        assert card.code_sha256 == ""
+        assert (await scene.alice.send("GET", "/api/code")).body == b""
 
 
-def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            digest = (await scene.alice.ask())[0].data
-            path = f"/api/data/{digest}"
-            whole = await scene.alice.send("GET", path)
-            assert sha256(whole.body).hexdigest() == digest and len(Rows.decode(whole.body)) == 16
-            assert whole.headers["ETag"] == f'"{digest}"' and "immutable" in whole.headers["Cache-Control"]
-            part = await scene.alice.send("GET", path, Range="bytes=10-19")
-            assert (part.status, part.body) == (206, whole.body[10:20])
-            assert part.headers["Content-Range"] == f"bytes 10-19/{len(whole.body)}"
-            again = await scene.alice.send("GET", path, If_None_Match=f'"{digest}"')
-            assert (again.status, again.body) == (304, b"")
-            beyond = await scene.alice.send("GET", path, Range=f"bytes={len(whole.body)}-")
-            assert beyond.status == 416 and "no such range" in beyond.problem.text
-
-    run(main)
+async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        digest = (await scene.alice.ask())[0].data
+        path = f"/api/data/{digest}"
+        whole = await scene.alice.send("GET", path)
+        assert sha256(whole.body).hexdigest() == digest and len(Rows.decode(whole.body)) == 16
+        assert whole.headers["ETag"] == f'"{digest}"' and "immutable" in whole.headers["Cache-Control"]
+        part = await scene.alice.send("GET", path, Range="bytes=10-19")
+        assert (part.status, part.body) == (206, whole.body[10:20])
+        assert part.headers["Content-Range"] == f"bytes 10-19/{len(whole.body)}"
+        again = await scene.alice.send("GET", path, If_None_Match=f'"{digest}"')
+        assert (again.status, again.body) == (304, b"")
+        beyond = await scene.alice.send("GET", path, Range=f"bytes={len(whole.body)}-")
+        assert beyond.status == 416 and "no such range" in beyond.problem.text
 
 
-def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_new_whole(
+async def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_new_whole(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            first = await scene.alice.send("GET", "/api/parameters")
-            assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
-            np.testing.assert_array_equal(
-                scene.coordination.schema.decode(first.body), scene.store.parameters().values
-            )
-            headers = {"Range": "bytes=8-", "If_Range": '"0"'}
-            assert (await scene.alice.send("GET", "/api/parameters", **headers)).status == 206
-            await scene.alice.train()
-            await until(lambda: "Measured" in scene.kinds())
-            await scene.alice.ask()  # the coordinator has read that by its answer
-            later = await scene.alice.send("GET", "/api/parameters", **headers)
-            assert (later.status, later.headers["Version"], len(later.body)) == (200, "1", len(first.body))
-
-    run(main)
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        first = await scene.alice.send("GET", "/api/parameters")
+        assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
+        np.testing.assert_array_equal(
+            scene.coordinator.schema.decode(first.body), scene.store.parameters().values
+        )
+        headers = {"Range": "bytes=8-", "If_Range": '"0"'}
+        assert (await scene.alice.send("GET", "/api/parameters", **headers)).status == 206
+        await scene.alice.train()
+        await until(lambda: "Measured" in scene.kinds())
+        await scene.alice.ask()  # the coordinator has read that by its answer
+        later = await scene.alice.send("GET", "/api/parameters", **headers)
+        assert (later.status, later.headers["Version"], len(later.body)) == (200, "1", len(first.body))
 
 
-def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            while not scene.coordination.status().overview.finished:
-                for answer in await scene.alice.train(2):
-                    assert answer.message(Taken).accepted
-                await asyncio.sleep(0.01)
-            await scene.coordination.wait_finished()
-            assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
-            answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
-            assert answer.message(GivenUnits).finished
-
-    run(main)
+async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        while not scene.coordinator.status().overview.finished:
+            for answer in await scene.alice.train(2):
+                assert answer.message(Taken).accepted
+            await asyncio.sleep(0.01)
+        await scene.coordinator.wait_finished()
+        assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
+        answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
+        assert answer.message(GivenUnits).finished
 
 
-def test_an_upload_resumes_where_it_broke_off(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            first = await scene.alice.upload(name, file[:50], whole=len(file))
-            assert first.message(Taken) == Taken(50)
-            head = await scene.alice.send("HEAD", f"/api/results/{name}")
-            assert (head.status, head.headers["Received"]) == (200, "50")
-            gap = await scene.alice.upload(name, file[60:], start=60)
-            assert (gap.status, gap.headers["Received"]) == (409, "50")
-            assert (await scene.alice.upload(name, file[50:], start=50)).message(Taken) == Taken(
-                len(file), True
-            )
-
-    run(main)
+async def test_an_upload_resumes_where_it_broke_off(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        name, file = await scene.alice.unit()
+        first = await scene.alice.upload(name, file[:50], whole=len(file))
+        assert first.message(Taken) == Taken(50)
+        head = await scene.alice.send("HEAD", f"/api/results/{name}")
+        assert (head.status, head.headers["Received"]) == (200, "50")
+        gap = await scene.alice.upload(name, file[60:], start=60)
+        assert (gap.status, gap.headers["Received"]) == (409, "50")
+        assert (await scene.alice.upload(name, file[50:], start=50)).message(Taken) == Taken(len(file), True)
 
 
-def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(subsets=1), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            assert await scene.bob.ask() == ()
-            answer = await scene.alice.send("POST", "/api/return", msgspec.msgpack.encode(GiveBack((name,))))
-            assert answer.status == 200 and scene.kinds()[-1] == "GaveBack"
-            assert len(await scene.bob.ask()) == 1
-
-    run(main)
+async def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(subsets=1), tmp_path) as scene:
+        name = (await scene.alice.ask())[0].assignment
+        assert await scene.bob.ask() == ()
+        answer = await scene.alice.send("POST", "/api/return", msgspec.msgpack.encode(GiveBack((name,))))
+        assert answer.status == 200 and scene.kinds()[-1] == "GaveBack"
+        assert len(await scene.bob.ask()) == 1
 
 
 class Failing(SqliteStore):
@@ -134,45 +115,38 @@ class Failing(SqliteStore):
         return super().entries(after)
 
 
-def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(
+async def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        store = Failing(MEMORY, "tiny")
-        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            await scene.alice.upload(name, file[:90], whole=len(file))
-            store.broken = True
-            for answer in (
-                await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,))),
-                await scene.alice.upload(name, file[90:], start=90, whole=len(file)),
-            ):
-                assert (answer.status, answer.problem.code) == (503, "busy")
-                assert int(answer.headers["Retry-After"]) > 0
-            assert scene.coordination.status().fault == "the store is away" and store.failures >= 2
-            store.broken = False
-            assert (await scene.alice.upload(name, file[90:], start=90)).message(Taken).accepted
-            assert scene.coordination.status().fault == ""
-
-    run(main)
+    store = Failing(MEMORY, "tiny")
+    async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+        name, file = await scene.alice.unit()
+        await scene.alice.upload(name, file[:90], whole=len(file))
+        store.broken = True
+        for answer in (
+            await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,))),
+            await scene.alice.upload(name, file[90:], start=90, whole=len(file)),
+        ):
+            assert (answer.status, answer.problem.code) == (503, "busy")
+            assert int(answer.headers["Retry-After"]) > 0
+        assert scene.coordinator.status().fault == "the store is away" and store.failures >= 2
+        store.broken = False
+        assert (await scene.alice.upload(name, file[90:], start=90)).message(Taken).accepted
+        assert scene.coordinator.status().fault == ""
 
 
 @pytest.mark.parametrize("path", ["/", "/live", "/status.json", "/metrics"])
-def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            assert scene.session is not None
-            url = scene.server.url.rstrip("/") + path
-            async with scene.session.get(url) as answer:
-                assert answer.status == 200 and "tiny" in await answer.text()
-                assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
-                assert answer.headers["Cache-Control"] == "no-store"
-            for verb in ("POST", "PUT", "DELETE"):
-                async with scene.session.request(verb, url) as answer:
-                    assert answer.status == 405
-
-    run(main)
+async def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        assert scene.session is not None
+        url = scene.server.url.rstrip("/") + path
+        async with scene.session.get(url) as answer:
+            assert answer.status == 200 and "tiny" in await answer.text()
+            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+            assert answer.headers["Cache-Control"] == "no-store"
+        for verb in ("POST", "PUT", "DELETE"):
+            async with scene.session.request(verb, url) as answer:
+                assert answer.status == 405
 
 
 class Slow(SqliteStore):
@@ -189,76 +163,178 @@ class Slow(SqliteStore):
         super().append(entries, **blobs)
 
 
-def test_while_a_result_is_checked_the_same_one_has_to_wait(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = Slow()
-        async with coordinating(tiny_job(), tmp_path, store=store) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            first = asyncio.create_task(scene.alice.upload(name, file))
-            await until(store.reached.is_set)
-            for answer in (
-                await scene.alice.upload(name, file),
-                await scene.alice.send("HEAD", f"/api/results/{name}"),
-            ):
-                assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
-            store.go_on.set()
-            assert (await first).message(Taken).accepted
-
-    run(main)
+async def test_while_a_result_is_checked_the_same_one_has_to_wait(tmp_path: Path) -> None:
+    store = Slow()
+    async with coordinating(tiny_job(), tmp_path, store=store) as scene:
+        name, file = await scene.alice.unit()
+        first = asyncio.create_task(scene.alice.upload(name, file))
+        await until(store.reached.is_set)
+        for answer in (
+            await scene.alice.upload(name, file),
+            await scene.alice.send("HEAD", f"/api/results/{name}"),
+        ):
+            assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
+        store.go_on.set()
+        assert (await first).message(Taken).accepted
 
 
-def test_too_many_downloads_at_once_must_retry(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            scene.server.running["download"] = MAX_DOWNLOADS
-            answer = await scene.alice.send("GET", "/api/parameters")
-            assert (answer.status, answer.problem.code) == (503, "busy")
-            scene.server.running["download"] -= 1
-            assert (await scene.alice.send("GET", "/api/parameters")).status == 200
-            assert scene.server.running["download"] == MAX_DOWNLOADS - 1
-
-    run(main)
+async def test_too_many_downloads_at_once_must_retry(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        scene.server.running["download"] = MAX_DOWNLOADS
+        answer = await scene.alice.send("GET", "/api/parameters")
+        assert (answer.status, answer.problem.code) == (503, "busy")
+        scene.server.running["download"] -= 1
+        assert (await scene.alice.send("GET", "/api/parameters")).status == 200
+        assert scene.server.running["download"] == MAX_DOWNLOADS - 1
 
 
 @pytest.mark.slow
-def test_a_download_that_is_given_up_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_download_that_is_given_up_is_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = dataclasses.replace(tiny_job(), model=lambda: nn.Linear(4, 1 << 21))  # more than sockets hold
 
-    async def main() -> None:
-        async with coordinating(job, tmp_path) as scene:
-            given_up = asyncio.create_task(scene.alice.send("GET", "/api/parameters"))
-            await until(lambda: scene.server.running["download"] == 1)
-            given_up.cancel()
-            await until(lambda: scene.server.running["download"] == 0)
-
-    run(main)
+    async with coordinating(job, tmp_path) as scene:
+        given_up = asyncio.create_task(scene.alice.send("GET", "/api/parameters"))
+        await until(lambda: scene.server.running["download"] == 1)
+        given_up.cancel()
+        await until(lambda: scene.server.running["download"] == 0)
     assert caplog.records == []
 
 
-def test_too_many_page_requests_must_retry(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            answers = await asyncio.gather(
-                *(scene.alice.send("GET", "/live") for _ in range(ANSWERS_PER_S + 20))
-            )
-            assert {answer.status for answer in answers} <= {200, 429}
-            assert sum(answer.status == 200 for answer in answers) >= ANSWERS_PER_S
-
-    run(main)
-
-
-def test_a_visitor_that_floods_the_page_shuts_out_no_other(
+async def test_a_visitor_that_floods_the_page_shuts_out_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
 
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            flood = [scene.alice.send("GET", "/live", X_Forwarded_For="198.51.100.7") for _ in range(150)]
-            statuses = [answer.status for answer in await asyncio.gather(*flood)]
-            assert (statuses.count(200), statuses.count(429)) == (ANSWERS_PER_S, 150 - ANSWERS_PER_S)
-            assert (await scene.alice.send("GET", "/metrics")).status == 200
-            assert (await scene.alice.send("GET", "/", X_Forwarded_For="198.51.100.8")).status == 200
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        flood = [scene.alice.send("GET", "/live", X_Forwarded_For="198.51.100.7") for _ in range(150)]
+        statuses = [answer.status for answer in await asyncio.gather(*flood)]
+        assert (statuses.count(200), statuses.count(429)) == (ANSWERS_PER_S, 150 - ANSWERS_PER_S)
+        assert (await scene.alice.send("GET", "/metrics")).status == 200
+        assert (await scene.alice.send("GET", "/", X_Forwarded_For="198.51.100.8")).status == 200
 
-    run(main)
+
+def test_parts_of_a_file() -> None:
+    assert range_of("bytes=0-0", 10) == (0, 1)
+    assert range_of("bytes=3-", 10) == (3, 10)
+    assert range_of("bytes=3-99", 10) == (3, 10)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "bytes=",
+        "bytes=10-",
+        "bytes=5-4",
+        "bytes=-5",
+        "bytes=0-1,3-4",
+        "items=0-1",
+        "bytes=٣-",
+        "bytes=1-2\n",
+    ],
+)
+def test_a_range_that_cannot_be_given_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match="10 bytes"):
+        range_of(header, 10)
+
+
+def test_pieces_of_an_upload() -> None:
+    assert piece_of("bytes 0-9/10") == (0, 10, 10)
+    assert piece_of("bytes 4-5/10") == (4, 2, 10)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "bytes 0-10/10",
+        "bytes 5-4/10",
+        "bytes */10",
+        "bytes 0-1/*",
+        "bytes -1-2/10",
+        "bytes 00-1/10",
+        "bytes 0-9/10 ",
+    ],
+)
+def test_a_garbled_piece_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match="Content-Range"):
+        piece_of(header)
+
+
+@settings(max_examples=50)
+@given(
+    st.text(max_size=40) | st.from_regex(r"bytes[ =][0-9]{0,20}-[0-9]{0,20}(/[0-9*]{0,20})?", fullmatch=True)
+)
+def test_whatever_a_stranger_sends_lies_within_the_file_or_is_refused(header: str) -> None:
+    try:
+        start, end = range_of(header, 1000)
+        assert 0 <= start < end <= 1000
+    except ValueError:
+        pass
+    try:
+        start, size, whole = piece_of(header)
+        assert 0 <= start < start + size <= whole
+    except ValueError:
+        pass
+
+
+ONE, OTHER = "0" * 32, "f" * 32
+
+
+def test_pieces_that_follow_one_another_make_the_whole(tmp_path: Path) -> None:
+    spool = UploadBuffer(tmp_path, size_bytes=6)
+    assert spool.received(ONE) == 0
+    assert (spool.add(ONE, 0, b"abc"), spool.add(ONE, 3, b"def")) == (3, 6)
+    assert spool.read(ONE) == b"abcdef" and spool.received(OTHER) == 0
+
+
+def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> None:
+    spool = UploadBuffer(tmp_path, size_bytes=6)
+    spool.add(ONE, 0, b"abc")
+    for start in (0, 2, 4):
+        with pytest.raises(Refused) as caught:
+            spool.add(ONE, start, b"x")
+        assert caught.value.received == 3
+    with pytest.raises(ValueError, match="a result has 6"):
+        spool.add(ONE, 3, b"defg")
+    assert spool.read(ONE) == b"abc"
+
+
+def test_a_restart_keeps_partial_uploads_and_deletes_complete_ones(tmp_path: Path) -> None:
+    spool = UploadBuffer(tmp_path, size_bytes=6)
+    spool.add(ONE, 0, b"abcdef")
+    spool.add(OTHER, 0, b"abc")
+    again = UploadBuffer(tmp_path, size_bytes=6)
+    assert (again.received(ONE), again.received(OTHER)) == (0, 3)
+
+
+def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
+    spool = UploadBuffer(tmp_path, size_bytes=6)
+    spool.add(ONE, 0, b"abc")
+    spool.add(OTHER, 0, b"abc")
+    spool.sweep(lambda assignment: assignment == OTHER)
+    assert [file.name for file in tmp_path.iterdir()] == [OTHER]
+
+
+def test_an_upload_can_be_cut_and_dropped(tmp_path: Path) -> None:
+    spool = UploadBuffer(tmp_path, size_bytes=6)
+    spool.add(ONE, 0, b"abcdef")
+    spool.cut(ONE, 2)
+    assert spool.received(ONE) == 2
+    spool.drop(ONE)
+    spool.drop(ONE)
+    spool.cut(ONE, 2)
+    assert spool.received(ONE) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../" + "0" * 29, "0" * 31, "0" * 33, "F" * 32, "0" * 31 + "/", "٠" * 32]
+)
+def test_no_text_but_an_assignment_becomes_a_path(tmp_path: Path, name: str) -> None:
+    spool = UploadBuffer(tmp_path / "inner", size_bytes=6)
+    for act in (spool.received, spool.read, spool.drop, lambda given: spool.add(given, 0, b"a")):
+        with pytest.raises(ValueError, match="no assignment"):
+            act(name)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "inner"]

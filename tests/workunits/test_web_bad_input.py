@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
+from colab_swarm.workunits import tokens, web
 from colab_swarm.workunits.messages import GivenUnits
 from colab_swarm.workunits.state import Rejected
-from colab_swarm.workunits.tokens import RequestGate
 from colab_swarm.workunits.web import MAX_PIECE_BYTES
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.local import RUN, Answer, Scene, Stranger, coordinating, run, tiny_job, until
@@ -35,127 +36,89 @@ async def refused(scene: Scene, answer: Awaitable[Answer], status: int, text: st
     assert scene.state() == before
 
 
-def refuses(tmp_path: Path, ask: Asking, status: int, text: str) -> None:
-    """With an assignment of alice and a good file for it."""
-
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            await refused(scene, ask(scene, name, file), status, text)
-            assert (await scene.alice.upload(name, file)).status == 200  # the good one is still awaited
-
-    run(main)
+def put(name: str, *, size: int, whole: int) -> tuple[str, str, dict[str, str]]:
+    headers = {"Content_Range": f"bytes 0-{size - 1}/{whole}", "Content_Length": str(size)}
+    return "PUT", f"/api/results/{name}", headers
 
 
-def put(
-    name: str, start: int = 0, size: int = 0, whole: int = 0, **headers: str
-) -> tuple[str, str, dict[str, str]]:
-    place = f"bytes {start}-{start + size - 1}/{whole}"
-    return "PUT", f"/api/results/{name}", {"Content_Range": place, "Content_Length": str(size), **headers}
+def huge(scene: Scene, name: str, _: bytes) -> Awaitable[Answer]:
+    method, target, headers = put(name, size=1 << 30, whole=1 << 30)
+    return scene.alice.raw(method, target, **headers)  # not a byte of it is ever sent
 
 
-def test_a_result_of_another_size_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    refuses(
-        tmp_path, lambda scene, name, file: scene.alice.upload(name, file[:-4]), 413, "those of this job have"
+def unsigned(scene: Scene, name: str, file: bytes) -> Awaitable[Answer]:
+    method, target, headers = put(name, size=len(file), whole=len(file))
+    signed = scene.alice.token.header(method, target, file[:-1] + b"x", now=time.time())
+    place = headers["Content_Range"]
+    return scene.alice.send(method, target, file, Content_Range=place, Authorization=signed)
+
+
+def placed(place: str) -> Asking:
+    return lambda scene, name, file: scene.alice.send(
+        "PUT", f"/api/results/{name}", file, Content_Range=place.replace("SIZE", str(len(file)))
     )
 
 
-def test_a_gigabyte_is_refused_by_its_header(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        method, target, headers = put(name, size=1 << 30, whole=1 << 30)
-        return await scene.alice.raw(method, target, **headers)  # not a byte of it is ever sent
-
-    refuses(tmp_path, ask, 413, "1,073,741,824 bytes")
+def asking(body: bytes = b"", **headers: str) -> Asking:
+    if body:
+        return lambda scene, *_: scene.alice.send("POST", "/api/units", body, **headers)
+    return lambda scene, *_: scene.alice.raw("POST", "/api/units", **headers)
 
 
-def test_a_gigabyte_of_message_is_refused_by_its_header(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.raw("POST", "/api/units", Content_Length=str(1 << 30))
+@pytest.mark.parametrize(
+    ("ask", "status", "text"),
+    [
+        (lambda scene, name, file: scene.alice.upload(name, file[:-4]), 413, "those of this job have"),
+        (lambda scene, name, file: scene.bob.upload(name, file), 404, "not yours"),
+        (huge, 413, "1,073,741,824 bytes"),
+        (asking(Content_Length=str(1 << 30)), 413, "65,536 at most"),
+        (asking(Transfer_Encoding="chunked"), 422, "send Content-Length"),
+        (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnits"),
+        (unsigned, 422, "not what was signed"),
+        (placed("bytes 0-9/SIZE"), 422, "Content-Length"),
+        *(
+            (placed(place), 422, "Content-Range")
+            for place in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")
+        ),
+    ],
+)
+async def test_a_bad_request_is_refused_before_it_is_read_and_changes_nothing(
+    tmp_path: Path, ask: Asking, status: int, text: str
+) -> None:
+    """Alice has an assignment, and a good file for it."""
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        name, file = await scene.alice.unit()
+        await refused(scene, ask(scene, name, file), status, text)
+        assert (await scene.alice.upload(name, file)).status == 200  # the good one is still awaited
 
-    refuses(tmp_path, ask, 413, "65,536 at most")
 
-
-def test_a_body_of_unknown_length_is_refused(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.raw("POST", "/api/units", Transfer_Encoding="chunked")
-
-    refuses(tmp_path, ask, 422, "send Content-Length")
-
-
-def test_a_compressed_body_is_not_unpacked(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.send(
-            "POST", "/api/units", gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"
-        )
-
-    refuses(tmp_path, ask, 422, "no AskForUnits")
-
-
-def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
+async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file, before = scene.coordination.schema.encode(scene.values()), scene.state()
-            method, target, headers = put(name, size=len(file), whole=len(file))
-            sent = asyncio.create_task(scene.alice.raw(method, target, file[:20], **headers))
-            await until(lambda: scene.server.running["upload"] == 1)
-            sent.cancel()
-            await asyncio.gather(sent, return_exceptions=True)
-            await until(lambda: scene.server.running["upload"] == 0)
-            assert scene.state() == before
-            head = await scene.alice.send("HEAD", target)
-            assert head.headers["Received"] == "0"
-
-    run(main)
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        name = (await scene.alice.ask())[0].assignment
+        file, before = scene.coordinator.schema.encode(scene.values()), scene.state()
+        method, target, headers = put(name, size=len(file), whole=len(file))
+        sent = asyncio.create_task(scene.alice.raw(method, target, file[:20], **headers))
+        await until(lambda: scene.server.running["upload"] == 1)
+        sent.cancel()
+        await asyncio.gather(sent, return_exceptions=True)
+        await until(lambda: scene.server.running["upload"] == 0)
+        assert scene.state() == before
+        head = await scene.alice.send("HEAD", target)
+        assert head.headers["Received"] == "0"
     assert caplog.records == []  # it happens all the time
 
 
-def test_a_body_that_was_not_signed_is_refused(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        method, target, headers = put(name, size=len(file), whole=len(file))
-        signed = scene.alice.token.header(method, target, file[:-1] + b"x", now=time.time())
-        return await scene.alice.send(
-            method, target, file, Content_Range=headers["Content_Range"], Authorization=signed
-        )
-
-    refuses(tmp_path, ask, 422, "not what was signed")
-
-
-@pytest.mark.parametrize("place", ["", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*", "bytes -5-9/164"])
-def test_a_garbled_place_is_refused(tmp_path: Path, place: str) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        return await scene.alice.send("PUT", f"/api/results/{name}", file, Content_Range=place)
-
-    refuses(tmp_path, ask, 422, "Content-Range")
-
-
-def test_a_piece_that_is_longer_than_it_says_is_refused(tmp_path: Path) -> None:
-    async def ask(scene: Scene, name: str, file: bytes) -> Answer:
-        place = f"bytes 0-9/{len(file)}"
-        return await scene.alice.send("PUT", f"/api/results/{name}", file, Content_Range=place)
-
-    refuses(tmp_path, ask, 422, "Content-Length")
-
-
-def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+async def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
     assert MAX_PIECE_BYTES < 1 << 23
     job = tiny_job()
 
-    async def main() -> None:
-        async with coordinating(job, tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            scene.server.uploads.size_bytes = 1 << 23
-            method, target, headers = put(name, size=1 << 23, whole=1 << 23)
-            await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
-
-    run(main)
-
-
-def test_the_assignment_of_another_volunteer_is_refused(tmp_path: Path) -> None:
-    refuses(tmp_path, lambda scene, name, file: scene.bob.upload(name, file), 404, "not yours")
+    async with coordinating(job, tmp_path) as scene:
+        name = (await scene.alice.ask())[0].assignment
+        scene.server.uploads.size_bytes = 1 << 23
+        method, target, headers = put(name, size=1 << 23, whole=1 << 23)
+        await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
 
 
 @pytest.mark.parametrize(
@@ -179,35 +142,29 @@ def test_the_assignment_of_another_volunteer_is_refused(tmp_path: Path) -> None:
         "/job.py",
     ],
 )
-def test_no_path_leads_to_a_file(tmp_path: Path, path: str) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            await scene.alice.ask()
-            before = scene.state()
-            for method in ("GET", "PUT", "HEAD"):
-                headers = {"Content_Range": "bytes 0-0/1", "Content_Length": "1"} if method == "PUT" else {}
-                answer = await scene.alice.raw(method, path, b"x" if method == "PUT" else b"", **headers)
-                assert answer.status in (404, 405), answer.status
-            assert scene.state() == before
-
-    run(main)
+async def test_no_path_leads_to_a_file(tmp_path: Path, path: str) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        await scene.alice.ask()
+        before = scene.state()
+        for method in ("GET", "PUT", "HEAD"):
+            headers = {"Content_Range": "bytes 0-0/1", "Content_Length": "1"} if method == "PUT" else {}
+            answer = await scene.alice.raw(method, path, b"x" if method == "PUT" else b"", **headers)
+            assert answer.status in (404, 405), answer.status
+        assert scene.state() == before
 
 
-def test_a_request_without_a_token_or_with_an_old_or_used_one_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            send, now = scene.alice.send, time.time()
-            await refused(scene, send("GET", "/api/job", Authorization=""), 401, "no token")
-            await refused(scene, send("GET", "/api/job", now=now - 3600), 401, "set your clock")
-            token = scene.alice.token.header("GET", "/api/job", now=now)
-            assert (await send("GET", "/api/job", Authorization=token)).status == 200
-            await refused(scene, send("GET", "/api/job", Authorization=token), 401, "sent before")
-            await refused(scene, send("GET", "/api/code", Authorization=token), 401, "another path")
-
-    run(main)
+async def test_a_request_without_a_token_or_with_an_old_or_used_one_is_refused(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        send, now = scene.alice.send, time.time()
+        await refused(scene, send("GET", "/api/job", Authorization=""), 401, "no token")
+        await refused(scene, send("GET", "/api/job", now=now - 3600), 401, "set your clock")
+        token = scene.alice.token.header("GET", "/api/job", now=now)
+        assert (await send("GET", "/api/job", Authorization=token)).status == 200
+        await refused(scene, send("GET", "/api/job", Authorization=token), 401, "sent before")
+        await refused(scene, send("GET", "/api/code", Authorization=token), 401, "another path")
 
 
-def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: Path) -> None:
+async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: Path) -> None:
     authority, alice = Identity(), Identity()
     admission = MembershipAdmission(RUN, authority=authority.public_key, own=authority.public_key)
 
@@ -217,121 +174,101 @@ def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: P
             Membership(RUN, role, alice.public_key, "", until - 7200, until).signed(authority.sign).encode()
         )
 
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path, gate=RequestGate(admission)) as scene:
+    async with coordinating(tiny_job(), tmp_path, admission=admission) as scene:
 
-            async def ask(membership: bytes) -> Answer:
-                stranger = Stranger(scene, membership)
-                stranger.token.identity = alice
-                return await stranger.send("GET", "/api/job")
+        async def ask(membership: bytes) -> Answer:
+            stranger = Stranger(scene, membership)
+            stranger.token.identity = alice
+            return await stranger.send("GET", "/api/job")
 
-            assert (await ask(member(Role.WORKER, 3600))).status == 200
-            await refused(scene, ask(member(Role.VIEWER, 3600)), 401, "as a viewer")
-            await refused(scene, ask(member(Role.WORKER, -3600)), 401, "ended")
-            await refused(scene, ask(b""), 401, "no membership")
-
-    run(main)
+        assert (await ask(member(Role.WORKER, 3600))).status == 200
+        await refused(scene, ask(member(Role.VIEWER, 3600)), 401, "as a viewer")
+        await refused(scene, ask(member(Role.WORKER, -3600)), 401, "ended")
+        await refused(scene, ask(b""), 401, "no membership")
 
 
 @pytest.mark.parametrize("fault", ["shape", "nan", "far"])
-def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_volunteer(
+async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_volunteer(
     tmp_path: Path, fault: str
 ) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(subsets=8), tmp_path, servers=1) as scene:
-            for _ in range(6):  # of which it learns how far training goes
-                assert [one.status for one in await scene.bob.train()] == [200]
-            await until(lambda: scene.kinds().count("Measured") == 6)
-            one = (await scene.alice.ask())[0]
-            values, schema = scene.values(), scene.coordination.schema
-            if fault == "shape":  # as many bytes, another model
-                other = Schema(tuple((name, shape[::-1]) for name, shape in schema.entries))
-                file, text = other.encode(values), "weight has shape (4, 3), (3, 4) expected"
-            elif fault == "nan":
-                values[3] = np.nan
-                file, text = schema.encode(values), "1 of 15 values are not finite"
-            else:
-                file, text = schema.encode(values + 100), "training moved the parameters by"
-            before = scene.state()
-            answer = await scene.alice.upload(one.assignment, file)
-            assert answer.status == 422 and text in answer.problem.text
-            assert scene.state()[1:] == before[1:] and scene.log[:-1] == before[0]
-            last = scene.log[-1]
-            assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (
-                one.assignment,
-                True,
-            )
-            again = await scene.bob.ask(2)
-            assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in again)
-
-    run(main)
+    async with coordinating(tiny_job(subsets=8), tmp_path, servers=1) as scene:
+        for _ in range(6):  # of which it learns how far training goes
+            assert [one.status for one in await scene.bob.train()] == [200]
+        await until(lambda: scene.kinds().count("Measured") == 6)
+        one = (await scene.alice.ask())[0]
+        values, schema = scene.values(), scene.coordinator.schema
+        if fault == "shape":  # as many bytes, another model
+            other = Schema(tuple((name, shape[::-1]) for name, shape in schema.entries))
+            file, text = other.encode(values), "weight has shape (4, 3), (3, 4) expected"
+        elif fault == "nan":
+            values[3] = np.nan
+            file, text = schema.encode(values), "1 of 15 values are not finite"
+        else:
+            file, text = schema.encode(values + 100), "training moved the parameters by"
+        before = scene.state()
+        answer = await scene.alice.upload(one.assignment, file)
+        assert answer.status == 422 and text in answer.problem.text
+        assert scene.state()[1:] == before[1:] and scene.log[:-1] == before[0]
+        last = scene.log[-1]
+        assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (
+            one.assignment,
+            True,
+        )
+        again = await scene.bob.ask(2)
+        assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in again)
 
 
-def test_a_result_that_was_taken_is_not_taken_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            assert (await scene.alice.upload(name, file)).status == 200
-            await until(lambda: "Measured" in scene.kinds())
-            await refused(scene, scene.alice.upload(name, file), 410, "here already")
-
-    run(main)
+async def test_a_result_that_was_taken_is_not_taken_again(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        name, file = await scene.alice.unit()
+        assert (await scene.alice.upload(name, file)).status == 200
+        await until(lambda: "Measured" in scene.kinds())
+        await refused(scene, scene.alice.upload(name, file), 410, "here already")
 
 
-def test_a_result_whose_unit_went_to_another_volunteer_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(subsets=1, deadline_s=0.05), tmp_path) as scene:
-            name = (await scene.alice.ask())[0].assignment
-            file = scene.coordination.schema.encode(scene.values())
-            await scene.alice.upload(name, file[:50], whole=len(file))
-            while not await scene.bob.ask():
-                await asyncio.sleep(0.02)
-            assert "Expired" in scene.kinds()
-            answer = await scene.alice.upload(name, file[50:], start=50)
-            assert answer.status == 410 and "another volunteer has it" in answer.problem.text
-            assert "Accepted" not in scene.kinds()
-
-    run(main)
+async def test_a_result_whose_unit_went_to_another_volunteer_is_refused(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(subsets=1, deadline_s=0.05), tmp_path) as scene:
+        name, file = await scene.alice.unit()
+        await scene.alice.upload(name, file[:50], whole=len(file))
+        while not await scene.bob.ask():
+            await asyncio.sleep(0.02)
+        assert "Expired" in scene.kinds()
+        answer = await scene.alice.upload(name, file[50:], start=50)
+        assert answer.status == 410 and "another volunteer has it" in answer.problem.text
+        assert "Accepted" not in scene.kinds()
 
 
-def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with coordinating(tiny_job(subsets=16), tmp_path) as scene:
-            await scene.bob.ask()
-            bad = scene.coordination.schema.encode(scene.values(float("nan")))
-            rejected = 0
-            while (given := await scene.alice.send("POST", "/api/units", b"\x91\x01")).status == 200:
-                for one in given.message(GivenUnits).units:
-                    rejected += (await scene.alice.upload(one.assignment, bad)).status == 422
-                assert rejected < 10
-            assert rejected >= 3
-            answer = await scene.alice.send("GET", "/api/job")
-            assert (answer.status, answer.problem.code) == (403, "banned")
-
-    run(main)
+async def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(subsets=16), tmp_path) as scene:
+        await scene.bob.ask()
+        bad = scene.coordinator.schema.encode(scene.values(float("nan")))
+        rejected = 0
+        while (given := await scene.alice.send("POST", "/api/units", b"\x91\x01")).status == 200:
+            for one in given.message(GivenUnits).units:
+                rejected += (await scene.alice.upload(one.assignment, bad)).status == 422
+            assert rejected < 10
+        assert rejected >= 3
+        answer = await scene.alice.send("GET", "/api/job")
+        assert (answer.status, answer.problem.code) == (403, "banned")
 
 
-def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None:
+async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None:
     rng = random.Random(0)
 
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            before = scene.state()
-            for body in [
-                b"",
-                b"\xc1",
-                b"\x91\x00",
-                b"\x91\xcd\xff\xff",
-                b"\x91" * 60_000,
-                *map(rng.randbytes, range(40)),
-            ]:
-                for path in ("/api/units", "/api/return"):
-                    answer = await scene.alice.send("POST", path, body)
-                    assert answer.status == 422 and answer.problem.text
-            assert scene.state() == before
-
-    run(main)
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        before = scene.state()
+        for body in [
+            b"",
+            b"\xc1",
+            b"\x91\x00",
+            b"\x91\xcd\xff\xff",
+            b"\x91" * 60_000,
+            *map(rng.randbytes, range(40)),
+        ]:
+            for path in ("/api/units", "/api/return"):
+                answer = await scene.alice.send("POST", path, body)
+                assert answer.status == 422 and answer.problem.text
+        assert scene.state() == before
 
 
 TEXT = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30)
@@ -358,3 +295,61 @@ def test_whatever_headers_hold_the_answer_says_what_is_wrong(
             assert scene.state() == before
 
     run(main)
+
+
+async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
+        file = scene.coordinator.schema.encode(scene.values())
+        method, target, headers = put(mine.assignment, size=len(file), whole=len(file))
+        halves = [scene.alice.raw(method, target, file[:9], **headers) for _ in range(40)]
+        tasks = [asyncio.create_task(half) for half in halves]
+        await until(lambda: sum(task.done() for task in tasks) + scene.server.running["upload"] == 40)
+        assert {task.result().status for task in tasks if task.done()} == {503}
+        assert (await scene.bob.upload(other.assignment, file)).status == 200
+        for task in tasks:
+            task.cancel()
+        await until(lambda: scene.server.running["upload"] == 0)
+        assert (await scene.alice.upload(mine.assignment, file)).status == 200
+
+
+async def test_uploads_of_units_accepted_without_them_are_deleted(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(subsets=2, deadline_s=0.05), tmp_path) as scene:
+        late = (await scene.alice.ask())[0]
+        file = scene.coordinator.schema.encode(scene.values())
+        assert (await scene.alice.upload(late.assignment, file[:50], whole=len(file))).status == 200
+        answers: list[Answer] = []
+        while "Finished" not in scene.kinds() and len(answers) < 3:
+            answers += await scene.bob.train()
+            await asyncio.sleep(0.02)
+        assert [answer.status for answer in answers] == [200] * 3
+        assert list((tmp_path / "uploads").iterdir()) == []
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(web, "IDLE_S", 0.05)
+
+    async def main() -> None:
+        async with coordinating(tiny_job(), tmp_path) as scene:
+            url = urlsplit(scene.server.url)
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(begun)
+            assert await reader.read() == b""
+            writer.close()
+
+    run(main, timeout_s=10.0)
+
+
+async def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "MAX_NONCES", 3)
+
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        for _ in range(3):
+            assert (await scene.alice.send("GET", "/api/job")).status == 200
+        answer = await scene.bob.send("GET", "/api/job")
+        assert (answer.status, answer.problem.code) == (503, "busy")

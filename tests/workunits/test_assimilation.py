@@ -1,0 +1,315 @@
+"""Results are checked and become parameters, once each, whatever the store and the servers do meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.assimilation import (
+    KNOWN,
+    LEASE_S,
+    ParameterServer,
+    Staffing,
+    Validator,
+    WorkerPool,
+    code_of_servers,
+)
+from colab_swarm.workunits.job import Evaluator, Job, WorkPlan
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
+from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
+from colab_swarm.workunits.weights import Floats, moved
+from tests.workunits.digits import digits_job
+from tests.workunits.servers import accepted
+
+CODE = """
+import numpy as np, torch
+import colab_swarm.workunits.job as work
+data = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
+job = work.Job("tiny", lambda: torch.nn.Linear(4, 2), data, data)
+"""
+
+
+def fill(store: ParameterStore, numel: int, *subsets: int) -> None:
+    """Results of ones for parameters that begin with zeros."""
+    store.begin(np.zeros(numel, np.float32))
+    for one in map(accepted, subsets):
+        store.append([one], put={one.result: np.ones(numel, "<f4").tobytes()})
+
+
+def entries(store: ParameterStore, kind: type) -> list[object]:
+    return [entry for _, entry in store.entries() if isinstance(entry, kind)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Raise AssertionError if it does not hold within a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Evaluator:
+    return Evaluator(digits_job())
+
+
+def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
+    store, numel = SqliteStore(MEMORY, "digits"), evaluator.schema.numel
+    fill(store, numel, 0, 1)
+    server = ParameterServer(store, evaluator, "server-1")
+    assert server.run_once(10.0)
+    assert server.run_once(11.0)
+    assert not server.run_once(12.0)
+    np.testing.assert_array_equal(store.parameters().values, np.full(numel, 0.75, np.float32))
+    assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
+    measured = entries(store, Measured)
+    assert [(entry.at, entry.unit) for entry in measured] == [(10.0, Unit(1, 0)), (11.0, Unit(1, 1))]  # type: ignore[attr-defined]
+
+
+def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> None:
+    store = SqliteStore(MEMORY, "digits")
+    fill(store, evaluator.schema.numel, 0)
+    slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
+    assert slow is not None
+    assert ParameterServer(store, evaluator, "fast").run_once(LEASE_S)
+    assert store.assimilate(slow, lambda values: values * 0, server="slow", now=LEASE_S) is None
+    assert float(store.parameters().values[0]) == 0.5
+    assert len(entries(store, Assimilated)) == 1
+
+
+class Shaky(SqliteStore):
+    """Fails each kind of call once; claims are for no time, so that none has to run out."""
+
+    def __init__(self, path: str, job: str) -> None:
+        super().__init__(path, job)
+        self.faults = {"claim", "assimilate", "append"}
+
+    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        self._fail("claim")
+        return super().claim(server, now=now, lease_s=0.0)
+
+    def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
+        if isinstance(entries[0], Measured):
+            self._fail("append")
+        super().append(entries, **blobs)
+
+    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        self._fail("assimilate")
+        return super().assimilate(accepted, update, server=server, now=now)
+
+    def _fail(self, call: str) -> None:
+        if call in self.faults:
+            self.faults.remove(call)
+            raise StoreError("the store is away")
+
+
+@pytest.mark.slow
+def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
+    store, stop = Shaky(MEMORY, "digits"), threading.Event()
+    fill(store, evaluator.schema.numel, 0, 1, 2)
+    thread = threading.Thread(target=ParameterServer(store, evaluator, "server-1").run, args=(stop,))
+    thread.start()
+    wait_until(lambda: len(entries(store, Measured)) == 3)
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert store.faults == set()
+    assert len(entries(store, Assimilated)) == 3
+
+
+def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
+    program = "from colab_swarm.workunits.assimilation import serve; serve()"
+    command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stdin is not None
+    process.stdin.write(f"{path}\n".encode())
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.slow
+def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
+    path, code = tmp_path / "tiny.db", tmp_path / "job.py"
+    code.write_text(CODE)
+    store = SqliteStore(path, "tiny")
+    fill(store, 10, 0)
+    stopped, orphan = start(path, code), start(path, code)
+    try:
+        wait_until(lambda: len(entries(store, Measured)) == 1)
+        orphan.communicate()  # closes its input
+        assert orphan.returncode == 1
+        fill(store, 10, 1)
+        wait_until(lambda: len(entries(store, Measured)) == 2)
+        stopped.terminate()
+        assert stopped.wait(60) == 0
+    finally:
+        for process in (stopped, orphan):
+            process.kill()
+            process.communicate()
+        store.close()
+
+
+BASE = np.zeros(5418, np.float32)
+
+
+def fault(validator: Validator, values: Floats, base: Floats = BASE) -> str:
+    """Why a result is refused; empty if it is good."""
+    try:
+        validator.judge(values, base)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    values = BASE.copy()
+    values[[3, 4, 5000]] = np.nan, np.inf, -np.inf
+    assert fault(Validator(WorkPlan()), values).startswith("3 of 5,418 values are not finite")
+
+
+def test_another_number_of_values_is_refused() -> None:
+    assert fault(Validator(WorkPlan()), BASE[:5000]) == "5,000 values, 5,418 expected"
+
+
+def test_a_result_that_moved_much_farther_than_usual_is_refused_after_the_first_ones() -> None:
+    validator, values = Validator(WorkPlan(max_change=10)), BASE.copy()
+    values[0] = 31.0
+    for _ in range(KNOWN):
+        assert validator.judge(values, BASE) == 31.0
+        validator.learn(3.0)
+    assert fault(validator, values) == (
+        "training moved the parameters by 31, usually it is 3 and 10 times as much is allowed (max_change)"
+    )
+    values[0] = 29.0
+    assert not fault(validator, values)
+
+
+def test_the_largest_floats_do_not_overflow() -> None:
+    huge = np.full(200_000, np.finfo(np.float32).max)
+    assert moved(huge, -huge) == pytest.approx(2 * float(huge[0]) * 200_000**0.5)
+
+
+def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
+    validator, base = Validator(WorkPlan()), np.full(100, 0.1, np.float32)
+    assert not fault(validator, base + 1, base)
+    assert "usually" not in (fault(validator, base + np.float32(1e6), base) or "usually")
+    for _ in range(10):
+        validator.learn(1e30)
+    assert "beyond" in fault(validator, base + np.float32(1e25), base)
+
+
+class Fellow:
+    """A server that lives until it is dismissed or killed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.living, self.waited = name, True, False
+
+    def is_alive(self) -> bool:
+        return self.living
+
+    def stop(self) -> None:
+        self.living = False
+
+    def join(self, timeout_s: float) -> None:
+        self.waited = True
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.hired: list[Fellow] = []
+        self.crew = WorkerPool(self._hire)
+
+    def _hire(self, name: str) -> Fellow:
+        self.hired.append(Fellow(name))
+        return self.hired[-1]
+
+    def living(self) -> list[str]:
+        return [fellow.name for fellow in self.hired if fellow.living]
+
+
+def test_as_many_work_as_are_wanted() -> None:
+    scene = Scene()
+    for wanted, names in ((2, ["server-1", "server-2"]), (1, ["server-1"]), (2, ["server-1", "server-3"])):
+        scene.crew.keep(wanted, now=0.0)
+        assert scene.living() == names and scene.crew.size == wanted
+    assert scene.crew.deaths == 0
+
+
+def test_the_dead_are_replaced_after_ever_longer_rests() -> None:
+    scene = Scene()
+    scene.crew.keep(1, now=0.0)
+    rests = []
+    now = 0.0
+    for _ in range(8):
+        scene.hired[-1].living = False
+        died_at = now
+        scene.crew.keep(1, now=now)
+        while not scene.crew.size:
+            now += 1.0
+            scene.crew.keep(1, now=now)
+        rests.append(now - died_at)
+    assert rests == [2, 4, 8, 16, 32, 60, 60, 60] and scene.crew.deaths == 8
+
+
+def test_all_are_waited_for_at_the_end() -> None:
+    scene = Scene()
+    scene.crew.keep(3, now=0.0)
+    scene.crew.close()
+    assert scene.living() == [] and all(fellow.waited for fellow in scene.hired)
+    assert scene.crew.size == 0
+
+
+def test_servers_measure_by_the_plan_that_the_coordinator_has_not_by_the_files() -> None:
+    code = "import torch\nimport colab_swarm as cs\njob = cs.workunits.Job('tiny', torch.nn.Identity, (), ())"
+    job = Job.from_code(code, "job.py").with_plan(seed=7, validation_samples=5)
+    found = Job.from_code(code_of_servers(job), "job.py of servers").plan
+    assert (found.seed, found.validation_samples) == (7, 5)
+
+
+def staffing_of_four() -> Staffing:
+    return Staffing(most=4, crowd=2.0, grow_s=2.0, shrink_s=30.0)
+
+
+def follow(waiting: dict[range, int]) -> list[int]:
+    """Servers by second, if so many results wait in these seconds."""
+    staffing, servers = staffing_of_four(), [1]
+    for seconds, backlog in waiting.items():
+        for second in seconds:
+            servers.append(staffing.on_backlog(backlog, servers[-1], now=float(second)))
+    return servers
+
+
+def test_servers_are_added_one_by_one_while_results_pile_up() -> None:
+    servers = follow({range(0, 20): 50})
+    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4]
+    assert servers[-1] == 4
+
+
+def test_a_short_burst_adds_none() -> None:
+    assert set(follow({range(0, 2): 50, range(2, 20): 1, range(20, 22): 50, range(22, 40): 2})) == {1}
+
+
+def test_servers_go_one_by_one_when_nothing_waits_for_long_and_one_stays() -> None:
+    servers = follow({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0})
+    assert servers[50] == 4
+    assert servers[72] == 3
+    assert servers[-1] == 1
+
+
+def test_a_backlog_that_comes_and_goes_keeps_them() -> None:
+    waves = {range(start, start + 10): (start // 10) % 2 * 5 for start in range(20, 200, 10)}
+    assert follow({range(0, 20): 50, **waves})[-1] == 4
+
+
+def test_there_is_a_server_from_the_start() -> None:
+    assert staffing_of_four().on_backlog(0, 0, now=0.0) == 1
