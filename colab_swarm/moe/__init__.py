@@ -92,8 +92,8 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | 3.1, equation 1: the layer; 3.2: gating; load balance | `layer`, `calls` |
 | 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `records`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
-| 3.2: experts with their own optimizers; batching at the host | `expert`, `batching`, `server` |
-| checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `hosting`, `host` |
+| 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
+| checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `host` |
 
 The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one
 wait instead of one per dimension.

@@ -31,7 +31,6 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 PART_BYTES = 120 << 10
 LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
 
@@ -122,27 +121,20 @@ class ExpertCalls:
     async def _call(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         try:
             async with asyncio.timeout(self.timeout_s):
-                values = await self._until_free(kind, info, tensors)
+                while True:
+                    try:
+                        values = await self.attempt(kind, info, tensors)
+                        break
+                    except ExpertError as error:
+                        if error.retry_s is None:
+                            raise
+                        await asyncio.sleep(error.retry_s)
         except (ExpertError, TimeoutError) as error:
-            text = (
-                str(error)
-                or f"expert {info.uid} at {short(info.peer)} did not answer in {self.timeout_s:g} s"
-            )
-            self.directory.on_failure(info.uid, text)
-            raise ExpertError(text) from error
-        self.directory.on_success(info.uid)
+            late = f"expert {info.uid} at {short(info.peer)} did not answer in {self.timeout_s:g} s"
+            self.directory.on_failure(info, str(error) or late)
+            raise ExpertError(str(error) or late) from error
+        self.directory.on_success(info)
         return values
-
-    async def _until_free(
-        self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]
-    ) -> Floats:
-        while True:
-            try:
-                return await self.attempt(kind, info, tensors)
-            except ExpertError as error:
-                if error.retry_s is None:
-                    raise
-                await asyncio.sleep(error.retry_s)
 
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         """Call an expert once, without a timeout for the answer and without a report to the directory.

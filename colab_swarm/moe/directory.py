@@ -9,6 +9,7 @@ the order of two claims, which follows their hosts' clocks.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,6 @@ class Cache(Generic[K, V]):
     Args:
         load: ``await load(key, old, fresh)`` reads a key; returns its value and for how many seconds it is valid.
             ``old`` is the cached value, or None; ``fresh`` is as in `get`.
-
-    Attributes:
-        loads: reads started so far.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
@@ -151,9 +149,9 @@ class Directory:
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[str] = set()  # keys under which a record of ours is
-        self._hosts: dict[str, PeerId] = {}  # as `find` and `best` returned them last
-        self._seen: dict[Grid, set[str]] = {}  # all experts since the start
-        self._seen_at: dict[Grid, float] = {}  # when any was seen last, swarm time
+        self._seen: dict[
+            Grid, tuple[set[str], float]
+        ] = {}  # all experts since the start; the last, swarm time
 
     async def close(self) -> None:
         """Cancel all running look-ups."""
@@ -218,7 +216,6 @@ class Directory:
         return lost
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
-        """Return up to ``count`` places that no peer holds or claims."""
         if wanted is None:
             some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
             prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
@@ -245,7 +242,6 @@ class Directory:
     # -- publishing
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
-        """Store all records that contain these places."""
         shelves = {shelf_of(grid, place[:length]) for place in places for length in range(len(place))}
         await asyncio.gather(*(self._publish_shelf(grid, shelf) for shelf in sorted(shelves)))
 
@@ -263,7 +259,6 @@ class Directory:
             self._cache.forget((grid, shelf))
 
     async def _pages(self, grid: Grid, shelf: Index) -> Mapping[int, Message]:
-        """Return this peer's records, by page."""
         depth, mine = len(shelf), self._mine[grid]
         if not is_row(grid, shelf):
             served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
@@ -327,8 +322,8 @@ class Directory:
             NoExpertsError: no expert is live.
             ValueError: the scores do not fit the grid.
         """
-        samples = {len(s) for s in scores}
-        if [s.shape[1:] for s in scores] != [(side,) for side in grid.sides] or len(samples) != 1:
+        fits = [s.shape[1:] for s in scores] == [(side,) for side in grid.sides]
+        if not fits or len({len(s) for s in scores}) != 1:
             raise ValueError(
                 f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
             )
@@ -336,19 +331,22 @@ class Directory:
         if found and not any(found):  # the first, quick reads may have missed them
             await self._listings(grid, shelves, fresh=True)
             found, shelves = await self._search(grid, scores, k)
-        infos = self._infos(grid, {index for sample in found for index in sample}, shelves)
+        infos = self._infos(grid, set(itertools.chain(*found)), shelves)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
-            if grid not in self._seen:
-                raise NoExpertsError(
-                    f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
-                )
-            ago_s = self._peers.time() - self._seen_at[grid]
-            past = f"this peer saw {len(self._seen[grid])}, the last {ago_s:.0f} s ago"
-            raise NoExpertsError(
-                f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
-            )
+            raise self._none_live(grid)
         return chosen
+
+    def _none_live(self, grid: Grid) -> NoExpertsError:
+        if grid not in self._seen:
+            return NoExpertsError(
+                f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
+            )
+        uids, at = self._seen[grid]
+        past = f"this peer saw {len(uids)}, the last {self._peers.time() - at:.0f} s ago"
+        return NoExpertsError(
+            f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
+        )
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
@@ -378,7 +376,6 @@ class Directory:
         return beam_search(scores, k, children)[0], known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
-        """Return the usable children of one prefix, from the listing of its shelf."""
         mask, begin = listing.mask(width(grid, prefix), self._loop.time(), self._bans), offset(grid, prefix)
         return mask[begin : begin + grid.sides[len(prefix)]]
 
@@ -395,25 +392,24 @@ class Directory:
                 infos[index] = ExpertInfo(
                     one.uid, one.host, one.place.shape, one.place.step, one.until + ahead_s
                 )
-                self._hosts[one.uid] = one.host.id
                 self._peers.learn(one.host)
         return infos
 
     # -- failures
 
-    def on_failure(self, uid: str, reason: str) -> None:
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        seconds = self._bans.fail((uid, self._hosts.get(uid)), self._loop.time())
+        seconds = self._bans.fail((info.uid, info.peer), self._loop.time())
         if seconds is not None:
-            self._events.emit(ExpertBanned(self._loop.time(), uid, reason, seconds))
+            self._events.emit(ExpertBanned(self._loop.time(), info.uid, reason, seconds))
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         """Forget the failures of an expert that answered."""
-        self._bans.succeed((uid, self._hosts.get(uid)))
+        self._bans.succeed((info.uid, info.peer))
 
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""
-        return {key[0] for key in self._bans.ends(self._loop.time()) if isinstance(key, tuple)}
+        return {uid for uid, _ in self._bans.ends(self._loop.time())}
 
     # -- reading
 
@@ -428,23 +424,20 @@ class Directory:
     async def _read(self, key: tuple[Grid, Index], old: Listing | None, fresh: bool) -> tuple[Listing, float]:
         """Read a shelf, quickly the first time; hosts of the old listing stay until their records expire."""
         grid, shelf = key
-        began = self._loop.time()
         read = self._dht.read if old or fresh else self._dht.fetch
         pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
-        former = {
-            host: records
-            for host, records in (old.by_host.items() if old else ())
-            if max((one.until for one in records), default=0.0) > now
-        }
-        current: dict[PeerId, list[Holding]] = {}
+        by_host: dict[PeerId, list[Holding]] = {}
         for page in pages:
             for host, records in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
-                current.setdefault(host, []).extend(records)
-        listing = Listing(former | current)
-        logger.debug("read %s in %.0f ms", grid.uid(shelf), (now - began) * 1e3)
-        alive = {one.uid for records in listing.by_host.values() for one in records if one.served}
+                by_host.setdefault(host, []).extend(records)
+        former = old.by_host if old else {}
+        for host in former.keys() - by_host.keys():
+            if any(one.until > now for one in former[host]):
+                by_host[host] = former[host]
+        alive = {one.uid for one in itertools.chain(*by_host.values()) if one.served}
         if alive and is_row(grid, shelf):
-            self._seen.setdefault(grid, set()).update(alive)
-            self._seen_at[grid] = swarm_time
+            seen, _ = self._seen.get(grid, (set[str](), 0.0))
+            self._seen[grid] = seen | alive, swarm_time
+        listing = Listing(by_host)
         return listing, self.settings.cache_s if alive else self.settings.absent_s

@@ -18,9 +18,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -31,14 +31,13 @@ from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
     ExpertBatch,
     ExpertCalls,
-    Flags,
     Places,
     as_floats,
     attach_backward,
     group,
     wait_for_answers,
 )
-from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.grid import Grid, Mask
 from colab_swarm.moe.records import ExpertInfo
 from colab_swarm.tensors.codecs import Floats, all_finite
 
@@ -118,7 +117,7 @@ class Usage:
     """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -130,10 +129,12 @@ class Usage:
         with self._lock:
             self._counts.update(more)
 
-    def statistics(self) -> MixtureStatistics:
-        """Return the counters, without the bytes."""
+    def statistics(self, calls: ExpertCalls) -> MixtureStatistics:
+        """Return the counters, with the bytes of these calls."""
         with self._lock:
-            return MixtureStatistics(**self._counts)
+            return MixtureStatistics(
+                **self._counts, sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
+            )
 
     def on_batch(self, weights: Mapping[str, float]) -> int:
         """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
@@ -143,9 +144,7 @@ class Usage:
                 shares = {uid: DECAY * share for uid, share in self._shares.items()}
                 for uid, weight in weights.items():
                     shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
-                self._shares = {
-                    uid: share for uid, share in shares.items() if share >= FORGOTTEN or uid in weights
-                }
+                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
             return len(self._shares.keys() - weights.keys())
 
     @property
@@ -186,14 +185,12 @@ class RemoteExpert(nn.Module):
         Raises:
             ExpertError: no peer hosts it.
         """
-        return self._calls.runtime.call(self._find())
-
-    async def _find(self) -> ExpertInfo:
+        calls = self._calls
+        found = asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
         try:
-            async with asyncio.timeout(self._calls.timeout_s):
-                info = await self._calls.directory.find(self.grid, self.uid)
+            info = calls.runtime.call(found)
         except TimeoutError as error:
-            raise ExpertError(f"{self.uid} was not found in {self._calls.timeout_s:g} s") from error
+            raise ExpertError(f"{self.uid} was not found in {calls.timeout_s:g} s") from error
         if info is None:
             raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
         return info
@@ -257,6 +254,24 @@ class MixtureSettings:
             )
 
 
+class MixtureOptions(TypedDict, total=False):
+    """Options of `Swarm.mixture_of_experts`.
+
+    Attributes:
+        k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
+        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
+            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
+        timeout_s: for finding experts, and again for calling them.
+    """
+
+    k_min: int
+    grace_s: float
+    sequences: bool
+    reject_outliers: float | None
+    compression: str
+    timeout_s: float
+
+
 class MixtureOfExperts(nn.Module):
     """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
 
@@ -301,10 +316,7 @@ class MixtureOfExperts(nn.Module):
 
     def statistics(self) -> MixtureStatistics:
         """Return the counters since the layer's creation."""
-        calls = self._calls
-        return replace(
-            self._usage.statistics(), sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
-        )
+        return self._usage.statistics(self._calls)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor of the same shape and dtype.
@@ -369,7 +381,7 @@ class _Batch:
         self._inputs_BS = inputs_BS
         batch, k = len(inputs_BS), min(settings.k, grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
-        self.answered_BK: Flags = np.zeros((batch, k), np.bool_)
+        self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
         self._groups: dict[str, ExpertBatch] = {}
@@ -415,7 +427,7 @@ class _Batch:
         for task, one in tasks.items():
             uid = one.info.uid
             if task.cancelled():
-                calls.directory.on_failure(uid, f"{grace_s:g} s later than others")
+                calls.directory.on_failure(one.info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
                 self.counts["failures"] += 1
                 continue

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
@@ -70,7 +70,9 @@ class ExpertInfo:
 
 
 class Bans:
-    """Excludes what failed for a while, twice as long after each failure in a row. Pure; ``now`` is monotonic seconds.
+    """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.
+
+    A ban is twice as long after each failure in a row.
 
     Args:
         first_s: length of the first ban.
@@ -82,10 +84,10 @@ class Bans:
 
     def __init__(self, first_s: float = 5.0, longest_s: float = 300.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
-        self._records: dict[Hashable, tuple[int, float]] = {}  # failures in a row, end of the ban
+        self._records: dict[tuple[str, bytes], tuple[int, float]] = {}  # failures in a row, end of the ban
         self.version = 0
 
-    def fail(self, key: Hashable, now: float) -> float | None:
+    def fail(self, key: tuple[str, bytes], now: float) -> float | None:
         """Count a failure; return the length of the ban that begins, None if one is running.
 
         Calls that were open when a host died all fail: they count once.
@@ -101,16 +103,16 @@ class Bans:
         self.version += 1
         return seconds
 
-    def succeed(self, key: Hashable) -> None:
+    def succeed(self, key: tuple[str, bytes]) -> None:
         """Forget the failures of ``key`` and lift its ban."""
         if self._records.pop(key, None) is not None:
             self.version += 1
 
-    def banned(self, key: Hashable, now: float) -> bool:
+    def banned(self, key: tuple[str, bytes], now: float) -> bool:
         """Return True while ``key`` is excluded."""
         return key in self._records and now < self._records[key][1]
 
-    def ends(self, now: float) -> dict[Hashable, float]:
+    def ends(self, now: float) -> dict[tuple[str, bytes], float]:
         """Return the running bans, and when each ends."""
         return {key: until for key, (_, until) in self._records.items() if now < until}
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.settings import ElasticOptions, ElasticSnapshot
     from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
-    from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
+    from colab_swarm.moe.host import ExpertHost, HostOptions, SwarmExperts
+    from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel

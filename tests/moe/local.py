@@ -67,11 +67,11 @@ class LocalExperts:
     def _info(self, uid: str) -> ExpertInfo:
         return ExpertInfo(uid, HOST, self._shape, 0, 1e9)
 
-    def on_failure(self, uid: str, reason: str) -> None:
-        self.failures.append((uid, reason))
-        self.gone.add(uid)
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
+        self.failures.append((info.uid, reason))
+        self.gone.add(info.uid)
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         pass
 
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
@@ -142,10 +142,10 @@ class LocalRunner:
 class NoDirectory:
     """Ignores reports."""
 
-    def on_failure(self, uid: str, reason: str) -> None:
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
         pass
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         pass
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import pytest
 import torch
 
 from colab_swarm.moe.layer import Usage, balance_loss
+from colab_swarm.net.peers import Peers
+from tests.moe.local import calls_of
 
 
 def test_the_loss_is_the_squared_coefficient_of_variation() -> None:
@@ -50,4 +53,5 @@ def test_copies_count_together() -> None:
     usage = Usage()
     copy.deepcopy(usage).count(batches=2, lost_gradients=1)
     usage.count(batches=1)
-    assert usage.statistics().batches == 3 and usage.statistics().lost_gradients == 1
+    counted = usage.statistics(calls_of(cast(Peers, None)))
+    assert counted.batches == 3 and counted.lost_gradients == 1

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.batching import (
+from colab_swarm.moe.server import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     UNKNOWN_RETRY_S,
+    Answer,
     Batching,
     BatchLimits,
+    Call,
     Key,
-    PendingCall,
 )
+from colab_swarm.tensors.codecs import CODECS
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
 FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
@@ -24,43 +28,45 @@ FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 
 def call(
     caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
-) -> PendingCall:
-    return PendingCall(key, caller.encode(), samples, size_bytes, at)
+) -> Call:
+    return Call(
+        key, caller.encode(), samples, size_bytes, at, CODECS["float32"], cast(asyncio.Future[Answer], None)
+    )
 
 
 @pytest.fixture
-def batching() -> Iterator[Batching[PendingCall]]:
-    batching: Batching[PendingCall] = Batching(LIMITS)
+def batching() -> Iterator[Batching]:
+    batching = Batching(LIMITS)
     yield batching
     batching.check_invariants()
 
 
-def enqueue(batching: Batching[PendingCall], *calls: PendingCall) -> None:
+def enqueue(batching: Batching, *calls: Call) -> None:
     for one in calls:
         assert batching.admit(one) is None
         batching.enqueue(one)
 
 
-def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching[PendingCall]) -> None:
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
     calls = [call(samples=3, at=at) for at in range(4)]
     enqueue(batching, *calls)
     assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
 
 
-def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching[PendingCall]) -> None:
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
     calls = [call(samples=9), call(samples=1, at=1), call(samples=9, at=2)]
     enqueue(batching, *calls)
     assert [batching.take() for _ in calls] == [[one] for one in calls]
 
 
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching[PendingCall]) -> None:
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
     calls = [call(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
     enqueue(batching, *calls)
     assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
 
 
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
-    batching: Batching[PendingCall],
+    batching: Batching,
 ) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [call(key=key, at=-at) for at, key in enumerate(keys)]
@@ -79,14 +85,14 @@ def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
     ],
 )
 def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
-    batching: Batching[PendingCall], samples: int, size_bytes: int, text: str
+    batching: Batching, samples: int, size_bytes: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
         batching.admit(call(samples=samples, size_bytes=size_bytes))
 
 
 def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
-    batching: Batching[PendingCall],
+    batching: Batching,
 ) -> None:
     enqueue(batching, *(call("alice", size_bytes=20) for _ in range(3)))
     assert batching.admit(call("alice", size_bytes=20)) is not None
@@ -94,7 +100,7 @@ def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
     assert batching.admit(call("bob", size_bytes=20)) is not None
 
 
-def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[PendingCall]) -> None:
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:
     large = call(size_bytes=80)
     enqueue(batching, large)
     assert batching.admit(call("bob", size_bytes=80)) is not None
@@ -103,7 +109,7 @@ def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching[Pen
     assert batching.admit(call("bob", size_bytes=80)) is None
 
 
-def test_a_cancelled_call_is_not_computed(batching: Batching[PendingCall]) -> None:
+def test_a_cancelled_call_is_not_computed(batching: Batching) -> None:
     calls = [call(at=at) for at in range(3)]
     enqueue(batching, *calls)
     batching.leave(calls[1])
@@ -111,7 +117,7 @@ def test_a_cancelled_call_is_not_computed(batching: Batching[PendingCall]) -> No
     assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
 
 
-def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching[PendingCall]) -> None:
+def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
     enqueue(batching, *(call(name, 5, size_bytes=40) for name in "abc"))
     more = call(size_bytes=40)
     assert batching.admit(more) == UNKNOWN_RETRY_S
@@ -136,8 +142,8 @@ def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batc
 def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
     steps: list[tuple[int, str, int, int, bool]],
 ) -> None:
-    batching: Batching[PendingCall] = Batching(LIMITS)
-    waiting: list[PendingCall] = []
+    batching = Batching(LIMITS)
+    waiting: list[Call] = []
     for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
         if verb < 4:
             new = call(caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at)

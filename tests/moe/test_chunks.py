@@ -5,26 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.saves import ChunkStore, ReplicaStore, Save, cut_digests, digest_of
+from colab_swarm.moe.saves import ReplicaStore, Save, digest_of
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
 
 def save_of(*chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
-    pieces = b"".join(map(digest_of, chunks))
-    return Save(owner, "ffn.0", step, digest_of(chunks[0]), pieces, sum(map(len, chunks)), at)
+    return Save(owner, "ffn.0", step, tuple(map(digest_of, chunks)), sum(map(len, chunks)), at)
 
 
 def put(shelf: ReplicaStore, *chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
     save = save_of(*chunks, owner=owner, step=step, at=at)
-    with shelf.receiving(save):
+    with shelf.adding(save):
         for chunk in chunks:
-            shelf.chunks.put(chunk)
-        shelf.add(save)
+            shelf.put(chunk)
     return save
 
 
@@ -32,19 +28,14 @@ def files(folder: Path) -> int:
     return sum(path.is_file() for path in (folder / "chunks").rglob("*"))
 
 
-@given(st.lists(st.binary(min_size=1, max_size=50), max_size=5))
-def test_joined_digests_can_be_split(chunks: list[bytes]) -> None:
-    assert cut_digests(b"".join(map(digest_of, chunks))) == [*map(digest_of, chunks)]
-
-
 def test_a_chunk_is_read_unchanged(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+    store = ReplicaStore(tmp_path, me=ALICE)
     digest = store.put(b"weights")
     assert store.get(digest) == b"weights" and digest in store and store.get(digest_of(b"others")) is None
 
 
 def test_a_damaged_chunk_is_detected_and_dropped(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+    store = ReplicaStore(tmp_path, me=ALICE)
     digest = store.put(b"weights")
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     path.write_bytes(b"wEights")
@@ -54,7 +45,7 @@ def test_a_damaged_chunk_is_detected_and_dropped(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     (tmp_path / "chunks").write_text("a file where the folder should be: nothing can be written")
     with pytest.raises(StateError, match=r"cannot write .* name another folder"):
-        ChunkStore(tmp_path / "chunks").put(b"weights")
+        ReplicaStore(tmp_path, me=ALICE).put(b"weights")
     assert not [*tmp_path.rglob("*.partial")]
 
 
@@ -91,8 +82,8 @@ def test_a_renewed_save_needs_no_more_space(tmp_path: Path) -> None:
 
 def test_an_incomplete_save_leaves_no_files(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
-    with pytest.raises(RuntimeError), shelf.receiving(save_of(b"manifest", b"chunk")):
-        shelf.chunks.put(b"manifest")
+    with pytest.raises(RuntimeError), shelf.adding(save_of(b"manifest", b"chunk")):
+        shelf.put(b"manifest")
         raise RuntimeError("the sender vanished")
     assert files(tmp_path) == 0 and shelf.room_bytes == 1000
 

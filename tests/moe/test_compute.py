@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.moe.batching import Key
-from colab_swarm.moe.expert import Answer, Call, Expert, ExpertRule, FeedForward, compute
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.server import Answer, Call, Key, compute
 from colab_swarm.net.peers import Refusal
 from colab_swarm.tensors.codecs import CODECS, codec_of
 
@@ -29,7 +29,7 @@ def call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
     waiting.get_loop().close()
     views = [memoryview(part) for part in parts]
     key = Key("ffn.0", backward, (DIM,))
-    return Call(key, b"alice", 1, 16, 0.0, codec=codec_of(codec), answer=waiting, parts=views)
+    return Call(key, b"alice", 1, 16, 0.0, codec_of(codec), waiting, views)
 
 
 @given(

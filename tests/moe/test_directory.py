@@ -149,14 +149,15 @@ def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     async def main() -> tuple[list[list[list[str]]], list[ExpertBanned]]:
         _, (alice, bob) = await scouts(2)
         await announce(alice, "ffn.1.2", "ffn.1.3")
-        seen = [uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1))]
-        bob.directory.on_failure("ffn.1.2", "not finite")
-        bob.directory.on_failure("ffn.1.2", "not finite")  # another call that was under way
+        ((info,),) = await bob.directory.best(GRID, scores("ffn.1.2"), 1)
+        seen = [[[info.uid]]]
+        bob.directory.on_failure(info, "not finite")
+        bob.directory.on_failure(info, "not finite")  # another call that was under way
         seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
         await asyncio.sleep(5)
         seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        bob.directory.on_failure("ffn.1.2", "not finite")
-        bob.directory.on_success("ffn.1.2")
+        bob.directory.on_failure(info, "not finite")
+        bob.directory.on_success(info)
         seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
         return seen, [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
 
@@ -172,14 +173,15 @@ def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> Non
     async def main() -> list[ExpertInfo | None]:
         network, (alice, bob, carol) = await scouts(3)
         await announce(alice, "ffn.1.2")
-        found = [await carol.directory.find(GRID, "ffn.1.2")]
+        found = [info := await carol.directory.find(GRID, "ffn.1.2")]
+        assert info is not None
         network.now().crash("alice")
-        carol.directory.on_failure("ffn.1.2", "lost")
+        carol.directory.on_failure(info, "lost")
         found.append(await carol.directory.find(GRID, "ffn.1.2"))
         await announce(bob, "ffn.1.2", step=9)
         await carol.directory.live(GRID)
         await asyncio.sleep(31)
-        carol.directory.on_failure("ffn.1.2", "lost")
+        carol.directory.on_failure(info, "lost")
         return [*found, await carol.directory.find(GRID, "ffn.1.2")]
 
     first, banned, again = run_virtual(main())
@@ -192,8 +194,8 @@ def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
         _, (alice, bob, carol) = await scouts(3)
         await announce(alice, "ffn.1.2")
         await announce(bob, "ffn.3.7")
-        await carol.directory.best(GRID, scores("ffn.1.2"), 4)
-        carol.directory.on_failure("ffn.1.2", "lost")
+        ((info, _),) = await carol.directory.best(GRID, scores("ffn.1.2"), 4)
+        carol.directory.on_failure(info, "lost")
         return uids(await carol.directory.best(GRID, scores("ffn.1.2"), 1))
 
     assert run_virtual(main()) == [["ffn.3.7"]]

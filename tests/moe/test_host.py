@@ -17,19 +17,18 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.host import ExpertHost, plan_host
-from colab_swarm.moe.hosting import ExpertHosting, HostResources, HostSettings
+from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
 from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
-from tests.moe.hosts import GRID, PLAN, SETTINGS, Member, Run, make, saved, train
+from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
 from tests.moe.local import calls_of
 from tests.net.swarm import peers, until
 from tests.net.swarm import run as run_real
 
-QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
+QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)
 
 EXPIRED_S = 120.0
 """Twice the life of an announcement, with checks for dead hosts in between."""
@@ -152,9 +151,8 @@ def test_a_false_claim_is_skipped_in_favour_of_a_real_save(tmp_path: Path) -> No
         lies = saved(
             uid, step=10**9, size=100
         )  # chunks that are there and match: only the state does not fit
-        chunks = mallory.resources.store.chunks
         for piece in lies.chunks.values():
-            chunks.put(piece)
+            mallory.resources.store.put(piece)
         place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
         record = (place,)
         key, me = f"run/experts/{uid}/save", mallory.peers.id
@@ -163,7 +161,7 @@ def test_a_false_claim_is_skipped_in_favour_of_a_real_save(tmp_path: Path) -> No
         await asyncio.sleep(EXPIRED_S)
         carol, hosting = await run.host("carol", 1)
         assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-        assert [claim.step for claim in await hosting.saves.claims(uid)] == [10**9, 3]
+        assert [place.step for _, place in await hosting.saves.claims(uid)] == [10**9, 3]
 
     play(tmp_path, story)
 
@@ -188,7 +186,7 @@ def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: 
         bob = await run.join("bob")
         run.network.now().partition({"alice"}, {"bob", "dave"})
         await asyncio.sleep(100)
-        his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)), SETTINGS)
+        his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
         await his.start()
         assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
         run.network.now().heal()
@@ -220,7 +218,7 @@ def test_experts_are_saved_in_the_background(tmp_path: Path) -> None:
         await run.host("alice", 1)
         _, bob = await run.host("bob", 2)
         train(bob, 2)
-        await asyncio.sleep(2 * SETTINGS.save_s)
+        await asyncio.sleep(2 * PLAN.save_s)
         assert {(kept.step, len(kept.holders)) for kept in bob.saves.results.values()} == {(2, 1)}
 
     play(tmp_path, story)
@@ -233,7 +231,7 @@ def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(tmp_path: Pa
         def fail() -> nn.Module:
             raise RuntimeError("CUDA out of memory")
 
-        hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2), SETTINGS)
+        hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2))
         with pytest.raises(RuntimeError, match="out of memory"):
             await hosting.start()
         assert await alice.resources.directory.live(GRID) == []
@@ -262,9 +260,9 @@ def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_pat
     async def story(run: Run) -> None:
         rng = random.Random(0)
         run.directory_settings = DirectorySettings(ttl_s=3.0, cache_s=1.0, absent_s=0.5, settle_s=0.5)
-        settings = HostSettings(save_s=1.5, takeover_s=1.0, copies=2)
+        settings = {"save_s": 1.5, "takeover_s": 1.0, "capacity": 4}
         reader = await run.join("reader")
-        hosts = {f"host {i}": await run.host(f"host {i}", 2, capacity=4, settings=settings) for i in range(3)}
+        hosts = {f"host {i}": await run.host(f"host {i}", 2, **settings) for i in range(3)}
         members = dict(hosts)
         saved_steps: dict[str, int] = {}
 
@@ -285,7 +283,7 @@ def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_pat
             for uid, kept in dead.saves.results.items():
                 saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
             name = f"host {i}"
-            members[name] = hosts[name] = await run.host(name, 2, capacity=4, settings=settings)
+            members[name] = hosts[name] = await run.host(name, 2, **settings)
         await asyncio.sleep(20)
         learning.cancel()
         taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
@@ -302,9 +300,7 @@ def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> N
     async def main() -> None:
         async with peers("alice", "bob", "carol") as nodes:
             members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
-            hostings = [
-                ExpertHosting(resources, replace(PLAN, capacity=2), QUICK) for resources in members[1:]
-            ]
+            hostings = [ExpertHosting(resources, QUICK) for resources in members[1:]]
             for hosting in hostings:
                 await hosting.start()
             (uid,) = hostings[0].experts
@@ -353,7 +349,7 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
 
     member = runtime.call(open_run())
     plan = plan_host(GRID, make, count=2)
-    with ExpertHost(runtime, member.resources, plan, SETTINGS, repr) as host:
+    with ExpertHost(runtime, member.resources, plan, repr) as host:
         assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
         assert "copies elsewhere" in host._repr_html_()
         assert host.panel() == repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"

@@ -11,7 +11,6 @@ from torch import nn
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import plan_host
-from colab_swarm.moe.hosting import HostSettings
 from tests.moe.hosts import GRID, make
 
 
@@ -52,7 +51,7 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
 @pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
 def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        HostSettings(**wrong)
+        plan_host(GRID, make, **wrong)
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

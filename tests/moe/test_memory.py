@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from colab_swarm.moe.expert import ExpertRule
-from colab_swarm.moe.hosting import MOST, ExpertModel, free_bytes, measure
+from colab_swarm.moe.expert import MOST, ExpertModel, ExpertRule, free_bytes, measure
 
 MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from colab_swarm.errors import CallRefused, StateError
 from colab_swarm.moe.replicas import (
-    Claim,
     ExpertSaves,
     FetchSave,
     KeepSave,
@@ -72,8 +70,8 @@ def play(folder: Path, story: Any) -> None:
 
 
 async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> SavedExpert:
-    claim = (await copies.claims(uid))[0]
-    return await copies.fetch(uid, claim, limit_bytes=LIMIT_BYTES)
+    _, place = (await copies.claims(uid))[0]
+    return await copies.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
 
 def test_a_save_comes_back_from_holders_when_its_host_is_dead(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(tmp_path: 
         assert len(first.holders) == 2 and not second.holders
         scene.crash("alice")
         reader = scene.copies("dave")
-        lost, safe = await reader.claims("ffn.0.0")
+        (_, lost), (_, safe) = await reader.claims("ffn.0.0")
         assert (lost.step, safe.step) == (2, 1) and scene.run.network.fired
         with pytest.raises(StateError, match="none of 1 holders"):
             await reader.fetch("ffn.0.0", lost, limit_bytes=LIMIT_BYTES)
@@ -246,7 +244,7 @@ def test_a_silent_holder_delays_a_fetch_for_seconds_only(tmp_path: Path) -> None
         copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
         scene.members["erin"] = await scene.run.join("erin")
         kept = await scene.save(copies, saved(step=7))
-        (claim,) = await scene.copies("erin").claims("ffn.0.0")
+        ((_, claim),) = await scene.copies("erin").claims("ffn.0.0")
         silent = scene.name(min(kept.holders))
         scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
         scene.crash("alice")
@@ -266,7 +264,7 @@ def test_a_claim_of_a_missing_save_is_skipped(tmp_path: Path) -> None:
         record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
         key = "run/experts/ffn.0.0/save"
         await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
-        lie, truth = await scene.copies("bob").claims("ffn.0.0")
+        (_, lie), (_, truth) = await scene.copies("bob").claims("ffn.0.0")
         assert (lie.step, truth.step) == (10**9, 7)
         with pytest.raises(StateError, match="none of 1 holders has"):
             await scene.copies("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
@@ -278,9 +276,9 @@ def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(tmp_path: P
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob")
         await scene.save(copies, saved(step=7))
-        (claim,) = await scene.copies("bob").claims("ffn.0.0")
+        ((_, claim),) = await scene.copies("bob").claims("ffn.0.0")
         for uid, wrong, limit_bytes in (
-            ("ffn.0.0", replace(claim, step=8), LIMIT_BYTES),
+            ("ffn.0.0", msgspec.structs.replace(claim, step=8), LIMIT_BYTES),
             ("ffn.0.1", claim, LIMIT_BYTES),
             ("ffn.0.0", claim, 1000),
         ):
@@ -294,13 +292,13 @@ def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(tmp_pat
     async def story(scene: Scene) -> None:
         copies = await scene.open("alice", "bob")
         whole = saved()
-        chunks = shelf_of(scene.members["alice"]).chunks
+        chunks = shelf_of(scene.members["alice"])
         short = chunks.put(b"short")
-        lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
+        lie = msgspec.structs.replace(whole.manifest, digests=(short, *whole.manifest.digests[1:]))
         head = chunks.put(msgspec.msgpack.encode(lie))
         for piece in whole.chunks.values():
             chunks.put(piece)
-        claim = Claim(scene.members["alice"].peers.id, 1, head, ())
+        claim = SavePlace(1, head, ())
         with pytest.raises(StateError, match="wrong about the length"):
             await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
 

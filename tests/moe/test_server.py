@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.records import ExpertInfo
-from colab_swarm.moe.server import ExpertServer
+from colab_swarm.moe.server import BatchLimits, ExpertServer
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
@@ -363,7 +362,7 @@ def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> No
             with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
                 await waiting
             await first
-            assert await server.run(lambda: one.step) == 0
+            assert await server.device.run(lambda: one.step) == 0
             server.add(one)
             with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
                 server.add(one)

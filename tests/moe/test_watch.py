@@ -87,7 +87,8 @@ def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Pa
         watch, directory = watch_of(await run.join("bob"))
         seen = await look(watch, 2.0)
         first, second = (one.uid for one in seen.listing.live)
-        directory.on_failure(first, "did not answer")
+        (info, _) = await directory.live(GRID)
+        directory.on_failure(info, "did not answer")
         seen = await look(watch)
         assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
         assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
