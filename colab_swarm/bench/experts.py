@@ -22,7 +22,7 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo, ExpertServices
 from colab_swarm.moe.server import BatchLimits
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings

@@ -26,7 +26,7 @@ from colab_swarm.bench.experts import calls_of
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.events import EventLog
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import BatchLimits, ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings

@@ -24,10 +24,8 @@ from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
 MAX_LOST = 100
-MAX_RETRIES = 20
-"""Failures of a lost peer after which it is dropped for good."""
-MAX_FAILURES = 2
-"""Failures in a row after which a peer is dropped; one is enough if a replacement waits."""
+MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
+MAX_FAILURES = 2  # failures in a row after which a peer is dropped; one is enough if a replacement waits
 
 
 def distance(one: bytes, other: bytes) -> int:
@@ -117,7 +115,6 @@ class RoutingTable:
                 self._replace(bucket, peer)
 
     def _replace(self, bucket: _Bucket, peer: PeerId) -> Contact:
-        """Remove and return a contact; the latest replacement takes its place."""
         removed = bucket.contacts.pop(peer)
         if bucket.replacements:
             newest, contact = bucket.replacements.popitem()
@@ -170,8 +167,7 @@ class RoutingTable:
 
 
 GRACE = 4
-MIN_PATIENCE_S = 0.2
-"""A busy notebook cell delays answers by as much."""
+MIN_PATIENCE_S = 0.2  # A busy notebook cell delays answers by as much
 
 
 class _State(Enum):
@@ -261,7 +257,6 @@ class Lookup:
         return candidate.contact if candidate else None
 
     def _window(self, now: float) -> list[_Candidate]:
-        """Return the ``width`` nearest that neither failed nor are slow."""
         window: list[_Candidate] = []
         for _, candidate in self._by_distance:
             slow = candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s

@@ -90,7 +90,7 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | section | module of `colab_swarm.moe` |
 |---|---|
 | 3.1, equation 1: the layer; 3.2: gating; load balance | `layer`, `calls` |
-| 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `records`, `directory` |
+| 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
 | 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
 | checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `host` |

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Stream, StreamEnded, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of

@@ -1,6 +1,6 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.records` for the records in the DHT, and `colab_swarm.moe.grid` for the beam search. Look-ups are
+See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are
 cached for `DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only
 the remaining life of a record counts, on this peer's monotonic clock, so wrong clocks do no harm. The one exception is
 the order of two claims, which follows their hosts' clocks.
@@ -19,17 +19,20 @@ import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.grid import Grid, Index, Mask, beam_search
-from colab_swarm.moe.records import (
+from colab_swarm.moe.grid import (
     CLAIMED,
     Bans,
     ExpertInfo,
     ExpertPlace,
     ExpertServices,
+    Grid,
     GridBranch,
     Holding,
+    Index,
     Listing,
+    Mask,
     RecordRow,
+    beam_search,
     by_page,
     holdings,
     is_row,
@@ -178,17 +181,14 @@ class Directory:
             mine.pop(index, None)
         await self._publish(grid, gone)
 
-    async def claim(self, grid: Grid, count: int, *, wanted: Sequence[str] | None = None) -> list[str]:
+    async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
         """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
 
         A claim is published and then checked: of several peers that claim a place, one gets it. Announce the claimed
         experts within ``ttl_s``.
         """
         held: list[str] = []
-        while count > len(held):
-            chosen = await self._vacant(grid, count - len(held), None if wanted is None else set(wanted))
-            if not chosen:
-                break
+        while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):
             uids = [grid.uid(index) for index in chosen]
             mine, began, now_ms = self._mine.setdefault(grid, {}), self._loop.time(), self._now_ms()
             mine.update({index: ExpertPlace(position(grid, index), now_ms, CLAIMED, ()) for index in chosen})
@@ -220,6 +220,7 @@ class Directory:
             some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
             prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
         else:
+            wanted = {*wanted}
             prefixes = sorted({grid.index(uid)[:-1] for uid in wanted})
             self._rng.shuffle(prefixes)
         chosen: list[Index] = []
@@ -322,11 +323,9 @@ class Directory:
             NoExpertsError: no expert is live.
             ValueError: the scores do not fit the grid.
         """
-        fits = [s.shape[1:] for s in scores] == [(side,) for side in grid.sides]
-        if not fits or len({len(s) for s in scores}) != 1:
-            raise ValueError(
-                f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
-            )
+        shapes = [s.shape for s in scores]
+        if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
+            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         found, shelves = await self._search(grid, scores, k)
         if found and not any(found):  # the first, quick reads may have missed them
             await self._listings(grid, shelves, fresh=True)
@@ -351,8 +350,8 @@ class Directory:
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[Index, Listing]]:
-        """Search, read the unknown prefixes, search again; also return the listings used."""
         known: dict[Index, Listing] = {}
+        patient = True
 
         def children(prefix: Index) -> Mask | None:
             shelf = shelf_of(grid, prefix)
@@ -362,7 +361,6 @@ class Directory:
             known[shelf] = listing
             return self._mask(grid, prefix, listing)
 
-        patient = True
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, children)
             if not unknown:
@@ -382,7 +380,6 @@ class Directory:
     def _infos(
         self, grid: Grid, indices: Iterable[Index], shelves: Mapping[Index, Listing]
     ) -> dict[Index, ExpertInfo]:
-        """Return the experts that can be called, and learn their hosts' addresses."""
         infos: dict[Index, ExpertInfo] = {}
         now = self._loop.time()
         ahead_s = self._peers.time() - now
@@ -416,7 +413,6 @@ class Directory:
     async def _listings(
         self, grid: Grid, prefixes: Iterable[Index], *, fresh: bool = False
     ) -> dict[Index, Listing]:
-        """Return the listing of each prefix; those on one shelf share a listing."""
         shelves = {prefix: shelf_of(grid, prefix) for prefix in prefixes}
         found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), fresh=fresh)
         return {prefix: found[grid, shelf] for prefix, shelf in shelves.items()}
@@ -425,16 +421,15 @@ class Directory:
         """Read a shelf, quickly the first time; hosts of the old listing stay until their records expire."""
         grid, shelf = key
         read = self._dht.read if old or fresh else self._dht.fetch
-        pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, shelf)))
+        pages = await asyncio.gather(*map(read, keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
         by_host: dict[PeerId, list[Holding]] = {}
         for page in pages:
             for host, records in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
                 by_host.setdefault(host, []).extend(records)
-        former = old.by_host if old else {}
-        for host in former.keys() - by_host.keys():
-            if any(one.until > now for one in former[host]):
-                by_host[host] = former[host]
+        for host, records in (old.by_host if old else {}).items():
+            if host not in by_host and any(one.until > now for one in records):
+                by_host[host] = records
         alive = {one.uid for one in itertools.chain(*by_host.values()) if one.served}
         if alive and is_row(grid, shelf):
             seen, _ = self._seen.get(grid, (set[str](), 0.0))

@@ -35,9 +35,8 @@ from colab_swarm.moe.expert import (
     free_bytes,
     measure,
 )
-from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, MixtureSettings, RemoteExpert
-from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
 from colab_swarm.moe.saves import ReplicaStore, check_fit, cut, freeze, thaw
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
@@ -263,7 +262,6 @@ class ExpertHosting:
         return {save.uid for save in self._resources.store.saves() if self.plan.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
-        """Claim some of ``uids``, or any names, until ``count`` experts are here, and host them."""
         grid, wanted = self.plan.grid, None
         if uids is not None:
             allowed = set(uids) - self.experts.keys()
@@ -316,7 +314,6 @@ class ExpertHosting:
         return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:
-        """Give up names that belong to other peers, announce the others."""
         grid = self.plan.grid
         rivals = await self._directory.rivals(grid, [*self.experts])
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]

@@ -37,8 +37,7 @@ from colab_swarm.moe.calls import (
     group,
     wait_for_answers,
 )
-from colab_swarm.moe.grid import Grid, Mask
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from blake3 import blake3
 
 from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.grid import ExpertServices, Grid, Index
 from colab_swarm.moe.saves import (
     MAX_CHUNKS,
     MAX_STEP,
@@ -74,7 +73,7 @@ class SaveChunk(Message, frozen=True):
 class LackedChunks(Message, frozen=True):
     """The chunks of a save that the holder lacks, by their place in the manifest."""
 
-    places: tuple[int, ...]
+    places: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
 class SaveKept(Message, frozen=True):
@@ -106,10 +105,9 @@ class SavePlace(Message, frozen=True):
             raise ValueError("record of a save with invalid holders")
 
 
+# an expert's newest save and, until that is safe, the one before; signed, under its owner's subkey
 SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
-"""An expert's newest save and, until that is safe, the one before; signed, under its owner's subkey."""
-SavedIndices = tuple[Index, ...]
-"""The experts of a grid that a peer has saved; signed, under its own subkey."""
+SavedIndices = tuple[Index, ...]  # the experts of a grid that a peer has saved; signed, under its own subkey
 
 
 class ReplicaService:
@@ -210,9 +208,8 @@ async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes,
     return found
 
 
-async def _receive_chunk(stream: Stream, digest: bytes) -> memoryview:
-    async with asyncio.timeout(CHUNK_TIMEOUT_S):
-        _, payload = await stream.receive(SaveChunk)
+async def _receive_chunk(stream: Stream, digest: bytes, timeout_s: float = CHUNK_TIMEOUT_S) -> memoryview:
+    _, payload = await asyncio.wait_for(stream.receive(SaveChunk), timeout_s)
     if digest_of(payload) != digest:
         raise StateError(f"the chunk does not match its hash {digest.hex()[:8]}")
     return payload
@@ -226,24 +223,19 @@ async def send_save(
     Raises:
         PeerError: the holder failed or refused.
     """
-    count, clock = len(saved.manifest.digests), asyncio.get_running_loop()
     sent_bytes = 0
     try:
-        async with (
-            asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, KeepSave(digest_of(saved.head)), timeout_s=timeout_s) as stream,
-        ):
-            await stream.send(SaveChunk(), saved.head)
-            lacked, _ = await stream.receive(LackedChunks)
-            if len(lacked.places) > MAX_CHUNKS or any(not 0 <= place < count for place in lacked.places):
+        opening = KeepSave(digest_of(saved.head))
+        async with await peers.stream(holder, opening, timeout_s=timeout_s) as stream:
+            await asyncio.wait_for(stream.send(SaveChunk(), saved.head), timeout_s)
+            lacked, _ = await asyncio.wait_for(stream.receive(LackedChunks), timeout_s)
+            if not {*lacked.places} <= {*range(len(saved.manifest.digests))}:
                 raise PeerError("the holder requests chunks that do not exist")
             for place in lacked.places:
-                limit.reschedule(clock.time() + timeout_s)
                 chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
-                await stream.send(SaveChunk(), chunk)
+                await asyncio.wait_for(stream.send(SaveChunk(), chunk), timeout_s)
                 sent_bytes += len(chunk)
-            limit.reschedule(clock.time() + timeout_s)
-            await stream.receive(SaveKept)
+            await asyncio.wait_for(stream.receive(SaveKept), timeout_s)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
     return sent_bytes
@@ -259,17 +251,10 @@ async def fetch_chunks(
     """
     found: dict[bytes, bytes] = {}
     try:
-        async with (
-            asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream,
-        ):
+        async with await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream:
             for digest in digests:
-                _, payload = await stream.receive(SaveChunk)
-                if digest_of(payload) != digest:
-                    raise PeerError(f"holder {short(holder)} sent a wrong chunk")
-                found[digest] = bytes(payload)
-                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-    except (PeerError, TimeoutError) as error:
+                found[digest] = bytes(await _receive_chunk(stream, digest, timeout_s))
+    except (PeerError, StateError, TimeoutError) as error:
         if not found:
             raise PeerError(f"holder {short(holder)} sent nothing: {error}") from error
     return found
@@ -326,11 +311,13 @@ class ExpertSaves:
         if safe or (holders and former is place):
             self._safe[uid] = place
         if safe:
-            self._store.settle(self._peers.id, uid, place.manifest)
-            message = SettleSave(uid, place.manifest)
-            calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
-            await asyncio.gather(*calls, return_exceptions=True)
+            await self._settle(SettleSave(uid, place.manifest), holders)
         return result
+
+    async def _settle(self, message: SettleSave, holders: Iterable[PeerId]) -> None:
+        self._store.settle(self._peers.id, message.uid, message.manifest)
+        calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def adopt(self, uid: str, place: SavePlace) -> None:
         """Keep publishing a save that this peer made earlier, until a newer one is safe."""
@@ -350,7 +337,7 @@ class ExpertSaves:
     async def _spread(
         self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]
     ) -> tuple[list[PeerId], int]:
-        """Send a save to holders until enough have it; return them, and the bytes they lacked.
+        """Send a save to enough holders; return them, and the bytes they lacked.
 
         Former holders come first, then the others in an order that depends on the expert: this spreads the load.
         """
@@ -359,16 +346,14 @@ class ExpertSaves:
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
-            peer
+            (peer not in known, blake3(uid.encode() + peer).digest(), peer)
             for peer, record in others.items()
             if (peer in known or record.room_bytes >= size_bytes)
             and self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
         total_bytes = 0
-        for holder in sorted(
-            able, key=lambda peer: (peer not in known, blake3(uid.encode() + peer).digest())
-        ):
+        for _, _, holder in sorted(able):
             if len(holders) == self._copies:
                 break
             try:
@@ -439,7 +424,6 @@ class ExpertSaves:
         raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
     async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
-        """Fetch until the queue is empty; return False if the holder failed."""
         while batch := fetch.queue[:FETCHED_AT_ONCE]:
             del fetch.queue[:FETCHED_AT_ONCE]
             try:
@@ -452,9 +436,9 @@ class ExpertSaves:
                 return False
         return True
 
-    async def _publish(self, key: str, record: tuple[Any, ...]) -> bool:
+    async def _publish(self, key: str, record: tuple[Any, ...]) -> int:
         dht, me = self._services.dht, self._peers.id
-        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0
+        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True)
 
     def _key(self, name: str, kind: str) -> str:
         return f"{self._services.run_id}/experts/{name}/{kind}"

@@ -253,8 +253,8 @@ class SaveManifest(Message, frozen=True):
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
 
 
+# A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`
 FrozenState: TypeAlias = tuple[bytes, tuple[TensorPlace, ...], NDArray[np.uint8]]
-"""A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,6 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
 
 
 def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
-    """Return each tensor's bytes in the blob, and the blob's size."""
     spans, at = [], 0
     for place in places:
         size_bytes = math.prod(place.shape) * KINDS[place.kind][1]

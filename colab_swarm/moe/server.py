@@ -50,8 +50,7 @@ MAX_RETRY_S = 10.0
 UNKNOWN_RETRY_S = 0.5
 NEWEST = 0.2  # weight of the newest batch in the mean cost of a sample
 SHOWN_CHARS = 80
-Answer: TypeAlias = list[Buffer]
-"""The encoded parts of the tensor for the caller."""
+Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
 
 
@@ -391,7 +390,6 @@ class ExpertServer:
                 self._batching.leave(call)
 
     def _accepted(self, opening: CallExpert, stream: Stream, *, backward: bool) -> Call:
-        """Return the call if its announcement is valid; no memory is reserved yet."""
         uid, shape = opening.uid, opening.shape
         if uid not in self._served:
             raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
@@ -423,7 +421,6 @@ class ExpertServer:
                 call.parts.append(payload)
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:
-        """Wait for the answer, or until the caller cancels."""
         if call.key.uid not in self._served:
             raise _gone(call.key.uid)
         await self._gate.wait_open()

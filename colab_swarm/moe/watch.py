@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo, ExpertServices, Grid
 from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
@@ -161,7 +160,6 @@ class ExpertsWatch:
         self._last, self._listing = replace(self._last, fault=fault), None
 
     def _update(self) -> None:
-        """Compute the shown listing from the newest one and the bans."""
         newest = self._listings[-1] if self._listings else []
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}

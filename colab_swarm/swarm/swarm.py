@@ -394,8 +394,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
     def _use_experts(self) -> SwarmExperts:
+        from colab_swarm.moe.grid import ExpertServices
         from colab_swarm.moe.host import SwarmExperts
-        from colab_swarm.moe.records import ExpertServices
         from colab_swarm.notebook.experts import show_experts
 
         self._check()

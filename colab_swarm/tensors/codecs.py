@@ -40,10 +40,9 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float32]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+# values that share one scale in the int8 and onebit codecs; chunk offsets are multiples of it
 BLOCK_VALUES = 4096
-"""Values that share one scale in the int8 and onebit codecs; chunk offsets are multiples of it."""
-MAX_BLOCKS = 64
-"""Most blocks encoded at once, for every codec: one mebibyte of float32, which fits a message."""
+MAX_BLOCKS = 64  # most blocks encoded at once, for every codec: one mebibyte of float32, which fits a message
 
 
 class Codec(Protocol):
@@ -98,11 +97,10 @@ def _target(numel: int, scratch: Floats | None) -> Floats:
     return np.empty(numel, np.float32) if scratch is None else scratch[:numel]
 
 
+# below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
 LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
-"""Below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better."""
 SAMPLE_VALUES = 1 << 14
-MARGIN = 3.0
-"""Standard deviations by which a sample's threshold is lowered, so that it is rarely too high."""
+MARGIN = 3.0  # standard deviations by which a sample's threshold is lowered, so that it is rarely too high
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 Indices = npt.NDArray[np.int64]
@@ -220,7 +218,6 @@ def _largest(values: Floats, count: int) -> Indices:
 
 
 def _threshold(magnitudes: npt.NDArray[np.int32], count: int) -> int:
-    """Estimate a threshold that slightly more than ``count`` values reach; 0 if no sample is worthwhile."""
     sample = magnitudes[:: len(magnitudes) // SAMPLE_VALUES | 1]  # an odd stride visits all columns
     expected = len(sample) * count / len(magnitudes)
     rank = math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
@@ -295,7 +292,6 @@ class Precision:
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> memoryview:
-    """The array's memory, without a copy."""
     return array.view(np.uint8).data if array.size else memoryview(b"")
 
 
@@ -451,7 +447,6 @@ class OneBit:
 
 
 def _means(rows: Floats) -> Floats:
-    """Means of each row's positive values and of the others: (k, 2) from (k, block)."""
     over = np.count_nonzero(rows > 0, axis=1)
     sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
     counts = np.maximum([over, rows.shape[1] - over], 1)
@@ -474,7 +469,6 @@ def _blocks(numel: int) -> int:
 
 
 def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> None:
-    """Fill ``scales`` (k) and ``levels`` (k, block) from ``values`` (k, block)."""
     if not values.size:
         return
     largest = np.maximum(values.max(axis=1), -values.min(axis=1))
@@ -495,5 +489,4 @@ CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), OneBit())
 }
 ADAPTIVE = "adaptive"
-PRECISIONS = (*CODECS, ADAPTIVE)
-"""Names for `Precision`, besides topk with a share."""
+PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share

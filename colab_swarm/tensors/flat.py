@@ -9,8 +9,7 @@ import torch
 
 from colab_swarm.tensors.codecs import Floats
 
-SMALL_VALUES = 1 << 16
-"""Tensors with fewer values are small: biases, normalization layers."""
+SMALL_VALUES = 1 << 16  # tensors with fewer values are small: biases, normalization layers
 
 
 class FlatVector:
@@ -68,7 +67,6 @@ class FlatVector:
             part.sub_(parameter.to(part))
 
     def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter with its part of the vector, a view in its shape."""
         if values.shape != (self.numel,):
             raise ValueError(f"expected a flat vector of {self.numel} values, got shape {values.shape}")
         flat = torch.from_numpy(values)

@@ -42,6 +42,7 @@ MAX_SKELETON_BYTES = 64 << 20
 MAX_INT_DIGITS = 1024
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
+# allowed types of values, as torch names them: the name in a file, and the size in bytes
 KINDS = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -54,7 +55,6 @@ KINDS = {
     "float32": ("F32", 4),
     "float64": ("F64", 8),
 }
-"""Allowed types of values, as torch names them: the name in a file, and the size in bytes."""
 _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 
 
@@ -333,12 +333,10 @@ def digest(tensors: Mapping[str, TensorBytes], skeleton: str) -> str:
 
 
 def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, TensorBytes]]:
-    """Widest values first, because the format aligns them; then by name."""
     return sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0]))
 
 
 def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
-    """The head of a safetensors file: length and JSON of names, types, shapes and offsets."""
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton, "sha256": digest(tensors, skeleton)}
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0

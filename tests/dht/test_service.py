@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.records import FindPeers, FindValue, FoundPeers, FoundValue, Record, Stored, StoreRecord
+from colab_swarm.dht.records import FindNear, FoundNear, Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
@@ -96,11 +96,11 @@ def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
         value = msgspec.msgpack.encode("false")
         forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
 
-        async def lie(caller: PeerId, message: FindValue) -> FoundValue:
+        async def lie(caller: PeerId, message: FindNear) -> FoundNear:
             lies.append(caller)
-            return FoundValue((forged,), ())
+            return FoundNear((), (forged,))
 
-        bob.peers.serve(FindValue, lie)
+        bob.peers.serve(FindNear, lie)
         return [await read(alice, "key"), await read(carol, "key")], len(lies)
 
     answers, lies = run_virtual(main())
@@ -184,9 +184,9 @@ def test_a_peer_is_found_by_its_id() -> None:
 def test_no_peer_enters_a_table_under_another_id() -> None:
     async def main() -> str:
         _, (alice, bob, carol) = await swarm(3)
-        lie = FindValue(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
+        lie = FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
         with pytest.raises(CallRefused) as caught:
-            await bob.peers.call(alice.peers.id, lie, FoundValue, timeout_s=5)
+            await bob.peers.call(alice.peers.id, lie, FoundNear, timeout_s=5)
         return caught.value.code
 
     assert run_virtual(main()) == "refused"
@@ -197,8 +197,8 @@ def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None
         _, (alice, bob) = await swarm(2)
         alice.dht.table.failed(bob.peers.id)
         alice.dht.table.failed(bob.peers.id)
-        endless = FindValue(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
-        await bob.peers.call(alice.peers.id, endless, FoundValue, timeout_s=5)
+        endless = FindNear(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
+        await bob.peers.call(alice.peers.id, endless, FoundNear, timeout_s=5)
         return bob.peers.id in alice.dht.table
 
     assert not run_virtual(main())
@@ -210,12 +210,12 @@ def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
         lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
         asked: list[PeerId] = []
 
-        async def lie(caller: PeerId, message: FindPeers) -> FoundPeers:
+        async def lie(caller: PeerId, message: FindNear) -> FoundNear:
             asked.append(caller)
-            return FoundPeers((Contact(PeerId(b"short"), ("sim://x",)), *lies))
+            return FoundNear((Contact(PeerId(b"short"), ("sim://x",)), *lies))
 
-        mallory.peers.unserve(FindPeers)
-        mallory.peers.serve(FindPeers, lie)
+        mallory.peers.unserve(FindNear)
+        mallory.peers.serve(FindNear, lie)
         lookup = await alice.dht._searcher.find_near(bytes(32), width=20)
         return len(asked), lookup.calls
 
@@ -227,7 +227,7 @@ def test_a_key_of_a_wrong_length_is_refused() -> None:
     async def main() -> str:
         _, (alice, bob) = await swarm(2)
         with pytest.raises(CallRefused) as caught:
-            await bob.peers.call(alice.peers.id, FindValue(b"x", bob.peers.contact), FoundValue, timeout_s=5)
+            await bob.peers.call(alice.peers.id, FindNear(b"x", bob.peers.contact), FoundNear, timeout_s=5)
         return caught.value.code
 
     assert run_virtual(main()) == "refused"
@@ -277,7 +277,7 @@ def test_stop_leaves_no_task_and_serves_no_more() -> None:
         await bob.dht.stop()
         with pytest.raises(CallRefused) as caught:
             await alice.peers.call(
-                bob.peers.id, FindValue(key_id("key"), alice.peers.contact), FoundValue, timeout_s=5
+                bob.peers.id, FindNear(key_id("key"), alice.peers.contact), FoundNear, timeout_s=5
             )
         return caught.value.code, len(asyncio.all_tasks())
 

@@ -13,9 +13,8 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
-from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
-from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.saves import ReplicaStore, SavedExpert, cut, freeze
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 

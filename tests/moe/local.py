@@ -14,8 +14,7 @@ from torch import nn
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.peers import Contact, Peers
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats

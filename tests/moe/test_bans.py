@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from colab_swarm.moe.records import Bans
+from colab_swarm.moe.grid import Bans
 
 EXPERT = ("ffn.0", b"host")
 

@@ -14,7 +14,7 @@ from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, BackwardExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream

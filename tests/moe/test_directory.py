@@ -12,8 +12,7 @@ import pytest
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo, ExpertServices, Grid
 from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm

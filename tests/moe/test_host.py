@@ -17,8 +17,8 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
+from colab_swarm.moe.grid import ExpertServices
 from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
-from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim import run_virtual

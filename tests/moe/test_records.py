@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.records import DHTSettings
 from colab_swarm.dht.service import Found
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import (
+from colab_swarm.moe.grid import (
     CLAIMED,
     MAX_ADDRESS_CHARS,
     PAGE,
     ExpertPlace,
+    Grid,
     GridBranch,
     RecordRow,
     by_page,

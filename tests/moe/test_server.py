@@ -18,7 +18,7 @@ from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import BatchLimits, ExpertServer
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
