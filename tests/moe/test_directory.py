@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -11,9 +12,9 @@ import pytest
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import ExpertInfo, ExpertServices, Grid
-from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
+from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
+from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
+from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
 
@@ -291,3 +292,275 @@ def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
         return [sorted(sample) for sample in uids(found)], bob.directory._cache.loads
 
     assert run_virtual(main()) == ([["ffn.150.3", "ffn.7.7"]] * 64, 3)
+
+
+EXPERT = ("ffn.0", b"host")
+
+
+def test_each_failure_in_a_row_doubles_the_ban() -> None:
+    bans, now, times = Bans(first_s=5.0, longest_s=60.0), 0.0, []
+    for _ in range(6):
+        seconds = bans.fail(EXPERT, now)
+        assert seconds is not None and bans.banned(EXPERT, now + seconds - 0.1)
+        now += seconds
+        assert not bans.banned(EXPERT, now)
+        times.append(seconds)
+    assert times == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+
+def test_failures_during_a_ban_count_once() -> None:
+    bans = Bans()
+    assert [bans.fail(EXPERT, 0.0), bans.fail(EXPERT, 1.0), bans.fail(EXPERT, 5.0)] == [5.0, None, 10.0]
+
+
+def test_success_lifts_the_ban() -> None:
+    bans = Bans()
+    bans.fail(EXPERT, 0.0)
+    bans.succeed(EXPERT)
+    assert not bans.banned(EXPERT, 0.0) and bans.fail(EXPERT, 1.0) == 5.0
+
+
+def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> None:
+    bans = Bans(first_s=5.0, longest_s=60.0)
+    for i in range(100):
+        bans.fail((f"ffn.{i}", b"host"), 0.0)
+    assert bans.fail(("ffn.0", b"host"), 66.0) == 5.0 and len(bans._records) == 1
+
+
+def test_a_ban_excludes_no_other_expert() -> None:
+    bans = Bans()
+    bans.fail(EXPERT, 0.0)
+    assert not bans.banned(("ffn.0", b"other"), 1.0)
+
+
+def test_the_version_changes_with_every_ban() -> None:
+    bans = Bans()
+    versions = [bans.version]
+    bans.succeed(EXPERT)
+    assert bans.version == versions[0] and not bans.ends(0.0)
+    bans.fail(EXPERT, 0.0)
+    versions.append(bans.version)
+    assert bans.ends(1.0) == {EXPERT: 5.0} and not bans.ends(5.0)
+    bans.succeed(EXPERT)
+    assert len({*versions, bans.version}) == 3
+
+
+class Far:
+    """Takes a second to read and returns the number of reads."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, int | None]] = []
+        self.fresh = False
+        self.cache: Cache[str, int] = Cache(self.read)
+
+    async def read(self, key: str, old: int | None, fresh: bool) -> tuple[int, float]:
+        self.reads.append((key, old))
+        self.fresh = fresh
+        value = len(self.reads)
+        await asyncio.sleep(1)
+        return value, 10.0
+
+
+def test_a_cached_value_is_not_read_again() -> None:
+    async def main() -> None:
+        far = Far()
+        assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
+        assert virtual_time() == 1  # both at once
+        assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
+        assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
+
+    run_virtual(main())
+
+
+def test_concurrent_callers_share_a_read() -> None:
+    async def main() -> None:
+        far = Far()
+        asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        asked[0].cancel()  # must not end the read for the others
+        assert await asyncio.gather(*asked[1:]) == [{"a": 1}] * 2
+        assert far.reads == [("a", None)]
+
+    run_virtual(main())
+
+
+def test_an_ageing_value_is_refreshed_in_the_background() -> None:
+    async def main() -> None:
+        far = Far()
+        await far.cache.get(["a"])
+        await asyncio.sleep(6)
+        assert far.cache.peek("a") == 1
+        await asyncio.sleep(2)
+        assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
+
+    run_virtual(main())
+
+
+def test_an_expired_value_is_read_again() -> None:
+    async def main() -> None:
+        far = Far()
+        await far.cache.get(["a"])
+        await asyncio.sleep(10)
+        assert far.cache.peek("a") is None
+        assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
+
+    run_virtual(main())
+
+
+def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
+    async def main() -> None:
+        far = Far()
+        early = asyncio.create_task(far.cache.get(["a"]))
+        await asyncio.sleep(0.5)
+        assert await far.cache.get(["a"], fresh=True) == {"a": 2}
+        assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
+
+    run_virtual(main())
+
+
+def test_a_forgotten_value_is_read_again() -> None:
+    async def main() -> None:
+        far = Far()
+        await far.cache.get(["a"])
+        far.cache.forget("a")
+        assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
+
+    run_virtual(main())
+
+
+def test_closing_cancels_the_reads() -> None:
+    async def main() -> None:
+        far = Far()
+        asked = asyncio.create_task(far.cache.get(["a"]))
+        await asyncio.sleep(0.5)
+        await far.cache.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert virtual_time() == 0.5 and far.cache.peek("a") is None
+
+    run_virtual(main())
+
+
+async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
+    """Act as a host: announce the held places, give up those of earlier claims."""
+    while True:
+        await scout.directory.announce(grid, {uid: ((16,), 0) for uid in uids})
+        for uid in await scout.directory.rivals(grid, uids):
+            uids.remove(uid)
+            await scout.directory.withdraw(grid, [uid])
+        await asyncio.sleep(15)
+
+
+def test_a_peer_claims_vacant_places_only() -> None:
+    async def main() -> tuple[list[str], list[str]]:
+        _, (alice, bob) = await scouts(2)
+        await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
+        return await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)
+
+    assert run_virtual(main()) == (["ffn.2.3"], [])
+
+
+def test_only_wanted_places_are_claimed() -> None:
+    async def main() -> list[str]:
+        _, (alice, bob) = await scouts(2)
+        await announce(alice, "ffn.1.2")
+        return await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])
+
+    assert sorted(run_virtual(main())) == ["ffn.0.0", "ffn.3.7"]
+
+
+def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
+    async def main() -> list[int]:
+        _, (alice, bob, carol) = await scouts(3)
+        claimed = await alice.directory.claim(GRID, 3)
+        counts = [len(await bob.directory.live(GRID))]
+        await announce(alice, *claimed)
+        return [*counts, len(await carol.directory.live(GRID))]
+
+    assert run_virtual(main()) == [0, 3]
+
+
+@pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
+@pytest.mark.parametrize("sides", [(8,), (3, 4)])
+def test_peers_that_claim_at_once_get_different_places(
+    profile: NetworkProfile, sides: tuple[int, ...]
+) -> None:
+    grid = Grid("ffn", sides)
+
+    async def main() -> list[list[str]]:
+        _, found = await scouts(8, profile=profile)
+        return await asyncio.gather(*(scout.directory.claim(grid, 1) for scout in found))
+
+    got = list(itertools.chain(*run_virtual(main())))
+    assert len(got) == len(set(got)) == 8
+
+
+def test_a_full_grid_gives_fewer_places() -> None:
+    async def main() -> list[list[str]]:
+        _, found = await scouts(6, profile=HOME)
+        return await asyncio.gather(*(scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found))
+
+    got = list(itertools.chain(*run_virtual(main())))
+    assert len(got) == len(set(got)) == 12
+
+
+def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
+    async def main() -> tuple[list[str], list[str], list[str], list[str]]:
+        network, found = await scouts(4, DirectorySettings(settle_s=5.0))
+        alice, bob, *_ = found
+        names = [scout.peers.name for scout in found]
+        for scout in found:
+            scout.dht.start()
+        network.now().partition(set(names[::2]), set(names[1::2]))
+        wanted = ["ffn.1.2", "ffn.3.7"]
+        await asyncio.sleep(60)  # both halves have noticed
+        first = await alice.directory.claim(GRID, 2, wanted=wanted)
+        second = await bob.directory.claim(GRID, 2, wanted=wanted)
+        assert sorted(first) == sorted(second) == wanted  # the fault did harm
+        hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
+        await asyncio.sleep(30)
+        network.now().heal()
+        await asyncio.sleep(120)
+        live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
+        for host in hosts:
+            host.cancel()
+        assert live == [alice.peers.id.hex()] * 2
+        return sorted(first), second, wanted, [fault.name for fault in network.fired]
+
+    first, second, wanted, fired = run_virtual(main())
+    assert (first, second, fired) == (wanted, [], ["partition", "heal"])
+
+
+def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
+    async def main() -> tuple[list[list[str]], list[bool]]:
+        _, (alice, bob) = await scouts(2)
+        await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
+        lost = [await scout.directory.rivals(GRID, ["ffn.1.2"]) for scout in (alice, bob)]
+        return lost, [alice.peers.id > bob.peers.id, bob.peers.id > alice.peers.id]
+
+    lost, greater = run_virtual(main())
+    assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
+
+
+def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
+    async def main() -> tuple[list[str], list[str], list[str]]:
+        network, (alice, bob, _) = await scouts(3)
+        await announce(alice, "ffn.1.2")
+        network.now().skew("bob", -60.0)
+        claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        return claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]
+
+    assert run_virtual(main()) == ([], [], ["skew"])
+
+
+def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
+    async def main() -> tuple[list[list[str]], list[str]]:
+        network, (alice, bob, _) = await scouts(3)
+        await announce(alice, "ffn.1.2")
+        network.now().crash("alice")
+        early = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        await asyncio.sleep(60)
+        late = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+        return [early, late], [fault.name for fault in network.fired]
+
+    assert run_virtual(main()) == ([[], ["ffn.1.2"]], ["crash"])

@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import ExpertServices
+from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
@@ -29,9 +31,7 @@ from tests.net.swarm import peers, until
 from tests.net.swarm import run as run_real
 
 QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)
-
-EXPIRED_S = 120.0
-"""Twice the life of an announcement, with checks for dead hosts in between."""
+EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
 
 
 @pytest.fixture(autouse=True)
@@ -361,3 +361,50 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
         assert snapshot.fault is None and "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()
+
+
+def test_experts_that_ship_know_their_samples_and_others_need_sample() -> None:
+    assert plan_host(GRID, lambda: FeedForward(8)).sample == (8,)
+    assert plan_host(GRID, lambda: TransformerBlock(8, 2)).sample == (-1, 8)
+    with pytest.raises(ValueError, match=r"unknown samples of Linear\. Say sample=\(512,\)"):
+        plan_host(GRID, lambda: nn.Linear(4, 4))
+
+
+def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
+    plan = plan_host(Grid("ffn", (4, 4)), make)
+    assert (plan.count, plan.capacity) == (12, 16)
+    assert plan.arithmetic.startswith(
+        "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
+    )
+    plan = plan_host(Grid("ffn", (4, 4)), make, count=3)
+    assert (plan.count, plan.capacity) == (3, 7)
+    plan = plan_host(GRID, make, count=["ffn.0.1", "ffn.1.1"])
+    assert (plan.count, plan.capacity, plan.uids) == (2, 2, ("ffn.0.1", "ffn.1.1"))
+
+
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"count": ["ffn.9.9"]}, {"sample": (5,)}])
+def test_impossible_hosts_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        plan_host(GRID, make, **wrong)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": object()}
+
+    with pytest.raises(TypeError, match="cannot be saved without pickle"):
+        plan_host(GRID, make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
+
+
+@pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        plan_host(GRID, make, **wrong)
+
+
+def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.moe.host.free_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
+        plan_host(GRID, make)
+    assert plan_host(GRID, make, count=1).count == 1

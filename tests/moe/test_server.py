@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
@@ -19,12 +21,25 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import BatchLimits, ExpertServer
+from colab_swarm.moe.server import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    PAUSED_RETRY_S,
+    UNKNOWN_RETRY_S,
+    Answer,
+    Batching,
+    BatchLimits,
+    Call,
+    ExpertServer,
+    Key,
+    compute,
+)
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Role
+from colab_swarm.net.peers import Refusal, Role
+from colab_swarm.runtime import PauseGate
 from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
 from tests.moe.local import calls_of
 from tests.net.swarm import peers, run, start, until
 
@@ -423,5 +438,242 @@ def test_only_workers_may_teach_an_expert() -> None:
             assert one.step == 0
         await server.close()
         await bob.close()
+
+    run(main())
+
+
+LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
+FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
+
+
+def pending(
+    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
+) -> Call:
+    return Call(
+        key, caller.encode(), samples, size_bytes, at, CODECS["float32"], cast(asyncio.Future[Answer], None)
+    )
+
+
+@pytest.fixture
+def batching() -> Iterator[Batching]:
+    batching = Batching(LIMITS)
+    yield batching
+    batching.check_invariants()
+
+
+def enqueue(batching: Batching, *calls: Call) -> None:
+    for one in calls:
+        assert batching.admit(one) is None
+        batching.enqueue(one)
+
+
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
+    calls = [pending(samples=3, at=at) for at in range(4)]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
+
+
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
+    calls = [pending(samples=9), pending(samples=1, at=1), pending(samples=9, at=2)]
+    enqueue(batching, *calls)
+    assert [batching.take() for _ in calls] == [[one] for one in calls]
+
+
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
+    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+
+
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
+    batching: Batching,
+) -> None:
+    keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
+    calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
+    late = pending(key=FORWARD, at=1)
+    enqueue(batching, *calls, late)
+    assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "size_bytes", "text"),
+    [
+        (0, 0, "at least"),
+        (-1, -1, "at least"),
+        (1, 81, "split it"),
+        (10**12, 10**15, "a call of .* MiB: .* MiB"),
+    ],
+)
+def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
+    batching: Batching, samples: int, size_bytes: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        batching.admit(pending(samples=samples, size_bytes=size_bytes))
+
+
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
+    batching: Batching,
+) -> None:
+    enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
+    assert batching.admit(pending("alice", size_bytes=20)) is not None
+    enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))
+    assert batching.admit(pending("bob", size_bytes=20)) is not None
+
+
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:
+    large = pending(size_bytes=80)
+    enqueue(batching, large)
+    assert batching.admit(pending("bob", size_bytes=80)) is not None
+    batching.leave(large)
+    batching.leave(large)
+    assert batching.admit(pending("bob", size_bytes=80)) is None
+
+
+def test_a_cancelled_call_is_not_computed(batching: Batching) -> None:
+    calls = [pending(at=at) for at in range(3)]
+    enqueue(batching, *calls)
+    batching.leave(calls[1])
+    assert batching.queued("ffn.0") == 2
+    assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
+
+
+def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
+    enqueue(batching, *(pending(name, 5, size_bytes=40) for name in "abc"))
+    more = pending(size_bytes=40)
+    assert batching.admit(more) == UNKNOWN_RETRY_S
+    batching.measured(FORWARD, 10, 1.0)
+    assert batching.admit(more) == pytest.approx(1.5)
+    for _ in range(50):
+        batching.measured(FORWARD, 10, 1e6)
+    assert batching.admit(more) == MAX_RETRY_S
+    batching.forget("ffn.0")
+    batching.measured(FORWARD, 10, 1e-9)
+    assert batching.admit(more) == MIN_RETRY_S
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
+        ),
+        max_size=60,
+    )
+)
+def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
+    steps: list[tuple[int, str, int, int, bool]],
+) -> None:
+    batching = Batching(LIMITS)
+    waiting: list[Call] = []
+    for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
+        if verb < 4:
+            new = pending(
+                caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at
+            )
+            if batching.admit(new) is None:
+                batching.enqueue(new)
+                waiting.append(new)
+        elif verb == 4 and waiting:
+            batching.leave(waiting.pop(0))
+        else:
+            for done in batching.take():
+                waiting.remove(done)
+                batching.leave(done)
+        batching.check_invariants()
+    while batch := batching.take():
+        assert len({one.key for one in batch}) == 1
+        assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
+        assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
+        for one in batch:
+            waiting.remove(one)
+            batching.leave(one)
+        batching.check_invariants()
+    assert not waiting and batching.admit(pending(size_bytes=80)) is None
+
+
+def test_limits_that_hold_no_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="must hold a batch"):
+        BatchLimits(max_batch_bytes=2, max_held_bytes=1)
+
+
+SMALL = 4
+
+
+@cache
+def small_expert() -> Expert:
+    return Expert("ffn.0", FeedForward(SMALL, 8), ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
+
+
+def received_call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
+    waiting: asyncio.Future[Answer] = asyncio.Future(loop=asyncio.new_event_loop())
+    waiting.get_loop().close()
+    views = [memoryview(part) for part in parts]
+    key = Key("ffn.0", backward, (SMALL,))
+    return Call(key, b"alice", 1, 16, 0.0, codec_of(codec), waiting, views)
+
+
+@given(
+    st.booleans(),
+    st.lists(st.sampled_from([*CODECS, "topk:0.25"]), min_size=1, max_size=4),
+    st.integers(0, 1 << 32),
+)
+@settings(deadline=None)  # the first received_call warms torch up
+def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
+    backward: bool, codecs: list[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    calls = [
+        received_call(
+            [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)],
+            codec,
+            backward=backward,
+        )
+        for codec in codecs
+    ]
+    answers = compute(small_expert(), calls)
+    assert {id(one) for one, _ in answers} == {id(one) for one in calls}
+    for one, answer in answers:
+        if isinstance(answer, list):
+            assert [len(part) for part in answer] == [one.codec.encoded_bytes(SMALL)]
+        else:
+            assert isinstance(answer, Refusal)
+    assert all(value.isfinite().all() for value in small_expert().state_dict()["module"].values())
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
+def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -> None:
+    module = FeedForward(SMALL, 8)
+    spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    parts = [bytes(codec_of(name).encode(np.ones(SMALL, np.float32))) for name in (codec, "float32")]
+    calls = [
+        received_call([part], name, backward=False)
+        for part, name in zip(parts, (codec, "float32"), strict=True)
+    ]
+    (_, refused), (_, answered) = compute(spoilt, calls)
+    assert isinstance(refused, Refusal) and "not finite" in str(refused)
+    assert isinstance(answered, list)
+
+
+def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
+    async def main() -> None:
+        gate = PauseGate()
+        async with peers("alice", "bob") as (alice, bob):
+            server = ExpertServer(bob, EventLog(), gate=gate)
+            server.add(expert())
+            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
+            await until(lambda: len(server._batching._inside) == 1)
+            gate.hold()
+            await stream.send(Part(), samples(2).tobytes())
+            with pytest.raises(ExpertError) as caught:
+                await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
+            assert caught.value.retry_s == PAUSED_RETRY_S
+            await until(lambda: next(iter(server._batching._inside)).parts != [])
+            await asyncio.sleep(0)
+            assert server.statistics()["ffn.0"].calls == 0
+            gate.release()
+            _, answer = await stream.receive(Part)
+            assert len(answer) == 2 * DIM * 4 and server.statistics()["ffn.0"].calls == 1
+            await server.close()
 
     run(main())
