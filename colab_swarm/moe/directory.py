@@ -27,7 +27,6 @@ from colab_swarm.moe.grid import (
     ExpertServices,
     Grid,
     GridBranch,
-    Holding,
     Index,
     Listing,
     Mask,
@@ -327,7 +326,7 @@ class Directory:
         if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
             raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         found, shelves = await self._search(grid, scores, k)
-        if found and not any(found):  # the first, quick reads may have missed them
+        if not any(found):  # the first, quick reads may have missed them
             await self._listings(grid, shelves, fresh=True)
             found, shelves = await self._search(grid, scores, k)
         infos = self._infos(grid, set(itertools.chain(*found)), shelves)
@@ -423,16 +422,11 @@ class Directory:
         read = self._dht.read if old or fresh else self._dht.fetch
         pages = await asyncio.gather(*map(read, keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
-        by_host: dict[PeerId, list[Holding]] = {}
-        for page in pages:
-            for host, records in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
-                by_host.setdefault(host, []).extend(records)
-        for host, records in (old.by_host if old else {}).items():
-            if host not in by_host and any(one.until > now for one in records):
-                by_host[host] = records
+        by_host = {} if old is None else old.remaining(now)
+        read_now = [holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time) for page in pages]
+        for host in set[PeerId]().union(*read_now):
+            by_host[host] = [one for page in read_now for one in page.get(host, ())]
         alive = {one.uid for one in itertools.chain(*by_host.values()) if one.served}
         if alive and is_row(grid, shelf):
-            seen, _ = self._seen.get(grid, (set[str](), 0.0))
-            self._seen[grid] = seen | alive, swarm_time
-        listing = Listing(by_host)
-        return listing, self.settings.cache_s if alive else self.settings.absent_s
+            self._seen[grid] = self._seen.get(grid, (set(), 0.0))[0] | alive, swarm_time
+        return Listing(by_host), self.settings.cache_s if alive else self.settings.absent_s

@@ -344,6 +344,10 @@ class Listing:
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
 
+    def remaining(self, now: float) -> dict[PeerId, list[Holding]]:
+        """Return the hosts of which an announcement has not expired."""
+        return {host: held for host, held in self.by_host.items() if any(one.until > now for one in held)}
+
     def live(self, index: int, now: float) -> Iterator[Holding]:
         """Yield the announcements of an index that have not expired, the rightful owner's first."""
         return (one for one in self._by_index.get(index, ()) if one.until > now)

@@ -360,11 +360,11 @@ class MixtureOfExperts(nn.Module):
         return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
-        experts_BK, uids = batch.experts()
-        importance_E = weights_BK.new_zeros(len(uids) + 1)  # the last: of no expert, 0
-        places = torch.from_numpy(experts_BK.ravel()).to(weights_BK.device)
-        importance_E = importance_E.index_add(0, places, weights_BK.ravel())[:-1]
-        idle = self._usage.on_batch(dict(zip(uids, importance_E.tolist(), strict=True)))
+        count = len(batch.infos)
+        places = torch.from_numpy(batch.experts_BK.ravel() % (count + 1))  # the last: of no expert, 0
+        importance_E = weights_BK.new_zeros(count + 1)
+        importance_E = importance_E.index_add(0, places.to(weights_BK.device), weights_BK.ravel())[:-1]
+        idle = self._usage.on_batch(dict(zip(batch.infos, importance_E.tolist(), strict=True)))
         self.balance_loss = balance_loss(importance_E, idle)
 
 
@@ -383,7 +383,8 @@ class _Batch:
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
-        self._groups: dict[str, ExpertBatch] = {}
+        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: no answer
+        self.infos: dict[str, ExpertInfo] = {}  # experts that answered
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
@@ -433,11 +434,9 @@ class _Batch:
             self.outputs_BKS[one.rows, one.slots] = task.result()
             self.answered_BK[one.rows, one.slots] = True
             self.indices_BKG[one.rows, one.slots] = self._grid.index(uid)
+            self.infos.setdefault(uid, one.info)  # it may have answered other samples at the first attempt
+            self.experts_BK[one.rows, one.slots] = [*self.infos].index(uid)
             self.counts["answers"] += 1
-            if first := self._groups.get(uid):  # it answered other samples at the first attempt
-                rows, slots = np.append(first.rows, one.rows), np.append(first.slots, one.slots)
-                one = ExpertBatch(first.info, rows, slots)
-            self._groups[uid] = one
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
@@ -454,12 +453,12 @@ class _Batch:
     async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
         """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
-            return np.full_like(self._inputs_BS, np.nan), len(self._groups)
+            return np.full_like(self._inputs_BS, np.nan), len(self.infos)
         groups = []
-        for one in self._groups.values():
-            used = self.answered_BK[one.rows, one.slots]  # not those rejected as outliers
-            if used.any():
-                groups.append(ExpertBatch(one.info, one.rows[used], one.slots[used]))
+        for index, info in enumerate(self.infos.values()):
+            rows, slots = np.nonzero(self.answered_BK & (self.experts_BK == index))  # not rejected outliers
+            if len(rows):
+                groups.append(ExpertBatch(info, rows, slots))
         calls = (
             self._calls.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
             for one in groups
@@ -474,10 +473,3 @@ class _Batch:
             else:
                 grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
         return grads_BS, lost
-
-    def experts(self) -> tuple[Places, list[str]]:
-        """Return the expert of each place as an index into the names that follow; one past the end: none."""
-        experts_BK = np.full(self.answered_BK.shape, len(self._groups), np.intp)
-        for index, one in enumerate(self._groups.values()):
-            experts_BK[one.rows, one.slots] = index
-        return experts_BK, list(self._groups)

@@ -300,10 +300,7 @@ class ExpertSaves:
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, digest_of(saved.head), tuple(contacts))
         former = self._safe.get(uid, place)
-        before = {contact.id for contact in former.holders} - {self._peers.id}
-        safe = len(holders) >= min(
-            self._copies, max(len(others), len(before))
-        )  # former holders may be back soon
+        safe = len(holders) >= min(self._copies, max(len(others), self._others_in(former)))
         saves = (place,) if safe or former.manifest == place.manifest else (place, former)
         if not (contacts and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
@@ -313,6 +310,10 @@ class ExpertSaves:
         if safe:
             await self._settle(SettleSave(uid, place.manifest), holders)
         return result
+
+    def _others_in(self, place: SavePlace) -> int:
+        """Count the former holders of a save: those that are away may be back soon."""
+        return len({contact.id for contact in place.holders} - {self._peers.id})
 
     async def _settle(self, message: SettleSave, holders: Iterable[PeerId]) -> None:
         self._store.settle(self._peers.id, message.uid, message.manifest)

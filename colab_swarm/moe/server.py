@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -61,6 +62,11 @@ class Key(NamedTuple):
     backward: bool
     shape: tuple[int, ...]
 
+    @property
+    def tensors(self) -> int:
+        """Number of tensors: inputs and, at backward, gradients."""
+        return 1 + self.backward
+
 
 @dataclass(eq=False)
 class Call:
@@ -74,11 +80,6 @@ class Call:
     codec: Codec
     answer: asyncio.Future[Answer]
     parts: list[memoryview] = field(default_factory=list)  # as received
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors: inputs and, at backward, gradients."""
-        return 2 if self.key.backward else 1
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
         """Decode the parts and free them.
@@ -217,7 +218,7 @@ class Batching:
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
     """Compute calls of one key as one batch; return the answer or the error of each."""
     samples = sum(call.samples for call in calls)
-    stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
+    stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].key.tensors)]
     answers: list[tuple[Call, Outcome]] = []
     valid: list[Call] = []
     row = 0
@@ -239,18 +240,20 @@ def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -
 
     A backward that failed for another reason than its data may have taken its step: it is not retried.
     """
+    ends = itertools.accumulate(call.samples for call in calls)
+    parts = [(call, slice(end - call.samples, end)) for call, end in zip(calls, ends, strict=True)]
     try:
-        tensors = [torch.from_numpy(stack) for stack in stacks]
-        outputs = (expert.backward if len(tensors) == 2 else expert.forward)(*tensors).numpy()
+        tensors = map(torch.from_numpy, stacks)
+        outputs = (expert.backward if len(stacks) == 2 else expert.forward)(*tensors).numpy()
     except Exception as error:  # the user's module may raise anything: the server reports it
-        if len(calls) > 1 and (len(stacks) == 1 or isinstance(error, FloatingPointError)):
-            return [
-                outcome
-                for call, rows in zip(calls, _rows(calls), strict=True)
-                for outcome in _outcomes(expert, [call], [stack[rows] for stack in stacks])
-            ]
-        return [Refusal(str(error)) if isinstance(error, FloatingPointError) else error] * len(calls)
-    return [_encoded(call, outputs[rows]) for call, rows in zip(calls, _rows(calls), strict=True)]
+        bad_data = isinstance(error, FloatingPointError)
+        if len(calls) == 1 or not (bad_data or len(stacks) == 1):
+            return [Refusal(str(error)) if bad_data else error] * len(calls)
+        answers = []
+        for call, rows in parts:
+            answers += _outcomes(expert, [call], [stack[rows] for stack in stacks])
+        return answers
+    return [_encoded(call, outputs[rows]) for call, rows in parts]
 
 
 def _encoded(call: Call, outputs: Floats) -> Outcome:
@@ -258,13 +261,6 @@ def _encoded(call: Call, outputs: Floats) -> Outcome:
         return list(encoded(outputs, call.codec))
     except ValueError as error:  # not finite: some codecs cannot represent it
         return Refusal(f"{call.key.uid} answers with {error}")
-
-
-def _rows(calls: Sequence[Call]) -> Iterator[slice]:
-    row = 0
-    for call in calls:
-        yield slice(row, row + call.samples)
-        row += call.samples
 
 
 @dataclass(frozen=True)
@@ -404,12 +400,12 @@ class ExpertServer:
         except ValueError as error:
             raise Refusal(str(error)) from error
         loop, key = asyncio.get_running_loop(), Key(uid, backward, shape)
-        size_bytes = (2 if backward else 1) * opening.samples * math.prod(shape) * 4
+        size_bytes = key.tensors * opening.samples * math.prod(shape) * 4
         return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, loop.create_future())
 
     async def _receive(self, call: Call, stream: Stream) -> None:
         numel = call.samples * math.prod(call.key.shape)
-        for _ in range(call.tensors):
+        for _ in range(call.key.tensors):
             for span in spans(numel, call.codec):
                 try:
                     _, payload = await stream.receive(Part)
