@@ -30,7 +30,7 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of
-from tests.moe.local import calls_of
+from tests.moe.local import calls_of, real, virtual
 from tests.net.swarm import peers, run
 
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -92,32 +92,28 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            answer, text = FAULTY[case]
-            bob.serve_stream(ForwardExpert, answer)
-            with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
-                await calls_of(alice).forward(info(bob.contact), INPUTS)
-            assert caught.value.retry_s is None
-
-    run(main())
+@real
+async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        answer, text = FAULTY[case]
+        bob.serve_stream(ForwardExpert, answer)
+        with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
+            await calls_of(alice).forward(info(bob.contact), INPUTS)
+        assert caught.value.retry_s is None
 
 
 @pytest.mark.parametrize(
     ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
 )
-def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve_stream(ForwardExpert, partial(is_busy, said))
-            calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
-            with pytest.raises(ExpertError, match="busy") as caught:
-                await calls.attempt(ForwardExpert, info(bob.contact), [large])
-            assert caught.value.retry_s == heard
-            assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
-
-    run(main())
+@real
+async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve_stream(ForwardExpert, partial(is_busy, said))
+        calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
+        with pytest.raises(ExpertError, match="busy") as caught:
+            await calls.attempt(ForwardExpert, info(bob.contact), [large])
+        assert caught.value.retry_s == heard
+        assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
 
 def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
@@ -151,23 +147,21 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
-    async def main() -> None:
-        _, alice, bob = pair()
-        server = ExpertServer(bob, EventLog())
-        expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
-        server.add(expert)
-        calls = calls_of(alice, codec=codec)
-        answer = await calls.forward(info(bob.contact), INPUTS)
-        assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
-        assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
-        assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
-            await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert virtual_time() < 1  # no wait for values that could not be sent
-        await server.close()
-
-    run_virtual(main())
+@virtual
+async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
+    _, alice, bob = pair()
+    server = ExpertServer(bob, EventLog())
+    expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
+    server.add(expert)
+    calls = calls_of(alice, codec=codec)
+    answer = await calls.forward(info(bob.contact), INPUTS)
+    assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
+    assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
+    assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
+        await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
+    assert virtual_time() < 1  # no wait for values that could not be sent
+    await server.close()
 
 
 def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
@@ -184,62 +178,54 @@ def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-def test_an_unreachable_host_is_an_error() -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
-            with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-                await calls_of(alice).forward(info(absent), INPUTS)
-
-    run(main())
-
-
-def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
-        server = ExpertServer(bob, EventLog())
-        expert = Expert("ffn.0", FeedForward(4), rule, (4,))
-        server.add(expert)
-        calls, there = calls_of(alice), info(bob.contact)
-        await calls.forward(there, INPUTS)
-        network.now().crash("bob")
+@real
+async def test_an_unreachable_host_is_an_error() -> None:
+    async with peers("alice") as (alice,):
+        absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
         with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls.backward(there, INPUTS, INPUTS)
-        assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
-        network.now().restart("bob")
+            await calls_of(alice).forward(info(absent), INPUTS)
+
+
+@virtual
+async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
+    network, alice, bob = pair()
+    rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
+    server = ExpertServer(bob, EventLog())
+    expert = Expert("ffn.0", FeedForward(4), rule, (4,))
+    server.add(expert)
+    calls, there = calls_of(alice), info(bob.contact)
+    await calls.forward(there, INPUTS)
+    network.now().crash("bob")
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
         await calls.backward(there, INPUTS, INPUTS)
-        assert expert.step == 1
-        await server.close()
-
-    run_virtual(main())
-
-
-def test_a_host_killed_while_it_answers_is_an_error() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        large = np.ones((1000, 1000), np.float32)
-
-        async def half(opening: BackwardExpert, stream: Stream) -> None:
-            await stream.receive(Part)
-            await stream.send(Part(), large.tobytes()[: 28 * 4096])
-            network.now().crash("bob")
-
-        bob.serve_stream(BackwardExpert, half)
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls_of(alice).backward(info(bob.contact), large, large)
-        assert [fault.name for fault in network.fired] == ["crash"]
-
-    run_virtual(main())
+    assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
+    network.now().restart("bob")
+    await calls.backward(there, INPUTS, INPUTS)
+    assert expert.step == 1
+    await server.close()
 
 
-def test_an_unknown_codec_is_refused() -> None:
-    async def main() -> None:
-        _, alice, _ = pair()
-        with pytest.raises(ValueError, match="unknown codec 'zip'"):
-            calls_of(alice, codec="zip")
+@virtual
+async def test_a_host_killed_while_it_answers_is_an_error() -> None:
+    network, alice, bob = pair()
+    large = np.ones((1000, 1000), np.float32)
 
-    run_virtual(main())
+    async def half(opening: BackwardExpert, stream: Stream) -> None:
+        await stream.receive(Part)
+        await stream.send(Part(), large.tobytes()[: 28 * 4096])
+        network.now().crash("bob")
+
+    bob.serve_stream(BackwardExpert, half)
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+        await calls_of(alice).backward(info(bob.contact), large, large)
+    assert [fault.name for fault in network.fired] == ["crash"]
+
+
+@virtual
+async def test_an_unknown_codec_is_refused() -> None:
+    _, alice, _ = pair()
+    with pytest.raises(ValueError, match="unknown codec 'zip'"):
+        calls_of(alice, codec="zip")
 
 
 NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]

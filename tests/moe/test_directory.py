@@ -17,6 +17,7 @@ from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
+from tests.moe.local import virtual
 
 GRID = Grid("ffn", (4, 8))
 SHAPE = (16,)
@@ -135,14 +136,12 @@ def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() 
     assert run_virtual(main()) == (2, ["crash"])
 
 
-def test_without_any_announcement_the_error_names_the_prefix() -> None:
-    async def main() -> None:
-        _, (alice, _) = await scouts(2)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
-            await alice.directory.best(GRID, scores("ffn.1.2"), 4)
-        assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
-
-    run_virtual(main())
+@virtual
+async def test_without_any_announcement_the_error_names_the_prefix() -> None:
+    _, (alice, _) = await scouts(2)
+    with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
+        await alice.directory.best(GRID, scores("ffn.1.2"), 4)
+    assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 
 
 def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
@@ -219,13 +218,11 @@ def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: fl
 
 
 @pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
-def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
-    async def main() -> None:
-        _, (alice,) = await scouts(1)
-        with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
-            await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
-
-    run_virtual(main())
+@virtual
+async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
+    _, (alice,) = await scouts(1)
+    with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
+        await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
 def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
@@ -361,84 +358,70 @@ class Far:
         return value, 10.0
 
 
-def test_a_cached_value_is_not_read_again() -> None:
-    async def main() -> None:
-        far = Far()
-        assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
-        assert virtual_time() == 1  # both at once
-        assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
-        assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
-
-    run_virtual(main())
+@virtual
+async def test_a_cached_value_is_not_read_again() -> None:
+    far = Far()
+    assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
+    assert virtual_time() == 1  # both at once
+    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
+    assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
 
 
-def test_concurrent_callers_share_a_read() -> None:
-    async def main() -> None:
-        far = Far()
-        asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
-        await asyncio.sleep(0.5)
-        asked[0].cancel()  # must not end the read for the others
-        assert await asyncio.gather(*asked[1:]) == [{"a": 1}] * 2
-        assert far.reads == [("a", None)]
-
-    run_virtual(main())
+@virtual
+async def test_concurrent_callers_share_a_read() -> None:
+    far = Far()
+    asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    asked[0].cancel()  # must not end the read for the others
+    assert await asyncio.gather(*asked[1:]) == [{"a": 1}] * 2
+    assert far.reads == [("a", None)]
 
 
-def test_an_ageing_value_is_refreshed_in_the_background() -> None:
-    async def main() -> None:
-        far = Far()
-        await far.cache.get(["a"])
-        await asyncio.sleep(6)
-        assert far.cache.peek("a") == 1
-        await asyncio.sleep(2)
-        assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
-
-    run_virtual(main())
+@virtual
+async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    await asyncio.sleep(6)
+    assert far.cache.peek("a") == 1
+    await asyncio.sleep(2)
+    assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
 
 
-def test_an_expired_value_is_read_again() -> None:
-    async def main() -> None:
-        far = Far()
-        await far.cache.get(["a"])
-        await asyncio.sleep(10)
-        assert far.cache.peek("a") is None
-        assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
-
-    run_virtual(main())
+@virtual
+async def test_an_expired_value_is_read_again() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    await asyncio.sleep(10)
+    assert far.cache.peek("a") is None
+    assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
 
 
-def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
-    async def main() -> None:
-        far = Far()
-        early = asyncio.create_task(far.cache.get(["a"]))
-        await asyncio.sleep(0.5)
-        assert await far.cache.get(["a"], fresh=True) == {"a": 2}
-        assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
-
-    run_virtual(main())
+@virtual
+async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
+    far = Far()
+    early = asyncio.create_task(far.cache.get(["a"]))
+    await asyncio.sleep(0.5)
+    assert await far.cache.get(["a"], fresh=True) == {"a": 2}
+    assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
 
 
-def test_a_forgotten_value_is_read_again() -> None:
-    async def main() -> None:
-        far = Far()
-        await far.cache.get(["a"])
-        far.cache.forget("a")
-        assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
-
-    run_virtual(main())
+@virtual
+async def test_a_forgotten_value_is_read_again() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    far.cache.forget("a")
+    assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
 
 
-def test_closing_cancels_the_reads() -> None:
-    async def main() -> None:
-        far = Far()
-        asked = asyncio.create_task(far.cache.get(["a"]))
-        await asyncio.sleep(0.5)
-        await far.cache.close()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert virtual_time() == 0.5 and far.cache.peek("a") is None
-
-    run_virtual(main())
+@virtual
+async def test_closing_cancels_the_reads() -> None:
+    far = Far()
+    asked = asyncio.create_task(far.cache.get(["a"]))
+    await asyncio.sleep(0.5)
+    await far.cache.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert virtual_time() == 0.5 and far.cache.peek("a") is None
 
 
 async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:

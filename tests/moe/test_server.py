@@ -40,7 +40,7 @@ from colab_swarm.net.peers import Refusal, Role
 from colab_swarm.runtime import PauseGate
 from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
-from tests.moe.local import calls_of
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, run, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -117,104 +117,92 @@ async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
-def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
-    async def main() -> None:
-        local, inputs, grads = expert(), samples(50), samples(50, seed=1)
-        near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
-        async with hosting() as (server, alice, bob):
-            calls = calls_of(alice, codec=codec)
-            outputs = await calls.forward(info(bob), inputs)
-            assert np.abs(outputs - here(local, inputs)).mean() < near
-            back = await calls.backward(info(bob), inputs, grads)
-            assert np.abs(back - here(local, inputs, grads)).mean() < near
-            counted = server.statistics()["ffn.0"]
-            assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
-                50,
-                50,
-                2,
-                1,
-            )
-            assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
-
-    run(main())
+@real
+async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
+    local, inputs, grads = expert(), samples(50), samples(50, seed=1)
+    near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
+    async with hosting() as (server, alice, bob):
+        calls = calls_of(alice, codec=codec)
+        outputs = await calls.forward(info(bob), inputs)
+        assert np.abs(outputs - here(local, inputs)).mean() < near
+        back = await calls.backward(info(bob), inputs, grads)
+        assert np.abs(back - here(local, inputs, grads)).mean() < near
+        counted = server.statistics()["ffn.0"]
+        assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
+            50,
+            50,
+            2,
+            1,
+        )
+        assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
 
 
-def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
-    async def main() -> None:
-        local, remote = expert(), expert()
-        async with hosting(remote) as (_, alice, bob):
-            calls = calls_of(alice)
-            for step in range(20):
-                tensors = samples(4, seed=step), samples(4, seed=1000 + step)
-                assert np.allclose(
-                    await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6
-                )
-            for name, value in local.state_dict()["module"].items():
-                assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
-            assert remote.step == 20
-
-    run(main())
+@real
+async def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
+    local, remote = expert(), expert()
+    async with hosting(remote) as (_, alice, bob):
+        calls = calls_of(alice)
+        for step in range(20):
+            tensors = samples(4, seed=step), samples(4, seed=1000 + step)
+            assert np.allclose(await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6)
+        for name, value in local.state_dict()["module"].items():
+            assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
+        assert remote.step == 20
 
 
-def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
-    async def main() -> None:
-        block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
-        async with hosting(block, gate) as (_, alice, bob):
-            calls = calls_of(alice)
-            for length in (1, 3, 10):
-                inputs = samples(2, length, DIM)
-                outputs = await calls.forward(info(bob, "text.0"), inputs)
-                assert np.allclose(outputs, here(block, inputs), atol=1e-6)
-            large = samples(1500, 1000)
-            assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
-
-    run(main())
+@real
+async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
+    block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
+    async with hosting(block, gate) as (_, alice, bob):
+        calls = calls_of(alice)
+        for length in (1, 3, 10):
+            inputs = samples(2, length, DIM)
+            outputs = await calls.forward(info(bob, "text.0"), inputs)
+            assert np.allclose(outputs, here(block, inputs), atol=1e-6)
+        large = samples(1500, 1000)
+        assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
 
 
-def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
-    async def main() -> None:
-        gate, local = Gate(), expert()
-        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                inputs = [samples(n, seed=n) for n in range(1, 9)]
-                forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
-                await until(lambda: server.statistics()["ffn.0"].queued == 36)
-                backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
-                await until(lambda: server.statistics()["ffn.0"].queued == 72)
-            for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
-                assert np.allclose(outputs, here(local, x), atol=1e-6)
-            together = np.concatenate(inputs)
-            expected = here(local, together, together)
-            assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
-            counted = server.statistics()["ffn.0"]
-            assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
-            await first
-
-    run(main())
+@real
+async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
+    gate, local = Gate(), expert()
+    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            inputs = [samples(n, seed=n) for n in range(1, 9)]
+            forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
+            await until(lambda: server.statistics()["ffn.0"].queued == 36)
+            backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
+            await until(lambda: server.statistics()["ffn.0"].queued == 72)
+        for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
+            assert np.allclose(outputs, here(local, x), atol=1e-6)
+        together = np.concatenate(inputs)
+        expected = here(local, together, together)
+        assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
+        counted = server.statistics()["ffn.0"]
+        assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
+        await first
 
 
-def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
-    async def main() -> None:
-        gate, learner = Gate(), expert()
-        async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
-            calls, fine = calls_of(alice), samples(2)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                tasks = [
-                    asyncio.create_task(calls.backward(info(bob), x, grads))
-                    for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
-                ]
-                await until(lambda: server.statistics()["ffn.0"].queued == 6)
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
-            assert "lead to values that are not finite" in str(outcomes[1])
-            assert "your tensors hold values that are not finite" in str(outcomes[2])
-            assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
-            await first
-
-    run(main())
+@real
+async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
+    gate, learner = Gate(), expert()
+    async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
+        calls, fine = calls_of(alice), samples(2)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            tasks = [
+                asyncio.create_task(calls.backward(info(bob), x, grads))
+                for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
+            ]
+            await until(lambda: server.statistics()["ffn.0"].queued == 6)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
+        assert "lead to values that are not finite" in str(outcomes[1])
+        assert "your tensors hold values that are not finite" in str(outcomes[2])
+        assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
+        await first
 
 
 def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
@@ -256,19 +244,17 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
-    async def main() -> None:
-        opening, text = REFUSED[case]
-        async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
-            _,
-            alice,
-            bob,
-        ):
-            stream = await alice.stream(bob.id, opening, timeout_s=5)
-            with pytest.raises(CallRefused, match=text):
-                await stream.receive(Part)
-
-    run(main())
+@real
+async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
+    opening, text = REFUSED[case]
+    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
+        _,
+        alice,
+        bob,
+    ):
+        stream = await alice.stream(bob.id, opening, timeout_s=5)
+        with pytest.raises(CallRefused, match=text):
+            await stream.receive(Part)
 
 
 @pytest.mark.parametrize(
@@ -280,69 +266,61 @@ def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> 
         ([32, 32], "more parts"),
     ],
 )
-def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert(module=gate)) as (_, alice, bob):
-            with gate.closed():
-                stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
-                for size in sizes:
-                    await stream.send(Part(), bytes(size))
-                with pytest.raises(CallRefused, match=text):
-                    await stream.receive(Part)
-
-    run(main())
+@real
+async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
+    gate = Gate()
+    async with hosting(expert(module=gate)) as (_, alice, bob):
+        with gate.closed():
+            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+            for size in sizes:
+                await stream.send(Part(), bytes(size))
+            with pytest.raises(CallRefused, match=text):
+                await stream.receive(Part)
 
 
-def test_values_that_are_not_finite_never_reach_an_expert() -> None:
-    async def main() -> None:
-        gate = Gate()
-        one = expert(module=gate)
-        async with hosting(one) as (_, alice, bob):
-            gate.batches.clear()
-            for codec in ("float32", "float16", "bfloat16", "int8"):
-                bad = samples(2)
-                bad[1, 3] = np.nan
-                with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
-                    await calls_of(alice, codec=codec).backward(info(bob), samples(2), bad)
-            assert not gate.batches and one.step == 0
-
-    run(main())
+@real
+async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
+    gate = Gate()
+    one = expert(module=gate)
+    async with hosting(one) as (_, alice, bob):
+        gate.batches.clear()
+        for codec in ("float32", "float16", "bfloat16", "int8"):
+            bad = samples(2)
+            bad[1, 3] = np.nan
+            with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
+                await calls_of(alice, codec=codec).backward(info(bob), samples(2), bad)
+        assert not gate.batches and one.step == 0
 
 
-def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
-    async def main() -> None:
-        gate = Gate()
-        limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
-        async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob), samples(2)))
-                with pytest.raises(ExpertError, match="busy: call again in") as caught:
-                    await calls.attempt(ForwardExpert, info(bob), [samples(1)])
-                assert caught.value.retry_s is not None and caught.value.retry_s > 0
-            await first
-            await calls.forward(info(bob), samples(1))
-
-    run(main())
+@real
+async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
+    gate = Gate()
+    limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob), samples(2)))
+            with pytest.raises(ExpertError, match="busy: call again in") as caught:
+                await calls.attempt(ForwardExpert, info(bob), [samples(1)])
+            assert caught.value.retry_s is not None and caught.value.retry_s > 0
+        await first
+        await calls.forward(info(bob), samples(1))
 
 
-def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                waiting.cancel()
-                await until(lambda: server.statistics()["ffn.0"].queued == 0)
-            await first
-            await calls.forward(info(bob), samples(1))
-            assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
-
-    run(main())
+@real
+async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
+    gate = Gate()
+    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            waiting.cancel()
+            await until(lambda: server.statistics()["ffn.0"].queued == 0)
+        await first
+        await calls.forward(info(bob), samples(1))
+        assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
 
 
 def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
@@ -364,60 +342,54 @@ def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     assert run_virtual(main()) == pytest.approx(60, abs=0.1)
 
 
-def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
-    async def main() -> None:
-        gate, one = Gate(), expert()
-        async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                assert server.remove("ffn.0") is one
-            with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
-                await waiting
-            await first
-            assert await server.device.run(lambda: one.step) == 0
+@real
+async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
+    gate, one = Gate(), expert()
+    async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            assert server.remove("ffn.0") is one
+        with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
+            await waiting
+        await first
+        assert await server.device.run(lambda: one.step) == 0
+        server.add(one)
+        with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
             server.add(one)
-            with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
-                server.add(one)
-            await calls.forward(info(bob), samples(3))
-
-    run(main())
+        await calls.forward(info(bob), samples(3))
 
 
-def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
-    async def main() -> None:
-        async with hosting() as (server, alice, bob):
-            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
-            await until(lambda: bool(server._batching._inside))
-            await server.close()
-            await stream.send(Part(), bytes(4 * DIM))
-            with pytest.raises(CallRefused, match="no longer hosted"):
-                await stream.receive(Part)
-
-    run(main())
+@real
+async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
+    async with hosting() as (server, alice, bob):
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+        await until(lambda: bool(server._batching._inside))
+        await server.close()
+        await stream.send(Part(), bytes(4 * DIM))
+        with pytest.raises(CallRefused, match="no longer hosted"):
+            await stream.receive(Part)
 
 
-def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert(module=gate)) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob), samples(1)))
-                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                closing = asyncio.create_task(server.close())
-                await asyncio.sleep(0)
-            assert np.array_equal(await first, 2 * samples(1))
-            with pytest.raises(ExpertError, match="no longer hosted"):
-                await waiting
-            await closing
-            with pytest.raises(ExpertError, match="ForwardExpert is not served"):
-                await calls.forward(info(bob), samples(1))
-
-    run(main())
+@real
+async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
+    gate = Gate()
+    async with hosting(expert(module=gate)) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob), samples(1)))
+            waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            closing = asyncio.create_task(server.close())
+            await asyncio.sleep(0)
+        assert np.array_equal(await first, 2 * samples(1))
+        with pytest.raises(ExpertError, match="no longer hosted"):
+            await waiting
+        await closing
+        with pytest.raises(ExpertError, match="ForwardExpert is not served"):
+            await calls.forward(info(bob), samples(1))
 
 
 def test_only_workers_may_teach_an_expert() -> None:
@@ -655,25 +627,23 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
     assert isinstance(answered, list)
 
 
-def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
-    async def main() -> None:
-        gate = PauseGate()
-        async with peers("alice", "bob") as (alice, bob):
-            server = ExpertServer(bob, EventLog(), gate=gate)
-            server.add(expert())
-            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
-            await until(lambda: len(server._batching._inside) == 1)
-            gate.hold()
-            await stream.send(Part(), samples(2).tobytes())
-            with pytest.raises(ExpertError) as caught:
-                await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
-            assert caught.value.retry_s == PAUSED_RETRY_S
-            await until(lambda: next(iter(server._batching._inside)).parts != [])
-            await asyncio.sleep(0)
-            assert server.statistics()["ffn.0"].calls == 0
-            gate.release()
-            _, answer = await stream.receive(Part)
-            assert len(answer) == 2 * DIM * 4 and server.statistics()["ffn.0"].calls == 1
-            await server.close()
-
-    run(main())
+@real
+async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
+    gate = PauseGate()
+    async with peers("alice", "bob") as (alice, bob):
+        server = ExpertServer(bob, EventLog(), gate=gate)
+        server.add(expert())
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
+        await until(lambda: len(server._batching._inside) == 1)
+        gate.hold()
+        await stream.send(Part(), samples(2).tobytes())
+        with pytest.raises(ExpertError) as caught:
+            await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
+        assert caught.value.retry_s == PAUSED_RETRY_S
+        await until(lambda: next(iter(server._batching._inside)).parts != [])
+        await asyncio.sleep(0)
+        assert server.statistics()["ffn.0"].calls == 0
+        gate.release()
+        _, answer = await stream.receive(Part)
+        assert len(answer) == 2 * DIM * 4 and server.statistics()["ffn.0"].calls == 1
+        await server.close()
