@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from colab_swarm.sim import run_virtual
 from colab_swarm.tensors.device import DeviceThread
-from tests.moe.local import real
+from tests.moe.local import real, virtual
 
 
 def quit_python() -> None:
@@ -59,8 +58,6 @@ def test_cancelled_tasks_are_not_computed() -> None:
     assert not computed
 
 
-def test_on_virtual_time_the_loop_computes_itself() -> None:
-    async def main() -> threading.Thread:
-        return await DeviceThread().run(threading.current_thread)
-
-    assert run_virtual(main()) is threading.current_thread()
+@virtual
+async def test_on_virtual_time_the_loop_computes_itself() -> None:
+    assert (await DeviceThread().run(threading.current_thread)) is threading.current_thread()

@@ -64,26 +64,26 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
     return [[info.uid for info in sample] for sample in found]
 
 
-def test_all_peers_find_announced_experts() -> None:
-    async def main() -> tuple[ExpertInfo | None, Scout]:
-        _, (alice, bob, *_) = await scouts(8)
-        await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
-        return await bob.directory.find(GRID, "ffn.3.7"), alice
-
-    info, alice = run_virtual(main())
+@virtual
+async def test_all_peers_find_announced_experts() -> None:
+    _, (alice, bob, *_) = await scouts(8)
+    await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
+    info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
     assert 59 < info.expires_at - alice.peers.time() <= 60
 
 
-def test_the_best_live_experts_come_first() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol, *_) = await scouts(8)
-        await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
-        await announce(bob, "ffn.0.0", "ffn.1.4")
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2))
-
-    assert run_virtual(main()) == [["ffn.1.2", "ffn.1.3"], ["ffn.3.7", "ffn.1.4"], ["ffn.1.4", "ffn.1.3"]]
+@virtual
+async def test_the_best_live_experts_come_first() -> None:
+    _, (alice, bob, carol, *_) = await scouts(8)
+    await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
+    await announce(bob, "ffn.0.0", "ffn.1.4")
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2)) == [
+        ["ffn.1.2", "ffn.1.3"],
+        ["ffn.3.7", "ffn.1.4"],
+        ["ffn.1.4", "ffn.1.3"],
+    ]
 
 
 @pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
@@ -102,38 +102,32 @@ def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) 
     assert run_virtual(main()) == (everywhere, [[uid] for uid in everywhere])
 
 
-def test_fewer_live_experts_than_requested_are_all_returned() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        return uids(await bob.directory.best(GRID, scores("ffn.3.7"), 4))
-
-    assert run_virtual(main()) == [["ffn.3.7", "ffn.1.2"]]
+@virtual
+async def test_fewer_live_experts_than_requested_are_all_returned() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    assert uids(await bob.directory.best(GRID, scores("ffn.3.7"), 4)) == [["ffn.3.7", "ffn.1.2"]]
 
 
-def test_withdrawn_experts_disappear_at_once() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        await announce(bob, "ffn.1.4")
-        await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.3.7"])
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4))
-
-    assert run_virtual(main()) == [["ffn.1.4"]]
+@virtual
+async def test_withdrawn_experts_disappear_at_once() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    await announce(bob, "ffn.1.4")
+    await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.3.7"])
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.4"]]
 
 
-def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
-    async def main() -> tuple[int, list[str]]:
-        network, (alice, bob, _) = await scouts(3)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        before = len(await bob.directory.live(GRID))
-        network.now().crash("alice")
-        await asyncio.sleep(61)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
-            await bob.directory.best(GRID, scores("ffn.1.2"), 4)
-        return before, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == (2, ["crash"])
+@virtual
+async def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    before = len(await bob.directory.live(GRID))
+    network.now().crash("alice")
+    await asyncio.sleep(61)
+    with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
+        await bob.directory.best(GRID, scores("ffn.1.2"), 4)
+    assert (before, [fault.name for fault in network.fired]) == (2, ["crash"])
 
 
 @virtual
@@ -144,23 +138,21 @@ async def test_without_any_announcement_the_error_names_the_prefix() -> None:
     assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 
 
-def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
-    async def main() -> tuple[list[list[list[str]]], list[ExpertBanned]]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.1.2", "ffn.1.3")
-        ((info,),) = await bob.directory.best(GRID, scores("ffn.1.2"), 1)
-        seen = [[[info.uid]]]
-        bob.directory.on_failure(info, "not finite")
-        bob.directory.on_failure(info, "not finite")  # another call that was under way
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        await asyncio.sleep(5)
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        bob.directory.on_failure(info, "not finite")
-        bob.directory.on_success(info)
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        return seen, [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
-
-    seen, bans = run_virtual(main())
+@virtual
+async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2", "ffn.1.3")
+    ((info,),) = await bob.directory.best(GRID, scores("ffn.1.2"), 1)
+    seen = [[[info.uid]]]
+    bob.directory.on_failure(info, "not finite")
+    bob.directory.on_failure(info, "not finite")  # another call that was under way
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    await asyncio.sleep(5)
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    bob.directory.on_failure(info, "not finite")
+    bob.directory.on_success(info)
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    bans = [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
     assert seen == [[["ffn.1.2"]], [["ffn.1.3"]], [["ffn.1.2"]], [["ffn.1.2"]]]
     assert [(ban.uid, ban.reason, ban.seconds) for ban in bans] == [
         ("ffn.1.2", "not finite", 5.0),
@@ -168,53 +160,47 @@ def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     ]
 
 
-def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
-    async def main() -> list[ExpertInfo | None]:
-        network, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        found = [info := await carol.directory.find(GRID, "ffn.1.2")]
-        assert info is not None
-        network.now().crash("alice")
-        carol.directory.on_failure(info, "lost")
-        found.append(await carol.directory.find(GRID, "ffn.1.2"))
-        await announce(bob, "ffn.1.2", step=9)
-        await carol.directory.live(GRID)
-        await asyncio.sleep(31)
-        carol.directory.on_failure(info, "lost")
-        return [*found, await carol.directory.find(GRID, "ffn.1.2")]
-
-    first, banned, again = run_virtual(main())
+@virtual
+async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
+    network, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    found = [info := await carol.directory.find(GRID, "ffn.1.2")]
+    assert info is not None
+    network.now().crash("alice")
+    carol.directory.on_failure(info, "lost")
+    found.append(await carol.directory.find(GRID, "ffn.1.2"))
+    await announce(bob, "ffn.1.2", step=9)
+    await carol.directory.live(GRID)
+    await asyncio.sleep(31)
+    carol.directory.on_failure(info, "lost")
+    first, banned, again = [*found, await carol.directory.find(GRID, "ffn.1.2")]
     assert first is not None and banned is None and again is not None
     assert (first.step, again.step) == (0, 9)
 
 
-def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        await announce(bob, "ffn.3.7")
-        ((info, _),) = await carol.directory.best(GRID, scores("ffn.1.2"), 4)
-        carol.directory.on_failure(info, "lost")
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2"), 1))
-
-    assert run_virtual(main()) == [["ffn.3.7"]]
+@virtual
+async def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    await announce(bob, "ffn.3.7")
+    ((info, _),) = await carol.directory.best(GRID, scores("ffn.1.2"), 4)
+    carol.directory.on_failure(info, "lost")
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 1)) == [["ffn.3.7"]]
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
-def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: float) -> None:
-    async def main() -> tuple[list[bool], list[str]]:
-        network, (alice, bob, carol) = await scouts(3)
-        network.now().skew("alice", skew_s)
-        await announce(alice, "ffn.1.2")
-        await announce(bob, "ffn.3.7")
-        seen = [len(await scout.directory.live(GRID)) == 2 for scout in (alice, bob, carol)]
-        await asyncio.sleep(59)
-        seen += [len(await scout.directory.live(GRID)) == 2 for scout in (alice, carol)]
-        await asyncio.sleep(2)
-        seen += [len(await scout.directory.live(GRID)) == 0 for scout in (alice, carol)]
-        return seen, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == ([True] * 7, ["skew"])
+@virtual
+async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: float) -> None:
+    network, (alice, bob, carol) = await scouts(3)
+    network.now().skew("alice", skew_s)
+    await announce(alice, "ffn.1.2")
+    await announce(bob, "ffn.3.7")
+    seen = [len(await scout.directory.live(GRID)) == 2 for scout in (alice, bob, carol)]
+    await asyncio.sleep(59)
+    seen += [len(await scout.directory.live(GRID)) == 2 for scout in (alice, carol)]
+    await asyncio.sleep(2)
+    seen += [len(await scout.directory.live(GRID)) == 0 for scout in (alice, carol)]
+    assert (seen, [fault.name for fault in network.fired]) == ([True] * 7, ["skew"])
 
 
 @pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
@@ -248,17 +234,15 @@ def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_e
     assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
 
 
-def test_invalid_records_do_no_harm() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, mallory) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
-            for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
-                await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
-                await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
-        return uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4))
-
-    assert run_virtual(main()) == [["ffn.1.2"]]
+@virtual
+async def test_invalid_records_do_no_harm() -> None:
+    _, (alice, bob, mallory) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
+        for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
+            await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
+            await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
+    assert uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.2"]]
 
 
 def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
@@ -434,33 +418,30 @@ async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
         await asyncio.sleep(15)
 
 
-def test_a_peer_claims_vacant_places_only() -> None:
-    async def main() -> tuple[list[str], list[str]]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
-        return await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)
-
-    assert run_virtual(main()) == (["ffn.2.3"], [])
+@virtual
+async def test_a_peer_claims_vacant_places_only() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
+    assert (await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)) == (["ffn.2.3"], [])
 
 
-def test_only_wanted_places_are_claimed() -> None:
-    async def main() -> list[str]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.1.2")
-        return await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])
+@virtual
+async def test_only_wanted_places_are_claimed() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2")
+    assert sorted(await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])) == [
+        "ffn.0.0",
+        "ffn.3.7",
+    ]
 
-    assert sorted(run_virtual(main())) == ["ffn.0.0", "ffn.3.7"]
 
-
-def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
-    async def main() -> list[int]:
-        _, (alice, bob, carol) = await scouts(3)
-        claimed = await alice.directory.claim(GRID, 3)
-        counts = [len(await bob.directory.live(GRID))]
-        await announce(alice, *claimed)
-        return [*counts, len(await carol.directory.live(GRID))]
-
-    assert run_virtual(main()) == [0, 3]
+@virtual
+async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    claimed = await alice.directory.claim(GRID, 3)
+    counts = [len(await bob.directory.live(GRID))]
+    await announce(alice, *claimed)
+    assert [*counts, len(await carol.directory.live(GRID))] == [0, 3]
 
 
 @pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
@@ -478,72 +459,67 @@ def test_peers_that_claim_at_once_get_different_places(
     assert len(got) == len(set(got)) == 8
 
 
-def test_a_full_grid_gives_fewer_places() -> None:
-    async def main() -> list[list[str]]:
-        _, found = await scouts(6, profile=HOME)
-        return await asyncio.gather(*(scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found))
-
-    got = list(itertools.chain(*run_virtual(main())))
+@virtual
+async def test_a_full_grid_gives_fewer_places() -> None:
+    _, found = await scouts(6, profile=HOME)
+    claims = (scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found)
+    got = [*itertools.chain(*await asyncio.gather(*claims))]
     assert len(got) == len(set(got)) == 12
 
 
-def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
-    async def main() -> tuple[list[str], list[str], list[str], list[str]]:
-        network, found = await scouts(4, DirectorySettings(settle_s=5.0))
-        alice, bob, *_ = found
-        names = [scout.peers.name for scout in found]
-        for scout in found:
-            scout.dht.start()
-        network.now().partition(set(names[::2]), set(names[1::2]))
-        wanted = ["ffn.1.2", "ffn.3.7"]
-        await asyncio.sleep(60)  # both halves have noticed
-        first = await alice.directory.claim(GRID, 2, wanted=wanted)
-        second = await bob.directory.claim(GRID, 2, wanted=wanted)
-        assert sorted(first) == sorted(second) == wanted  # the fault did harm
-        hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
-        await asyncio.sleep(30)
-        network.now().heal()
-        await asyncio.sleep(120)
-        live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
-        for host in hosts:
-            host.cancel()
-        assert live == [alice.peers.id.hex()] * 2
-        return sorted(first), second, wanted, [fault.name for fault in network.fired]
-
-    first, second, wanted, fired = run_virtual(main())
-    assert (first, second, fired) == (wanted, [], ["partition", "heal"])
+@virtual
+async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
+    network, found = await scouts(4, DirectorySettings(settle_s=5.0))
+    alice, bob, *_ = found
+    names = [scout.peers.name for scout in found]
+    for scout in found:
+        scout.dht.start()
+    network.now().partition(set(names[::2]), set(names[1::2]))
+    wanted = ["ffn.1.2", "ffn.3.7"]
+    await asyncio.sleep(60)  # both halves have noticed
+    first = await alice.directory.claim(GRID, 2, wanted=wanted)
+    second = await bob.directory.claim(GRID, 2, wanted=wanted)
+    assert sorted(first) == sorted(second) == wanted  # the fault did harm
+    hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
+    await asyncio.sleep(30)
+    network.now().heal()
+    await asyncio.sleep(120)
+    live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
+    for host in hosts:
+        host.cancel()
+    assert live == [alice.peers.id.hex()] * 2
+    assert (sorted(first), second) == (wanted, [])
+    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
-    async def main() -> tuple[list[list[str]], list[bool]]:
-        _, (alice, bob) = await scouts(2)
-        await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
-        lost = [await scout.directory.rivals(GRID, ["ffn.1.2"]) for scout in (alice, bob)]
-        return lost, [alice.peers.id > bob.peers.id, bob.peers.id > alice.peers.id]
-
-    lost, greater = run_virtual(main())
+@virtual
+async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
+    _, (alice, bob) = await scouts(2)
+    await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
+    lost = [await scout.directory.rivals(GRID, ["ffn.1.2"]) for scout in (alice, bob)]
+    greater = [alice.peers.id > bob.peers.id, bob.peers.id > alice.peers.id]
     assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
 
 
-def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
-    async def main() -> tuple[list[str], list[str], list[str]]:
-        network, (alice, bob, _) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        network.now().skew("bob", -60.0)
-        claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-        return claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]
+@virtual
+async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    network.now().skew("bob", -60.0)
+    claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    assert (claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]) == (
+        [],
+        [],
+        ["skew"],
+    )
 
-    assert run_virtual(main()) == ([], [], ["skew"])
 
-
-def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
-    async def main() -> tuple[list[list[str]], list[str]]:
-        network, (alice, bob, _) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        network.now().crash("alice")
-        early = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-        await asyncio.sleep(60)
-        late = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-        return [early, late], [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == ([[], ["ffn.1.2"]], ["crash"])
+@virtual
+async def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    network.now().crash("alice")
+    early = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    await asyncio.sleep(60)
+    late = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    assert ([early, late], [fault.name for fault in network.fired]) == ([[], ["ffn.1.2"]], ["crash"])

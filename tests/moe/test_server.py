@@ -38,9 +38,9 @@ from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Refusal, Role
 from colab_swarm.runtime import PauseGate
-from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
+from colab_swarm.sim import LAN, SimNetwork, virtual_time
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
-from tests.moe.local import calls_of, real
+from tests.moe.local import calls_of, real, virtual
 from tests.net.swarm import peers, run, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -323,23 +323,21 @@ async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
         assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
 
 
-def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
-    async def main() -> float:
-        network = SimNetwork(LAN, seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
-        server = ExpertServer(bob, EventLog())
-        server.add(expert())
-        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
-        await asyncio.sleep(59)
-        assert len(server._batching._inside) == 1
-        with pytest.raises(CallRefused, match="took over 60 s"):
-            await stream.receive(Part)
-        assert not server._batching._inside
-        await server.close()
-        return virtual_time()
-
-    assert run_virtual(main()) == pytest.approx(60, abs=0.1)
+@virtual
+async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
+    server = ExpertServer(bob, EventLog())
+    server.add(expert())
+    stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
+    await asyncio.sleep(59)
+    assert len(server._batching._inside) == 1
+    with pytest.raises(CallRefused, match="took over 60 s"):
+        await stream.receive(Part)
+    assert not server._batching._inside
+    await server.close()
+    assert virtual_time() == pytest.approx(60, abs=0.1)
 
 
 @real
