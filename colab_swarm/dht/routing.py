@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -245,7 +246,7 @@ class Lookup:
     def nearest(self, count: int) -> list[Contact]:
         """Return the peers nearest to the target that answered, nearest first."""
         answered = (c.contact for _, c in self._by_distance if c.state is _State.ANSWERED)
-        return [contact for contact, _ in zip(answered, range(count), strict=False)]
+        return [*itertools.islice(answered, count)]
 
     def hops(self, peer: PeerId) -> int:
         """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
@@ -253,8 +254,7 @@ class Lookup:
 
     def known(self, peer: PeerId) -> Contact | None:
         """Return the contact of a peer that an answer named, or None."""
-        candidate = self._candidates.get(peer)
-        return candidate.contact if candidate else None
+        return self._candidates[peer].contact if peer in self._candidates else None
 
     def _window(self, now: float) -> list[_Candidate]:
         window: list[_Candidate] = []
@@ -284,5 +284,4 @@ class Patience:
     @property
     def seconds(self) -> float:
         """The estimate; 1 s before the first answer."""
-        known = None if self._mean_s is None else self._mean_s + 4 * self._deviation_s
-        return 1.0 if known is None else max(MIN_PATIENCE_S, known)
+        return 1.0 if self._mean_s is None else max(MIN_PATIENCE_S, self._mean_s + 4 * self._deviation_s)

@@ -275,18 +275,16 @@ class DHT:
         Each peer forwards the query to nearer peers over open links, where `read` would dial each peer itself. A write
         that missed this holder is missed, and a dishonest peer on the way can hide all records.
         """
-        id, merged = key_id(key), Storage(self._inspector)
-        hops, width = None, self.settings.parallel
+        id, width = key_id(key), self.settings.parallel
+        merged = Storage(self._inspector)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
-                hops = answer.hops
-                break
-        return Reading(self._found_in(merged, id), hops, width)
+                return Reading(self._found_in(merged, id), answer.hops, width)
+        return Reading({}, None, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
         """Return the contact of ``peer``; None if no peer near it knows."""
-        known = self._peers.contact_of(peer)
-        if known.addresses:
+        if (known := self._peers.contact_of(peer)).addresses:
             return known
         return (await self._searcher.find_near(peer, width=self.settings.parallel)).known(peer)
 
@@ -371,11 +369,11 @@ class DHT:
         return answer.contacts
 
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
-        refusals = []
-        for i, record in enumerate(records):
+        refusals: list[str] = []
+        for record in records:
             refusal = storage.put(key, record, now=self._loop.time(), swarm_time=self._peers.time())
             refusals.append(refusal or "")
-            if i % RECORDS_AT_ONCE == RECORDS_AT_ONCE - 1:
+            if len(refusals) % RECORDS_AT_ONCE == 0:  # signatures take time: let other tasks run
                 await asyncio.sleep(0)
         return tuple(refusals)
 
@@ -441,8 +439,7 @@ class DHT:
 
     async def _retry(self) -> None:
         """Query one of the lost peers again; if it is back, its contacts join two halves of a swarm."""
-        lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
-        if lost:
+        if lost := [*self.table.lost.values()] or ([] if len(self.table) else self._entries):
             seeds = [self._rng.choice(lost)]
             await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
 

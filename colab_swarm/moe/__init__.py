@@ -54,8 +54,6 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 | between two saves; between two checks for dead hosts | 60 s; 20 s |
 | life of a save that is not renewed | a day |
 
-See `MixtureOptions`, `HostOptions` (`colab_swarm.moe.host`), `DirectorySettings` and `BatchLimits`.
-
 ## Failures
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
@@ -94,9 +92,6 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | 3.1, 4.2: asynchronous training | `trainer` |
 | 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
 | checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `host` |
-
-The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one
-wait instead of one per dimension.
 
 ## Measured
 

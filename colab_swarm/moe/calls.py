@@ -130,7 +130,7 @@ class ExpertCalls:
                             raise
                         await asyncio.sleep(error.retry_s)
         except (ExpertError, TimeoutError) as error:
-            late = f"expert {info.uid} at {short(info.peer)} did not answer in {self.timeout_s:g} s"
+            late = f"expert {info.uid} at {short(info.host.id)} did not answer in {self.timeout_s:g} s"
             self.directory.on_failure(info, str(error) or late)
             raise ExpertError(str(error) or late) from error
         self.directory.on_success(info)
@@ -144,10 +144,10 @@ class ExpertCalls:
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)
-        where = f"expert {info.uid} at {short(info.peer)}"
+        where = f"expert {info.uid} at {short(info.host.id)}"
         self._peers.learn(info.host)
         try:
-            async with await self._peers.stream(info.peer, opening, timeout_s=self.timeout_s) as stream:
+            async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
                 return (await self._converse(stream, tensors)).reshape(inputs.shape)
         except ExpertError as error:
             raise ExpertError(f"{where} {error}", retry_s=error.retry_s) from error

@@ -83,18 +83,12 @@ class Cache(Generic[K, V]):
 
     async def get(self, keys: Iterable[K], *, fresh: bool = False) -> dict[K, V]:
         """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
-        values: dict[K, V] = {}
-        reads: dict[K, asyncio.Task[V]] = {}
-        for key in keys:
-            cached = None if fresh else self.peek(key)
-            if cached is None:
-                reads[key] = self._begin(key, fresh=fresh)
-            else:
-                values[key] = cached
+        cached = {key: None if fresh else self.peek(key) for key in keys}
+        reads = {key: self._begin(key, fresh=fresh) for key, value in cached.items() if value is None}
         # shielded: a caller that is cancelled must not end the read of the others
-        for key, value in zip(reads, await asyncio.gather(*map(asyncio.shield, reads.values())), strict=True):
-            values[key] = value
-        return values
+        read = await asyncio.gather(*map(asyncio.shield, reads.values()))
+        found = {key: value for key, value in cached.items() if value is not None}
+        return found | dict(zip(reads, read, strict=True))
 
     def forget(self, key: K) -> None:
         """Drop the cached value of a key."""
@@ -102,7 +96,7 @@ class Cache(Generic[K, V]):
 
     async def close(self) -> None:
         """Cancel all running reads."""
-        loads = list(self._loads.values())
+        loads = [*self._loads.values()]
         for load in loads:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
@@ -395,13 +389,13 @@ class Directory:
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        seconds = self._bans.fail((info.uid, info.peer), self._loop.time())
+        seconds = self._bans.fail((info.uid, info.host.id), self._loop.time())
         if seconds is not None:
             self._events.emit(ExpertBanned(self._loop.time(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
         """Forget the failures of an expert that answered."""
-        self._bans.succeed((info.uid, info.peer))
+        self._bans.succeed((info.uid, info.host.id))
 
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""

@@ -146,7 +146,7 @@ class ExpertsWatch:
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
             own = self._served()  # newer than this peer's last announcement
-            mine = {info.uid for info in found if info.peer == self._peers.id} & own.keys()
+            mine = {info.uid for info in found if info.host.id == self._peers.id} & own.keys()
             self._listings.append(
                 [replace(info, step=own[info.uid].step) if info.uid in mine else info for info in found]
             )
@@ -169,7 +169,7 @@ class ExpertsWatch:
         for info in newest:
             if info.uid not in left_out:
                 live.append(self._live(info, grown[info.uid] / total if total else None))
-                by_host[info.peer].append(live[-1])
+                by_host[info.host.id].append(live[-1])
         hosts = sorted(itertools.starmap(self._host, by_host.items()), key=lambda host: -host.experts)
         dead = sorted(self._seen - {expert.uid for expert in live} - {*left_out})
         listing = ExpertsListing(self._grid, tuple(live), tuple(hosts), left_out, tuple(dead))
@@ -177,7 +177,9 @@ class ExpertsWatch:
 
     def _live(self, info: ExpertInfo, share: float | None) -> LiveExpert:
         age_s = max(0.0, self._directory.settings.ttl_s - (info.expires_at - self._peers.time()))
-        return LiveExpert(info.uid, short(info.peer), info.peer == self._peers.id, info.step, age_s, share)
+        return LiveExpert(
+            info.uid, short(info.host.id), info.host.id == self._peers.id, info.step, age_s, share
+        )
 
     def _host(self, peer: PeerId, experts: Sequence[LiveExpert]) -> HostOfExperts:
         share = None if experts[0].share is None else sum(expert.share or 0.0 for expert in experts)

@@ -473,12 +473,9 @@ def _quantize(values: Floats, scales: Floats, levels: npt.NDArray[np.int8]) -> N
         return
     largest = np.maximum(values.max(axis=1), -values.min(axis=1))
     tiny = largest < _SMALLEST_SCALED
-    with np.errstate(
-        all="ignore"
-    ):  # NaN or infinity sets the block's scale to NaN, which the decoder refuses
-        scales[:] = np.where(
-            tiny, 0, np.where(np.isfinite(largest), np.minimum(largest / 127, _LARGEST_SCALE), np.nan)
-        )
+    with np.errstate(all="ignore"):  # NaN or infinity makes the scale NaN, which the decoder refuses
+        scales[:] = np.where(np.isfinite(largest), np.minimum(largest / 127, _LARGEST_SCALE), np.nan)
+        scales[tiny] = 0
         inverse = np.where(tiny, 0, 127 / largest).astype(np.float32)
         steps = values * inverse[:, None]
         np.rint(steps, out=steps)

@@ -160,9 +160,8 @@ class _Flattener:
             kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
             raise TypeError(f"state has a {kind} at {path!r}, which cannot be saved")
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        known = self._names.get(memory) if tensor.numel() else None
-        if known:
-            return known
+        if tensor.numel() and memory in self._names:
+            return self._names[memory]
         name = path or "tensor"
         while name in self.tensors:  # keys 0 and "0", or "a/b" and "a" -> "b", lead to one path
             name += "'"
@@ -339,12 +338,14 @@ def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, Tensor
 def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton, "sha256": digest(tensors, skeleton)}
     entries: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
+    end = 0
     for name, tensor in _in_file_order(tensors):
-        end = offset + tensor.data.nbytes
-        shape = list(tensor.shape)
-        entries[name] = {"dtype": KINDS[tensor.kind][0], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+        begin, end = end, end + tensor.data.nbytes
+        entries[name] = {
+            "dtype": KINDS[tensor.kind][0],
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

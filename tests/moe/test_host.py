@@ -88,7 +88,7 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     assert hosted(carol)[-1] == (uid, 5, True)
     assert torch.equal(other.experts[uid].forward(inputs), outputs)
     found = await carol.resources.directory.find(GRID, uid)
-    assert found is not None and found.peer == carol.peers.id and found.step == 5
+    assert found is not None and found.host.id == carol.peers.id and found.step == 5
     await saved_by(other, 1)
     assert other.saves.results[uid].step == 6  # and on from there
 
