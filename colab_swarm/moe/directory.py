@@ -42,7 +42,7 @@ from colab_swarm.moe.grid import (
     short_addresses,
     width,
 )
-from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.net.peers import Message
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
@@ -416,11 +416,11 @@ class Directory:
         read = self._dht.read if old or fresh else self._dht.fetch
         pages = await asyncio.gather(*map(read, keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
+        found = itertools.chain(*(page.found.items() for page in pages))
         by_host = {} if old is None else old.remaining(now)
-        read_now = [holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time) for page in pages]
-        for host in set[PeerId]().union(*read_now):
-            by_host[host] = [one for page in read_now for one in page.get(host, ())]
-        alive = {one.uid for one in itertools.chain(*by_host.values()) if one.served}
+        by_host |= holdings(grid, shelf, found, now=now, swarm_time=swarm_time)
+        listing = Listing(by_host)
+        alive = listing.served()
         if alive and is_row(grid, shelf):
             self._seen[grid] = self._seen.get(grid, (set(), 0.0))[0] | alive, swarm_time
-        return Listing(by_host), self.settings.cache_s if alive else self.settings.absent_s
+        return listing, self.settings.cache_s if alive else self.settings.absent_s

@@ -25,7 +25,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
@@ -298,7 +298,7 @@ def short_addresses(contact: Contact) -> tuple[str, ...]:
 
 
 def holdings(
-    grid: Grid, shelf: Index, found: Mapping[bytes, Found], *, now: float, swarm_time: float
+    grid: Grid, shelf: Index, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
 ) -> dict[PeerId, list[Holding]]:
     """Decode the records of a shelf or shorter prefix, by host; invalid records of strangers are dropped.
 
@@ -306,18 +306,17 @@ def holdings(
     only the remaining life of a record counts, so clocks that are wrong do no harm.
     """
     announced: dict[PeerId, list[Holding]] = {}
-    for subkey, record in found.items():
+    for subkey, record in found:
         try:
             contact, places = _decoded(PeerId(subkey), record.value, is_row(grid, shelf))
         except msgspec.ValidationError:
             continue
         if record.owner == subkey and is_sound(contact):
             until = now + record.expires_at - swarm_time
-            announced[contact.id] = [
-                Holding(contact, index, until, uid, place)
-                for index, place in places
-                if (uid := _uid_at(grid, shelf, index)) is not None
-            ]
+            held = announced.setdefault(contact.id, [])
+            for index, place in places:
+                if (uid := _uid_at(grid, shelf, index)) is not None:
+                    held.append(Holding(contact, index, until, uid, place))
     return announced
 
 
@@ -338,6 +337,10 @@ class Listing:
             self._by_index.setdefault(one.index, []).append(one)
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
+
+    def served(self) -> set[str]:
+        """Return the names, or the common prefixes, of what can be called."""
+        return {one.uid for one in itertools.chain(*self.by_host.values()) if one.served}
 
     def remaining(self, now: float) -> dict[PeerId, list[Holding]]:
         """Return the hosts of which an announcement has not expired."""

@@ -240,8 +240,7 @@ def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -
 
     A backward that failed for another reason than its data may have taken its step: it is not retried.
     """
-    ends = itertools.accumulate(call.samples for call in calls)
-    parts = [(call, slice(end - call.samples, end)) for call, end in zip(calls, ends, strict=True)]
+    parts = [*zip(calls, _rows(calls), strict=True)]
     try:
         tensors = map(torch.from_numpy, stacks)
         outputs = (expert.backward if len(stacks) == 2 else expert.forward)(*tensors).numpy()
@@ -254,6 +253,11 @@ def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -
             answers += _outcomes(expert, [call], [stack[rows] for stack in stacks])
         return answers
     return [_encoded(call, outputs[rows]) for call, rows in parts]
+
+
+def _rows(calls: Sequence[Call]) -> list[slice]:
+    ends = itertools.accumulate(call.samples for call in calls)
+    return [slice(end - call.samples, end) for call, end in zip(calls, ends, strict=True)]
 
 
 def _encoded(call: Call, outputs: Floats) -> Outcome:

@@ -75,7 +75,7 @@ def received(record: Any, owner: PeerId | None = ALICE) -> Found:
 
 
 def read(prefix: tuple[int, ...], found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
-    decoded = holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
+    decoded = holdings(GRID, prefix, found.items(), now=5.0, swarm_time=1000.0)
     assert all(one.until == 65.0 for records in decoded.values() for one in records)
     return {host: [one.index for one in records] for host, records in decoded.items()}
 
@@ -84,7 +84,7 @@ def test_a_row_describes_its_experts() -> None:
     row = RecordRow(
         ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
     )
-    decoded = holdings(GRID, (3,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    decoded = holdings(GRID, (3,), [(ALICE, received(row))], now=5.0, swarm_time=1000.0)
     (seven, nine) = decoded[ALICE]
     assert seven.host == Contact(ALICE, row.addresses) and seven.place == row.places[0]
     assert seven.served and not nine.served and seven.claim == (123, ALICE)
@@ -133,7 +133,7 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from([(), (3,)]), st.binary(max_size=40))
 def test_no_strangers_record_does_harm(value: Any, prefix: tuple[int, ...], subkey: bytes) -> None:
     found = {subkey: Found(value, 1060.0, PeerId(subkey)), ALICE: Found(value, 1060.0, ALICE)}
-    holdings(GRID, prefix, found, now=5.0, swarm_time=1000.0)
+    holdings(GRID, prefix, found.items(), now=5.0, swarm_time=1000.0)
 
 
 def test_a_wide_prefix_has_several_keys() -> None:
@@ -156,7 +156,7 @@ def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.Da
     shelf = shelf_of(grid, places[0][:-1])
     neighbours = [place for place in places if shelf_of(grid, place[:-1]) == shelf]
     row = RecordRow((), tuple(ExpertPlace(position(grid, place), 1, 2, ()) for place in neighbours))
-    decoded = holdings(grid, shelf, {ALICE: received(row)}, now=5.0, swarm_time=1000.0)[ALICE]
+    decoded = holdings(grid, shelf, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE]
     assert [one.uid for one in decoded] == [grid.uid(place) for place in neighbours]
     assert shelf_of(grid, shelf) == shelf and max(one.index for one in decoded) < width(grid, shelf)
 
@@ -165,7 +165,7 @@ def test_a_shelf_ends_with_the_grid() -> None:
     grid = Grid("ffn", (5, 64))
     assert [shelf_of(grid, (i,)) for i in range(5)] == [(0,), (0,), (0,), (0,), (4,)]
     row = RecordRow((), (ExpertPlace(63, 1, 2, ()), ExpertPlace(64, 1, 2, ()), ExpertPlace(256, 1, 2, ())))
-    decoded = holdings(grid, (4,), {ALICE: received(row)}, now=5.0, swarm_time=1000.0)
+    decoded = holdings(grid, (4,), [(ALICE, received(row))], now=5.0, swarm_time=1000.0)
     assert [one.uid for one in decoded[ALICE]] == ["ffn.4.63"]
 
 
