@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
@@ -18,8 +17,8 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.peers import Contact, Peers
 from colab_swarm.runtime import Runner
-from colab_swarm.sim import run_virtual
 from colab_swarm.tensors.codecs import Floats
+from tests.dht.swarm import on
 from tests.net.swarm import run as run_real
 
 T = TypeVar("T")
@@ -27,22 +26,7 @@ HOST = Contact(bytes(32), ())
 LR = 0.05
 
 
-def on(
-    runner: Callable[[Coroutine[Any, Any, None]], object],
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make an async test a plain one, which ``runner`` runs."""
-
-    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def wrapped(**given: Any) -> None:
-            runner(test(**given))
-
-        return wrapped
-
-    return decorate
-
-
-virtual, real = on(run_virtual), on(run_real)
+real = on(run_real)
 
 
 class LocalExperts:

@@ -30,7 +30,8 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of
-from tests.moe.local import calls_of, real, virtual
+from tests.dht.swarm import virtual
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, run
 
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from colab_swarm.tensors.device import DeviceThread
-from tests.moe.local import real, virtual
+from tests.dht.swarm import virtual
+from tests.moe.local import real
 
 
 def quit_python() -> None:

@@ -16,8 +16,7 @@ from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
 from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
-from tests.dht.swarm import Member, swarm
-from tests.moe.local import virtual
+from tests.dht.swarm import Member, swarm, virtual
 
 GRID = Grid("ffn", (4, 8))
 SHAPE = (16,)

@@ -24,8 +24,9 @@ from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
+from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
-from tests.moe.local import calls_of, real, virtual
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, until
 
 QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)

@@ -25,8 +25,8 @@ from colab_swarm.moe.replicas import (
 from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import virtual_time
+from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
-from tests.moe.local import virtual
 
 LIMIT_BYTES = 10**7
 

@@ -40,7 +40,8 @@ from colab_swarm.net.peers import Refusal, Role
 from colab_swarm.runtime import PauseGate
 from colab_swarm.sim import LAN, SimNetwork, virtual_time
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
-from tests.moe.local import calls_of, real, virtual
+from tests.dht.swarm import virtual
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, run, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))

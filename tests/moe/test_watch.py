@@ -13,8 +13,8 @@ from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.moe.watch import LIST_EVERY_S, ExpertRates, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
+from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run
-from tests.moe.local import virtual
 
 
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
