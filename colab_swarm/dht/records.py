@@ -147,61 +147,17 @@ class DHTSettings:
     max_ttl_s: float = 24 * 3600.0
 
 
-class Inspector:
-    """Checks records against the limits; caches the signatures it has verified."""
-
-    def __init__(self, settings: DHTSettings) -> None:
-        self.settings = settings
-        self._verified: OrderedDict[bytes, None] = OrderedDict()
-
-    def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
-        """Return why the record must be refused, or None."""
-        if len(record.value) > self.settings.value_bytes or len(record.subkey) > self.settings.subkey_bytes:
-            return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
-        if fault := self._age_fault(record, swarm_time):
-            return fault
-        if len(record.subkey) == ID_BYTES and owner_of(record) != record.subkey:
-            return "the subkey is a peer's id, and the record is not that peer's"
-        if record.owner and not self._signed(key, record):
-            return "its signature is forged"
-        try:
-            msgspec.msgpack.decode(record.value)
-        except UNDECODABLE:
-            return "its value is not msgpack"  # readers decode without a check
-        return None
-
-    def _age_fault(self, record: Record, swarm_time: float) -> str | None:
-        max_ttl_s = self.settings.max_ttl_s
-        left_s = record.expires_at - swarm_time
-        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
-            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
-        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
-            return "its version is from the future: check the writer's clock"
-        return None
-
-    def _signed(self, key: bytes, record: Record) -> bool:
-        data = record.signed_bytes(key)
-        digest = hashlib.sha256(data + record.signature).digest()
-        if digest in self._verified:
-            self._verified.move_to_end(digest)
-            return True
-        if not verify(record.owner, record.signature, data):
-            return False
-        self._verified[digest] = None
-        if len(self._verified) > VERIFIED_RECORDS:
-            self._verified.popitem(last=False)
-        return True
-
-
 class Storage:
     """Keys to subkeys to records. ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
     Attributes:
+        verified: digests of the signatures that were checked; storages of one peer share them.
         total_bytes: size of all records held.
     """
 
-    def __init__(self, inspector: Inspector) -> None:
-        self._inspector, self._settings = inspector, inspector.settings
+    def __init__(self, settings: DHTSettings, verified: OrderedDict[bytes, None] | None = None) -> None:
+        self._settings = settings
+        self.verified: OrderedDict[bytes, None] = OrderedDict() if verified is None else verified
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # each record with its end, by `now`
         self._key_bytes: dict[bytes, int] = {}
         self.total_bytes = 0
@@ -221,8 +177,7 @@ class Storage:
         if held is not None and not supersedes(record, held):
             same = record.signed_bytes(key) == held.signed_bytes(key)
             return None if same else "a newer record is held"
-        fault = self._inspector.fault_of(key, record, swarm_time=swarm_time)
-        if fault is not None:
+        if fault := self.fault_of(key, record, swarm_time=swarm_time):
             return fault
         if held is not None and held.owner not in (b"", record.owner):
             return "the subkey belongs to another peer"
@@ -245,6 +200,44 @@ class Storage:
             held_now = self._keys.items()
             self._ends = [(end, key, subkey) for key, held in held_now for subkey, (_, end) in held.items()]
             heapq.heapify(self._ends)
+
+    def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
+        """Return why the record must be refused, or None."""
+        if len(record.value) > self._settings.value_bytes or len(record.subkey) > self._settings.subkey_bytes:
+            return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
+        if fault := self._age_fault(record, swarm_time):
+            return fault
+        if len(record.subkey) == ID_BYTES and owner_of(record) != record.subkey:
+            return "the subkey is a peer's id, and the record is not that peer's"
+        if record.owner and not self._signed(key, record):
+            return "its signature is forged"
+        try:
+            msgspec.msgpack.decode(record.value)
+        except UNDECODABLE:
+            return "its value is not msgpack"  # readers decode without a check
+        return None
+
+    def _age_fault(self, record: Record, swarm_time: float) -> str | None:
+        max_ttl_s = self._settings.max_ttl_s
+        left_s = record.expires_at - swarm_time
+        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
+            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
+        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
+            return "its version is from the future: check the writer's clock"
+        return None
+
+    def _signed(self, key: bytes, record: Record) -> bool:
+        data = record.signed_bytes(key)
+        digest = hashlib.sha256(data + record.signature).digest()
+        if digest in self.verified:
+            self.verified.move_to_end(digest)
+            return True
+        if not verify(record.owner, record.signature, data):
+            return False
+        self.verified[digest] = None
+        if len(self.verified) > VERIFIED_RECORDS:
+            self.verified.popitem(last=False)
+        return True
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
         """Return the live records under ``key``, each with the rest of its life."""

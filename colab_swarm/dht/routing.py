@@ -4,11 +4,10 @@
 first. New contacts never replace old ones that still answer, since peers with a long uptime tend to stay. A new peer
 for a full bucket waits as a replacement until a contact in it fails.
 
-**Lookup (section 2.3).** `Lookup` decides which peer to query next for the peers nearest to a target. Silent peers do
-not cost their full timeout. There is no barrier between rounds: an answer starts the next query. A query older than
-``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its peer does not count among
-the nearest. The lookup is done when the ``width`` nearest others have answered; if there are fewer, slow queries get
-`GRACE` times the patience.
+**Lookup (section 2.3).** `Lookup` decides which peer to query next. There is no barrier between rounds: an answer
+starts the next query. A query older than ``patience_s`` is slow: until it is answered, it frees its place among the
+``alpha``, and its peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
+answered; if there are fewer, slow queries get `GRACE` times the patience.
 """
 
 from __future__ import annotations

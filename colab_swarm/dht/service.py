@@ -32,7 +32,6 @@ from colab_swarm.dht.records import (
     Fetched,
     FindNear,
     FoundNear,
-    Inspector,
     Record,
     Storage,
     Stored,
@@ -201,8 +200,7 @@ class DHT:
         self._loop = asyncio.get_running_loop()
         self._searcher = Searcher(peers, settings)
         self.table = self._searcher.table
-        self._inspector = Inspector(settings)
-        self._storage = Storage(self._inspector)
+        self._storage = Storage(settings)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}
         self._last_version = 0
@@ -239,7 +237,7 @@ class DHT:
         record = Record(subkey or b"", data, now + ttl_s, self._last_version, ttl_s, owner)
         if signed:
             record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))
-        if fault := self._inspector.fault_of(id, record, swarm_time=now):
+        if fault := self._storage.fault_of(id, record, swarm_time=now):
             raise ValueError(f"cannot store under {key!r}: {fault}")
         return await self._store(id, (record,))
 
@@ -249,13 +247,13 @@ class DHT:
 
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""
-        id, merged = key_id(key), Storage(self._inspector)
+        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
         lookup, first = await self._gather(id, merged)
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def records(self, key: str | bytes) -> tuple[Record, ...]:
         """Return the live records under ``key`` as they were written, with their signatures."""
-        id, merged = key_id(key), Storage(self._inspector)
+        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
         await self._gather(id, merged)
         return merged.get(id, now=self._loop.time())
 
@@ -276,7 +274,7 @@ class DHT:
         that missed this holder is missed, and a dishonest peer on the way can hide all records.
         """
         id, width = key_id(key), self.settings.parallel
-        merged = Storage(self._inspector)
+        merged = Storage(self.settings, self._storage.verified)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
                 return Reading(self._found_in(merged, id), answer.hops, width)

@@ -243,7 +243,7 @@ class MixtureSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.k_min <= self.k:
             raise ValueError(
-                f"k={self.k}, k_min={self.k_min}: call at least one expert and wait for at most k"
+                f"k={self.k}, k_min={self.k_min}: call one expert or more and wait for at most k"
             )
         if not self.grace_s >= 0:
             raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")

@@ -5,10 +5,9 @@ with the chunks it lacks, then those chunks. So a save with few changes costs li
 is only renewed. A holder keeps two saves per expert and owner until the owner reports that the newer one is safe. It
 drops saves that were not renewed for a day.
 
-Saving. The owner writes the chunks to its disk and sends them to holders, previous ones first; a holder that fails is
-replaced by the next. Then it publishes a signed record. Once enough holders have the save, all may drop the one before;
-until then the record names both. So after the loss of the host and all holders but one, only the steps since the last
-save are lost.
+Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
+record. Once enough holders have the save, all may drop the one before; until then the record names both. So after the
+loss of the host and all holders but one, only the steps since the last save are lost.
 
 Finding. Any peer that may write to the DHT may claim a save of any step. So claims are tried from the highest step
 down, chunks count only if they match their hashes, and a save that is incomplete or does not fit is skipped.

@@ -167,8 +167,8 @@ class AsyncTrainer(Generic[Batch]):
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._settings.concurrency)]
         threads = [
-            threading.Thread(target=self._work, args=(run, replica), name=f"trainer-{index}", daemon=True)
-            for index, replica in enumerate(replicas)
+            threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
+            for replica in replicas
         ]
         try:
             for thread in threads:
