@@ -173,9 +173,7 @@ class _Flattener:
 def _scalar(value: Any, path: str) -> Any:
     match value:
         case int() if value.bit_length() > 4 * (MAX_INT_DIGITS - 3):  # less sign and 0x
-            raise ValueError(
-                f"state has an integer of {value.bit_length()} bits at {path!r}, which is too large"
-            )
+            raise ValueError(f"state has an integer of {value.bit_length()} bits at {path!r}: too large")
         case None | bool():
             return value
         case str():
@@ -362,11 +360,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class StepFiles:
-    """The last checkpoints of one run, ``step-000000000012.safetensors`` and so on.
-
-    Args:
-        path: the folder; created at the first save.
-        keep: number of checkpoints to keep.
+    """The last ``keep`` checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
 
     Raises:
         ValueError: ``keep`` is below 1.
